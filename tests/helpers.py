@@ -1,0 +1,140 @@
+"""Run real jobs: start a script under torchrun, watch it, stop it, and leave no process behind."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """This process's environment without what torchrun sets, one thread per rank, no network."""
+    drop = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCH")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **changes}
+    return env
+
+
+@dataclass
+class Result:
+    returncode: int
+    output: str  # stdout and stderr of all ranks and of torchrun
+
+    def check(self) -> "Result":
+        assert self.returncode == 0, f"exit status {self.returncode}\n{self.output[-6000:]}"
+        return self
+
+
+class Job:
+    """A running command with all its descendants.
+
+    with Job(command) as job: ... ; on leaving the block whatever still runs is killed. Descendants
+    are found by a mark in their environment, because torchrun puts its workers in sessions of their
+    own and a killed torchrun leaves them without a parent.
+    """
+
+    def __init__(self, command, cwd: Path = ROOT, **environment: str):
+        self.mark = uuid.uuid4().hex
+        self.log = tempfile.TemporaryFile(mode="w+")  # not a pipe, which an orphan would hold open
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=cwd,
+            env=clean_environment(**environment, TEST_JOB_MARK=self.mark),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+        self.log.close()
+
+    @property
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("TEST_JOB_MARK") == self.mark:
+                    found.append(process)
+            except psutil.Error:
+                pass  # gone, or another user's
+        return found
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of global rank `rank`; raises StopIteration if it does not run."""
+        return next(p for p in self.processes() if p.environ().get("RANK") == str(rank))
+
+    def kill(self) -> list[psutil.Process]:
+        """Kill whatever still runs; return what that was."""
+        alive = [p for p in self.processes() if p.status() != psutil.STATUS_ZOMBIE]
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(alive, timeout=10)
+        self.process.wait(timeout=10)
+        return alive
+
+    def wait(self, timeout: float = 120) -> Result:
+        """Wait for the end; on time-out kill everything and raise with the output so far."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise TimeoutError(f"no end within {timeout} s\n{self.output[-6000:]}") from None
+        return Result(self.process.returncode, self.output)
+
+    def wait_until(self, condition: Callable[[], object], timeout: float = 60) -> object:
+        """Return the first true value of `condition()`; raise if the job ends or time runs out."""
+        deadline = time.monotonic() + timeout
+        while not (value := condition()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the job ended or {timeout} s passed\n{self.output[-6000:]}")
+            time.sleep(0.005)
+        return value
+
+
+def python(script, *args, timeout: float = 120, cwd: Path = ROOT, **environment: str) -> Result:
+    """Run `script` as one plain process."""
+    with Job([sys.executable, script, *args], cwd, **environment) as job:
+        return job.wait(timeout)
+
+
+def torchrun_command(script, *args, ranks: int = 2, options: tuple = ()) -> list:
+    return [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", *options, script, *args]
+
+
+def torchrun(
+    script, *args, ranks=2, options=(), timeout=120, cwd: Path = ROOT, **environment: str
+) -> Result:
+    """Run `script` on `ranks` ranks of this machine; also asserts that no process is left."""
+    with Job(
+        torchrun_command(script, *args, ranks=ranks, options=options), cwd, **environment
+    ) as job:
+        result = job.wait(timeout)
+        left = job.kill()
+        assert not left, f"left running: {left}\n{result.output[-3000:]}"
+        return result
+
+
+def read_metrics(output_dir: Path) -> list[dict]:
+    path = Path(output_dir) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
