@@ -1,5 +1,6 @@
 """Run real jobs: start a script under torchrun, watch it, stop it, and leave no process behind."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -45,7 +46,8 @@ class Job:
 
     def __init__(self, command, cwd: Path = ROOT, **environment: str):
         self.mark = uuid.uuid4().hex
-        self.log = tempfile.TemporaryFile(mode="w+")  # not a pipe, which an orphan would hold open
+        # A file, not a pipe: an orphan would hold the pipe open.
+        self.log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [str(part) for part in command],
             cwd=cwd,
@@ -85,10 +87,8 @@ class Job:
         """Kill whatever still runs; return what that was."""
         alive = [p for p in self.processes() if p.status() != psutil.STATUS_ZOMBIE]
         for process in alive:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         psutil.wait_procs(alive, timeout=10)
         self.process.wait(timeout=10)
         return alive
