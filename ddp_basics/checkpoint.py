@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ def read_file(path: Path) -> dict | None:
     if not path.exists():
         return None
     try:
+        with ZipFile(path) as file:  # what torch.save writes; torch.load checks no sums
+            if bad := file.testzip():
+                raise BadZipFile(f"wrong checksum in {bad}")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and OS errors: all mean that the file is not ours
         raise UserError(

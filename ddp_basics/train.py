@@ -26,7 +26,7 @@ from checkpoint import resume, save_checkpoint
 from data import DATASETS, download_mnist, load_dataset
 from metrics import Metrics
 from model import SmallCNN
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import ArgumentParser, UserError, Worker, distributed_worker, fail
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -43,7 +43,11 @@ RUN_KEYS = (
 def main() -> None:
     args = parse_args()
     if args.dataset == "mnist" and os.environ.get("LOCAL_RANK", "0") == "0":
-        download_mnist(args.data_dir)  # once per node; the other ranks wait for us when they join
+        # Once per node, before joining: the other ranks wait for this one when they join.
+        try:
+            download_mnist(args.data_dir)
+        except UserError as error:
+            fail(str(error))
     with distributed_worker(args.device) as worker:
         finished = train(args, worker)
     sys.exit(0 if finished else 128 + signal.SIGTERM)

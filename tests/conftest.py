@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests can import helpers
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "ddp_basics")]  # helpers, and train, model, data ...
 
 
 def pytest_collection_modifyitems(items):

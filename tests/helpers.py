@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -79,9 +80,10 @@ class Job:
                 pass  # gone, or another user's
         return found
 
-    def rank(self, rank: int) -> psutil.Process:
-        """The process of global rank `rank`; raises StopIteration if it does not run."""
-        return next(p for p in self.processes() if p.environ().get("RANK") == str(rank))
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks that run now, in order."""
+        ranks = [p for p in self.processes() if "RANK" in p.environ()]
+        return sorted(ranks, key=lambda p: int(p.environ()["RANK"]))
 
     def kill(self) -> list[psutil.Process]:
         """Kill whatever still runs; return what that was."""
@@ -133,6 +135,12 @@ def torchrun(
         left = job.kill()
         assert not left, f"left running: {left}\n{result.output[-3000:]}"
         return result
+
+
+def free_port() -> int:
+    """A TCP port of this machine that was free a moment ago, for rendezvous that must name one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def read_metrics(output_dir: Path) -> list[dict]:

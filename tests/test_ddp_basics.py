@@ -1,0 +1,369 @@
+"""ddp_basics/train.py: it learns, equals one process, and says clearly what it was told wrong."""
+
+import gzip
+import math
+import struct
+
+import pytest
+import torch
+from helpers import ROOT, python, read_metrics, torchrun, torchrun_command
+from workers.equivalence import CASES
+
+TRAIN = ROOT / "ddp_basics/train.py"
+
+
+def final_parameters(output_dir):
+    return torch.load(output_dir / "checkpoint.pt", weights_only=True)["model"]
+
+
+# ---- the equivalence matrix: train.py's step on 2 and 3 ranks against a bare model in one process
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory):
+    script, folder = "tests/workers/equivalence.py", tmp_path_factory.mktemp("matrix")
+    python(script, folder / "1").check()
+    for ranks in (2, 3):
+        torchrun(script, folder / str(ranks), ranks=ranks).check()
+    return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_ddp_equals_one_process(matrix, case, ranks):
+    # fp32 sums in another order: about 1e-7 for numbers of order one, times 5 for other machines.
+    # AdamW divides by the root of small squares, which magnifies that in the parameters: 2e-6.
+    one, many = matrix[1][case], matrix[ranks][case]
+    assert len(one) == len(many) == 5
+    for step, (expected, actual) in enumerate(zip(one, many, strict=True)):
+        assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-6), step
+        close(actual["norm"], expected["norm"], 1e-6)
+        for kind, tolerance in (("gradients", 5e-7), ("parameters", 2e-6)):
+            assert actual[kind].keys() == expected[kind].keys()
+            for name, tensor in expected[kind].items():
+                close(actual[kind][name], tensor, tolerance, f"{kind} {name} in step {step}")
+
+
+def close(actual, expected, tolerance, what=""):
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def test_matrix_compares_something(matrix):
+    """The gradients are far above the tolerances, clipping clips, frozen and idle layers stay."""
+    one = matrix[1]
+    assert all(steps[0]["norm"] > 0.05 for steps in one.values())
+    assert one["sgd, clip"][0]["norm"] == pytest.approx(0.1, rel=1e-4) != one["sgd"][0]["norm"]
+    assert "net.0.weight" not in one["sgd, frozen"][0]["gradients"]
+    assert not one["sgd, unused"][0]["gradients"]["idle.weight"].any()
+    assert "second.weight" not in one["sgd, tied"][0]["parameters"]  # it is first.weight
+
+
+# ---- the whole script, on any number of ranks
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Output directory and output of the same short run on 1, 2 and 3 ranks, logged every step."""
+    found = {}
+    for ranks in (1, 2, 3):
+        folder = tmp_path_factory.mktemp(f"run{ranks}")
+        args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", folder)
+        if ranks == 1:
+            result = python(TRAIN, *args)
+        else:
+            result = torchrun(TRAIN, *args, "--accumulate", ranks - 1, ranks=ranks)
+        found[ranks] = folder, result.check().output
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_script_equals_one_process(runs, ranks):
+    """1,437 training images divide neither by 2 nor by 3; 3 ranks also accumulate over 2 parts."""
+    one, many = (read_metrics(runs[r][0]) for r in (1, ranks))
+    assert [line["step"] for line in one] == [line["step"] for line in many]
+    assert sum("loss" in line for line in one) == 42  # every step: 14 full batches, 3 epochs
+    for a, b in zip(one, many, strict=True):
+        # 42 steps of AdamW at a learning rate of 2e-3 let rounding errors grow.
+        assert a == pytest.approx(b, abs=2e-4), (a, b)
+    expected, actual = final_parameters(runs[1][0]), final_parameters(runs[ranks][0])
+    for name, tensor in expected.items():
+        close(actual[name], tensor, 1e-3, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_test_image_counts_once(runs, ranks):
+    """360 images over 1, 2, 3 ranks: the accuracy is the one of the saved model on all of them."""
+    from data import load_dataset
+    from model import SmallCNN
+
+    folder, output = runs[ranks]
+    model = SmallCNN()
+    model.load_state_dict(final_parameters(folder))
+    images, labels = load_dataset("digits")[1].tensors
+    with torch.no_grad():
+        logits = model(images)
+    correct = (logits.argmax(1) == labels).sum().item()
+    last = read_metrics(folder)[-1]
+    assert last["test_accuracy"] * 360 == pytest.approx(correct, abs=1e-9)
+    loss = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert last["test_loss"] == pytest.approx(loss, abs=1e-5)
+    assert f"{correct / 360:.2%} of 360 images" in output
+
+
+def test_uneven_test_set(tmp_path):
+    """7 ranks share 360 images: 52 or 51 each, none twice."""
+    result = torchrun(TRAIN, "--epochs", 1, "--batch-size", 70, ranks=7, timeout=180).check()
+    one = python(TRAIN, "--epochs", 1, "--batch-size", 70).check()
+    assert accuracy(result) == pytest.approx(accuracy(one), abs=0.01)
+    assert "360 images" in result.output
+
+
+def accuracy(result) -> float:
+    return float(result.output.split("test accuracy ")[1].split("%")[0]) / 100
+
+
+def test_default_run_reaches_97_percent():
+    result = torchrun(TRAIN).check()
+    assert accuracy(result) >= 0.97
+    assert result.output.count("2 rank(s) on cpu, gloo") == 1  # once, not per rank
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_follows_fp32(runs, tmp_path, precision):
+    args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
+    python(TRAIN, *args, "--precision", precision).check()
+    fp32, low = (
+        [m["loss"] for m in read_metrics(f) if "loss" in m] for f in (runs[1][0], tmp_path)
+    )
+    # The first loss, 2.3, differs by rounding alone (8 bits in bf16, 11 in fp16; averaged over 96
+    # images). Then AdamW lets differences grow: 0.02 was seen where the loss falls fastest.
+    assert low[0] == pytest.approx(fp32[0], abs=2e-3)
+    assert low == pytest.approx(fp32, abs=0.06)
+    assert low != fp32  # the option does something
+
+
+@pytest.mark.slow
+def test_compiled_model_gives_the_same(runs, tmp_path):
+    args = ("--epochs", 1, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
+    torchrun(TRAIN, *args, "--compile", timeout=280).check()
+    plain = torchrun(TRAIN, *args[:-1], tmp_path / "plain").check()
+    assert "test accuracy" in plain.output
+    for a, b in zip(read_metrics(tmp_path), read_metrics(tmp_path / "plain"), strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_schedule_warms_up_and_decays(runs):
+    rates = [line["lr"] for line in read_metrics(runs[1][0]) if "lr" in line]
+    peak = max(range(len(rates)), key=rates.__getitem__)
+    assert rates[peak] == pytest.approx(2e-3)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(0, abs=1e-9)
+
+
+def test_tensorboard_holds_the_metrics(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = ("--epochs", 2, "--output-dir", tmp_path, "--tensorboard")
+    torchrun(TRAIN, *args).check()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    board = {e.step: e.value for e in events.Scalars("loss")}
+    lines = {m["step"]: m["loss"] for m in read_metrics(tmp_path) if "loss" in m}
+    assert board == pytest.approx(lines)
+
+
+# ---- MNIST, on files in its format
+
+
+def write_mnist(folder, train=120, test=31):
+    """The four IDX files that torchvision reads, with random images of 28 x 28 pixels."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    written = {}
+    for part, count in (("train", train), ("t10k", test)):
+        images = torch.randint(256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(10, (count,), generator=generator, dtype=torch.uint8)
+        header = struct.pack(">IIII", 0x803, count, 28, 28)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.numpy().tobytes())
+        header = struct.pack(">II", 0x801, count)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.numpy().tobytes())
+        written[part] = images, labels
+    return written
+
+
+def test_mnist_loader_reads_idx_files(tmp_path):
+    from data import load_dataset
+
+    written = write_mnist(tmp_path)
+    for dataset, part in zip(load_dataset("mnist", tmp_path), ("train", "t10k"), strict=True):
+        images, labels = dataset.tensors
+        assert images.shape == (len(labels), 1, 28, 28)
+        assert images.dtype == torch.float32
+        assert labels.dtype == torch.int64
+        assert torch.equal((images[:, 0] * 255).round().to(torch.uint8), written[part][0])
+        assert torch.equal(labels.to(torch.uint8), written[part][1])
+
+
+def test_mnist_trains_on_two_ranks(tmp_path):
+    write_mnist(tmp_path)
+    args = ("--dataset", "mnist", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 40)
+    result = torchrun(TRAIN, *args).check()
+    assert "steps 3 of 3" in result.output
+    assert "of 31 images" in result.output
+
+
+def test_mnist_that_cannot_be_downloaded(tmp_path):
+    """The name of its host is refused here as it is on a machine without a network."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket, urllib.error\n"
+        "def refuse(*a, **k): raise socket.gaierror('no network')\n"
+        "socket.getaddrinfo = refuse\n"
+    )
+    args = ("--dataset", "mnist", "--data-dir", tmp_path / "none")
+    result = python(TRAIN, *args, PYTHONPATH=str(tmp_path))
+    assert_one_sentence(result, "MNIST is not in", "--dataset digits")
+
+
+@pytest.mark.parametrize("damage", ["truncate", "wrong magic", "gzip"])
+def test_mnist_broken_file(tmp_path, damage):
+    from data import load_dataset
+    from runtime import UserError
+
+    write_mnist(tmp_path)
+    path = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
+    content = path.read_bytes()
+    broken = {
+        "truncate": content[: len(content) // 2],
+        "wrong magic": b"\x00\x00\x00\x00" + content[4:],
+        "gzip": gzip.compress(content),
+    }[damage]
+    path.write_bytes(broken)
+    with pytest.raises(UserError, match="cannot read MNIST below"):
+        load_dataset("mnist", tmp_path)
+
+
+# ---- wrong arguments: exit status 2, one sentence, once
+
+
+def assert_one_sentence(result, *parts):
+    """One line of ours, no traceback of ours. (torchrun adds its own summary.)"""
+    lines = [line for line in result.output.splitlines() if line.startswith("train.py: error: ")]
+    assert len(lines) == 1, result.output
+    for part in parts:
+        assert part in lines[0]
+    assert 'ddp_basics/train.py", line' not in result.output, result.output
+
+
+BAD_ARGUMENTS = [
+    (("--no-such-flag",), "--no-such-flag"),
+    (("--epochs", "many"), "many"),
+    (("--epochs", "0"), "--epochs must be at least 1, not 0"),
+    (("--batch-size", "-4"), "--batch-size must be at least 1, not -4"),
+    (("--batch-size", "64", "--accumulate", "3"), "--batch-size 64 does not divide into 3"),
+    (("--accumulate", "0"), "--accumulate must be at least 1"),
+    (("--lr", "nan"), "--lr must be above 0, not nan"),
+    (("--lr", "-1"), "--lr must be above 0"),
+    (("--warmup", "1.5"), "--warmup must be from 0 to 1"),
+    (("--clip", "-1"), "--clip must be at least 0"),
+    (("--clip", "nan"), "--clip must be at least 0"),
+    (("--workers", "-1"), "--workers must be at least 0"),
+    (("--checkpoint-every", "-1"), "--checkpoint-every must be at least 0"),
+    (("--log-every", "0"), "--log-every must be at least 1"),
+    (("--dataset", "cifar"), "cifar"),
+    (("--precision", "fp8"), "fp8"),
+    (("--device", "tpu"), "tpu"),
+    (("--tensorboard",), "--tensorboard needs an --output-dir"),
+    (("--output-dir", "/dev/null/run"), "--output-dir /dev/null/run cannot be made"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), BAD_ARGUMENTS, ids=lambda x: " ".join(x))
+def test_bad_argument(arguments, sentence, monkeypatch, capsys):
+    import train
+
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        train.parse_args()
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: error: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_bad_argument_in_a_process():
+    result = python(TRAIN, "--epochs", "0")
+    assert result.returncode == 2
+    assert_one_sentence(result, "--epochs must be at least 1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--batch-size", "65"), ("--batch-size 65", "2 rank(s)")),
+        (("--batch-size", "2000"), ("--batch-size 2000 exceeds the 1437 training images",)),
+    ],
+)
+def test_bad_argument_is_said_once_under_torchrun(arguments, parts):
+    result = torchrun(TRAIN, *arguments)
+    assert result.returncode != 0  # torchrun turns every failure of a worker into 1
+    assert_one_sentence(result, *parts)
+    assert "exitcode  : 2" in result.output
+
+
+def test_cuda_with_too_few_gpus_is_refused():
+    ranks = torch.cuda.device_count() + 1
+    result = torchrun(TRAIN, "--device", "cuda", ranks=ranks)
+    sentence = f"--device cuda needs a GPU per rank: {ranks} rank(s), {ranks - 1} GPU(s) here"
+    assert_one_sentence(result, sentence)
+
+
+# ---- several nodes: two agents on loopback
+
+
+def test_two_nodes(tmp_path, runs):
+    """Two torchruns of one rank each: LOCAL_RANK is 0 on both, RANK is 0 and 1."""
+    from helpers import Job, free_port
+
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1)
+    options = ("--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-id=test")
+
+    def node(folder):
+        command = torchrun_command(TRAIN, *args, "--output-dir", folder, ranks=1, options=options)
+        command.remove("--standalone")
+        return Job(command)
+
+    with node(tmp_path / "a") as a, node(tmp_path / "b") as b:
+        results = a.wait().check(), b.wait().check()
+    assert sum("2 rank(s) on" in r.output for r in results) == 1
+    folder = next(f for f in (tmp_path / "a", tmp_path / "b") if read_metrics(f))
+    actual, expected = final_parameters(folder), final_parameters(runs[2][0])
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+# ---- one GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        # Other kernels sum in another order (and may use TF32 in convolutions): 42 steps apart.
+        ((), 5e-3),
+        (("--precision", "bf16"), 5e-2),
+        (("--precision", "fp16"), 2e-2),
+        (("--compile",), 5e-3),
+    ],
+)
+def test_gpu_loss_equals_cpu(tmp_path, runs, options, tolerance):
+    args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
+    result = torchrun(TRAIN, *args, "--device", "cuda", *options, ranks=1, timeout=280).check()
+    assert "1 rank(s) on cuda, nccl" in result.output
+    gpu = [m["loss"] for m in read_metrics(tmp_path) if "loss" in m]
+    cpu = [m["loss"] for m in read_metrics(runs[1][0]) if "loss" in m]
+    assert gpu == pytest.approx(cpu, abs=tolerance)
+    assert all(math.isfinite(x) for x in gpu)

@@ -1,0 +1,319 @@
+"""ddp_basics/train.py under faults: kill -9, SIGTERM, broken files, a full disk, the exit."""
+
+import os
+import random
+import signal
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
+
+TRAIN = ROOT / "ddp_basics/train.py"
+ARGS = ("--epochs", 12, "--log-every", 1)  # 22 steps an epoch
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    torchrun(TRAIN, *ARGS, "--output-dir", folder).check()
+    return folder
+
+
+def checkpoint(folder) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def assert_same_end(actual, expected):
+    """Model, optimizer, schedule, generators equal bit for bit; each loss too."""
+
+    def compare(a, b, where):
+        assert type(a) is type(b), where
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a, b), where
+        elif isinstance(a, dict):
+            assert a.keys() == b.keys(), where
+            for key in a:
+                compare(a[key], b[key], f"{where}.{key}")
+        elif isinstance(a, list | tuple):
+            assert len(a) == len(b), where
+            for i, pair in enumerate(zip(a, b, strict=True)):
+                compare(*pair, f"{where}.{i}")
+        else:
+            assert a == b, where
+
+    compare(checkpoint(actual), checkpoint(expected), "checkpoint")
+    assert read_metrics(actual) == read_metrics(expected)
+
+
+def reached(folder, step):
+    """True once metrics.jsonl has a whole line for `step`."""
+    path = folder / "metrics.jsonl"
+    return path.exists() and f'{{"step": {step},' in path.read_text()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted, victim):
+    """One epoch of 22 steps is saved, the next is half done; torchrun restarts both ranks."""
+    command = torchrun_command(
+        TRAIN, *ARGS, "--output-dir", tmp_path, options=("--max-restarts=1",)
+    )
+    with Job(command) as job:
+        job.wait_until(lambda: reached(tmp_path, 40))
+        job.ranks()[victim].kill()
+        result = job.wait(120).check()
+    assert "continuing from" in result.output
+    assert_same_end(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("whom", ["torchrun", "rank 1"])
+def test_sigterm_saves_and_the_same_command_continues(tmp_path, uninterrupted, whom):
+    """A cluster ends torchrun; an operator may end one rank: then all must leave together."""
+    command = torchrun_command(TRAIN, *ARGS, "--output-dir", tmp_path)
+    with Job(command) as job:
+        job.wait_until(lambda: reached(tmp_path, 30))
+        (job.process if whom == "torchrun" else job.ranks()[1]).terminate()
+        result = job.wait(60)
+    assert result.returncode != 0
+    assert result.output.count("stopped by SIGTERM after step") == 1
+    step = checkpoint(tmp_path)["step"]
+    assert 30 <= step < 264
+    assert f"after step {step} of 264: saved to" in result.output
+    torchrun(TRAIN, *ARGS, "--output-dir", tmp_path).check()
+    assert_same_end(tmp_path, uninterrupted)
+
+
+def handles_sigterm(process) -> bool:
+    """Whether the process has its own handler yet: until then SIGTERM just ends it."""
+    with open(f"/proc/{process.pid}/status") as status:
+        caught = next(line for line in status if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads signal masks from /proc")
+def test_sigterm_without_output_dir_says_that_nothing_is_saved():
+    with Job(torchrun_command(TRAIN, "--epochs", 500)) as job:
+        job.wait_until(lambda: len(job.ranks()) == 2 and all(map(handles_sigterm, job.ranks())))
+        job.process.terminate()
+        result = job.wait(60)
+    assert "of 11000: not saved" in result.output
+
+
+def test_one_process_continues_what_two_ranks_began(tmp_path, uninterrupted):
+    """The number of ranks may change: the global batches and so the losses stay the same."""
+    with Job(torchrun_command(TRAIN, *ARGS, "--output-dir", tmp_path)) as job:
+        job.wait_until(lambda: reached(tmp_path, 30))
+        job.process.terminate()
+        job.wait(60)
+    result = python(TRAIN, *ARGS, "--output-dir", tmp_path).check()
+    assert "continuing from" in result.output
+    for a, b in zip(read_metrics(tmp_path), read_metrics(uninterrupted), strict=True):
+        assert a == pytest.approx(b, abs=5e-3)  # rounding, grown over 264 steps of AdamW
+
+
+def test_finished_run_is_left_as_it_is(tmp_path):
+    args = ("--epochs", 2, "--output-dir", tmp_path)
+    first = python(TRAIN, *args).check()
+    before = (tmp_path / "checkpoint.pt").read_bytes(), read_metrics(tmp_path)
+    second = python(TRAIN, *args).check()
+    assert "steps 0 of 44" in second.output
+    assert first.output.splitlines()[-1] == second.output.splitlines()[-1]
+    assert before == ((tmp_path / "checkpoint.pt").read_bytes(), read_metrics(tmp_path))
+
+
+# ---- checkpoint files
+
+
+SAVER = """
+import sys
+sys.path.insert(0, {directory!r})
+from pathlib import Path
+import torch
+from checkpoint import write_file
+path = Path(sys.argv[1])
+write_file(path, {{"step": 0, "run": {{}}, "generators": [], "x": torch.zeros(8)}})
+for step in range(1, 10_000):
+    x = torch.full((2_000_000,), step)
+    write_file(path, {{"step": step, "run": {{}}, "generators": [], "x": x}})
+"""
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_kill_9_during_a_save_leaves_a_whole_checkpoint(tmp_path, attempt):
+    """A process that does nothing but save is killed while the temporary file grows."""
+    from checkpoint import read_file
+
+    script, path = tmp_path / "saver.py", tmp_path / "checkpoint.pt"
+    script.write_text(SAVER.format(directory=str(ROOT / "ddp_basics")))
+    temporary = tmp_path / "checkpoint.pt.tmp"
+    share = random.Random(attempt).random()  # how far into a file of 16 MB
+
+    def in_the_middle():
+        try:
+            return path.exists() and share * 16e6 < temporary.stat().st_size < 16e6
+        except FileNotFoundError:
+            return False
+
+    with Job([sys.executable, script, path]) as job:
+        job.wait_until(in_the_middle)
+        job.process.kill()
+        job.process.wait(10)
+    state = read_file(path)
+    assert torch.all(state["x"] == state["step"])
+
+
+def damaged(content: bytes, damage: str) -> bytes:
+    half = len(content) // 2
+    return {
+        "truncated": content[:half],
+        "empty": b"",
+        "text": b"not a checkpoint at all\n" * 100,
+        "flipped": content[:half] + b"\xff" * 2000 + content[half + 2000 :],
+    }[damage]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "flipped"])
+def test_broken_checkpoint_is_named(tmp_path, uninterrupted, damage):
+    from checkpoint import read_file
+    from runtime import UserError
+
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(damaged((uninterrupted / "checkpoint.pt").read_bytes(), damage))
+    with pytest.raises(UserError, match="is no readable checkpoint"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "foreign", "other model", "other settings"])
+def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterrupted, kind):
+    path, content = tmp_path / "checkpoint.pt", (uninterrupted / "checkpoint.pt").read_bytes()
+    arguments = ARGS
+    if kind == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+        sentence = f"{path} is no readable checkpoint"
+    elif kind == "foreign":
+        torch.save({"weights": torch.zeros(3)}, path)
+        sentence = f"{path} is not a checkpoint of this script"
+    elif kind == "other model":
+        state = checkpoint(uninterrupted)
+        state["model"] = {"x": torch.zeros(3)}
+        torch.save(state, path)
+        sentence = f"{path} does not fit this model"
+    else:
+        path.write_bytes(content)
+        arguments = (*ARGS, "--lr", 0.1)
+        sentence = f"{path} was trained with --lr 0.002, not 0.1"
+    before = path.read_bytes()
+    result = torchrun(TRAIN, *arguments, "--output-dir", tmp_path)
+    assert result.returncode != 0
+    assert result.output.count("train.py: error: ") == 1, result.output
+    assert f"train.py: error: {sentence}" in result.output
+    assert path.read_bytes() == before
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_foreign_metrics_file_is_left_alone(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("my notes\nof last year\n")
+    result = torchrun(TRAIN, "--output-dir", tmp_path)
+    assert "metrics.jsonl is not a file of this script" in result.output
+    assert result.output.count("train.py: error: ") == 1
+    assert (tmp_path / "metrics.jsonl").read_text() == "my notes\nof last year\n"
+
+
+def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
+    """A limit on the size of files stands in for the full disk: the write fails part of the way."""
+    args = ("--epochs", 2, "--output-dir", tmp_path)
+    with Job(torchrun_command(TRAIN, "--epochs", 2, "--output-dir", tmp_path)) as job:
+        job.wait_until((tmp_path / "checkpoint.pt").exists)
+        job.kill()
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    wrapper = tmp_path / "limited.py"
+    wrapper.write_text(
+        "import resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        f"sys.path.insert(0, {str(TRAIN.parent)!r})\n"
+        f"sys.argv[0] = {str(TRAIN)!r}\n"
+        f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
+    )
+    result = python(wrapper, *args)
+    assert result.returncode == 2, result.output
+    assert "cannot write" in result.output
+    assert "the one before is untouched" in result.output
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not (tmp_path / "checkpoint.pt.tmp").exists()
+
+
+# ---- restarts and exits, many times
+
+
+@pytest.mark.slow
+def test_restart_after_kill_twenty_times(tmp_path):
+    """The restart race of torchrun (see runtime.py): the documented command, 20 of 20."""
+    worker = tmp_path / "die_once.py"
+    worker.write_text(
+        "import os, signal, sys\n"
+        f"sys.path.insert(0, {str(TRAIN.parent)!r})\n"
+        "import torch, torch.distributed as dist\n"
+        "from runtime import distributed_worker\n"
+        "with distributed_worker('cpu') as worker:\n"
+        "    value = torch.ones(1000)\n"
+        "    dist.all_reduce(value)\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] < '2' and worker.rank == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    dist.all_reduce(value)\n"
+        "    assert value.sum() == 4000\n"
+    )
+    for _ in range(10):  # each is killed and restarted twice
+        torchrun(worker, options=("--max-restarts=2", "--monitor-interval=0.1")).check()
+
+
+@pytest.mark.slow
+def test_twenty_runs_end_with_status_0():
+    for _ in range(20):
+        torchrun(TRAIN, "--epochs", 1).check()
+
+
+LEAVE = """
+import os, sys
+sys.path.insert(0, {directory!r})
+import torch
+from runtime import distributed_worker
+from torch.nn.parallel import DistributedDataParallel
+
+def threads():
+    return [open(f"/proc/self/task/{{t}}/comm").read() for t in os.listdir("/proc/self/task")]
+
+def train():
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.randn(2, 4)).sum().backward()
+    return model
+
+with distributed_worker("cpu"):
+    kept = train() if sys.argv[1] == "keep" else train() and None
+    assert any("gloo" in name for name in threads())
+print("gloo threads", sum("gloo" in name for name in threads()))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads thread names from /proc")
+def test_leaving_joins_the_threads_of_the_group(tmp_path):
+    """The cause of the abort at exit, not its frequency: no thread of Gloo may be left."""
+    script = tmp_path / "leave.py"
+    script.write_text(LEAVE.format(directory=str(TRAIN.parent)))
+    assert "gloo threads 0" in python(script, "drop").check().output
+
+
+def test_a_model_that_outlives_the_group_is_refused(tmp_path):
+    script = tmp_path / "leave.py"
+    script.write_text(LEAVE.format(directory=str(TRAIN.parent)))
+    result = python(script, "keep")
+    assert result.returncode != 0
+    assert "something still holds the process group" in result.output
+
+
+def test_sigterm_constant_is_the_exit_status(tmp_path):
+    """143, as a shell reports it: a script behind `train.py && next` must not go on."""
+    with Job([sys.executable, TRAIN, "--epochs", 500, "--output-dir", tmp_path]) as job:
+        job.wait_until(lambda: reached(tmp_path, 22))
+        job.process.terminate()
+        assert job.wait(60).returncode == 128 + signal.SIGTERM

@@ -1,0 +1,117 @@
+"""Run train.py's own step on every case of the matrix and save what came out (rank 0).
+
+Started by test_ddp_basics.py under torchrun with 2 and 3 ranks, and as one process: then the model
+is bare, without DDP and without accumulation. The global batches are the same in all of them.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddp_basics"))
+
+import torch
+import train
+from model import SmallCNN
+from runtime import distributed_worker
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS, GLOBAL_BATCH = 5, 24
+CASES = {
+    "sgd": {},
+    "adamw": {"optimizer": "adamw"},
+    "sgd, accumulate": {"accumulate": 4},
+    "adamw, accumulate": {"optimizer": "adamw", "accumulate": 2},
+    "sgd, clip": {"clip": 0.1},
+    "adamw, clip, accumulate": {"optimizer": "adamw", "clip": 0.1, "accumulate": 2},
+    "sgd, frozen": {"model": "frozen"},
+    "sgd, unused": {"model": "unused"},
+    "sgd, tied": {"model": "tied"},
+    "adamw, tied, accumulate": {"optimizer": "adamw", "model": "tied", "accumulate": 2},
+}
+
+
+class Tied(nn.Module):
+    """Two layers that share one weight matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, images):
+        return self.head(self.second(self.first(images.flatten(1)).relu()).relu())
+
+
+class Unused(SmallCNN):
+    """One layer takes no part in the forward pass."""
+
+    def __init__(self):
+        super().__init__(channels=8)
+        self.idle = nn.Linear(3, 3)
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "tied":
+        return Tied()
+    if kind == "unused":
+        return Unused()
+    model = SmallCNN(channels=8)
+    if kind == "frozen":
+        model.net[0].requires_grad_(False)
+    return model
+
+
+def run_case(worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0) -> list[dict]:
+    args = SimpleNamespace(
+        optimizer=optimizer, lr=1e-2, accumulate=accumulate, clip=clip, precision="fp32"
+    )
+    module = build(model)
+    if worker.rank > 0:  # DDP must replace this by rank 0's weights
+        for parameter in module.parameters():
+            nn.init.zeros_(parameter)
+    if worker.world_size == 1:
+        ddp_model, args.accumulate = module, 1  # the reference
+    else:
+        ddp_model = DistributedDataParallel(
+            module,
+            gradient_as_bucket_view=True,
+            static_graph=accumulate == 1 and model != "unused",
+            find_unused_parameters=model == "unused",
+        )
+    optim = train.make_optimizer(args, module)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    generator = torch.Generator().manual_seed(1)
+    steps = []
+    for _ in range(STEPS):
+        images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
+        labels = torch.randint(10, (GLOBAL_BATCH,), generator=generator)
+        share = slice(worker.rank, None, worker.world_size)
+        loss = train.train_step(ddp_model, images[share], labels[share], optim, scaler, args)
+        gradients = {  # an unused parameter has none in one process, and zeros under DDP
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
+        steps.append(
+            {
+                "loss": train.all_sum([loss], worker)[0] / worker.world_size,
+                "gradients": gradients,
+                "norm": torch.nn.utils.get_total_norm(gradients.values()),
+                "parameters": {n: p.detach().clone() for n, p in module.named_parameters()},
+            }
+        )
+    return steps
+
+
+def main() -> None:
+    with distributed_worker("cpu") as worker:
+        results = {name: run_case(worker, **case) for name, case in CASES.items()}
+        if worker.is_main:
+            torch.save(results, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
