@@ -55,6 +55,8 @@ def main() -> None:
 
 def train(args, worker: Worker) -> bool:
     """Train to the end and return True, or save and return False once SIGTERM has come."""
+    stop_requests = []  # a cluster sends SIGTERM before it takes the machine: the loop looks here
+    signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
     train_set, test_set = load_dataset(args.dataset, args.data_dir)
 
     # Rank r takes the samples r, r + N, r + 2N, ... of one shuffled order that all ranks share, so
@@ -97,8 +99,6 @@ def train(args, worker: Worker) -> bool:
     run = {key: getattr(args, key) for key in RUN_KEYS}
     step = first_step = resume(path, parts, run, worker) if path else 0  # optimizer steps done
     metrics = Metrics(args.output_dir, step, worker, args.tensorboard)
-    stop_requests = []  # a cluster sends SIGTERM before it takes the machine: the loop looks here
-    signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
     progress = tqdm(total=total_steps, initial=step, disable=None if worker.is_main else True)
     started = time.perf_counter()
 
