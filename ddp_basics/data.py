@@ -1,9 +1,10 @@
 """The data sets: real digits that need no download, MNIST, and random images for benchmarks."""
 
+import os
 from pathlib import Path
 
 import torch
-from runtime import UserError
+from runtime import UserError, fail
 from torch.utils.data import Dataset, TensorDataset
 
 DATASETS = ("digits", "mnist", "synthetic")
@@ -53,16 +54,22 @@ def load_mnist(data_dir: str) -> tuple[Dataset, Dataset]:
 
 
 def download_mnist(data_dir: str) -> None:
-    """Fetch MNIST into `data_dir` unless it is there. One process per node calls this."""
+    """Fetch MNIST into `data_dir` unless it is there. Call it before joining the job.
+
+    Local rank 0 does the work, the others return at once: they wait for it when they join. If it
+    fails, the job ends with one sentence.
+    """
     from torchvision.datasets import MNIST
 
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     try:
         MNIST(data_dir, download=True)
     except (RuntimeError, OSError):
-        raise UserError(
+        fail(
             f"MNIST is not in {data_dir} and cannot be downloaded: connect to the network, copy "
             f"its four files to {Path(data_dir, 'MNIST', 'raw')}, or use --dataset digits"
-        ) from None
+        )
 
 
 def random_images(count: int, seed: int) -> Dataset:

@@ -26,7 +26,7 @@ from checkpoint import resume, save_checkpoint
 from data import DATASETS, download_mnist, load_dataset
 from metrics import Metrics
 from model import SmallCNN
-from runtime import ArgumentParser, UserError, Worker, distributed_worker, fail
+from runtime import ArgumentParser, UserError, Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -42,12 +42,10 @@ RUN_KEYS = (
 @record  # torchrun then shows the traceback of the rank that failed first
 def main() -> None:
     args = parse_args()
-    if args.dataset == "mnist" and os.environ.get("LOCAL_RANK", "0") == "0":
-        # Once per node, before joining: the other ranks wait for this one when they join.
-        try:
-            download_mnist(args.data_dir)
-        except UserError as error:
-            fail(str(error))
+    if args.dataset == "mnist":
+        download_mnist(
+            args.data_dir
+        )  # one rank per node does; the others wait for it when they join
     with distributed_worker(args.device) as worker:
         finished = train(args, worker)
     sys.exit(0 if finished else 128 + signal.SIGTERM)
@@ -74,19 +72,17 @@ def train(args, worker: Worker) -> bool:
     )
     steps_per_epoch, total_steps = len(loader), len(loader) * args.epochs
     if steps_per_epoch == 0:
-        raise UserError(
-            f"--batch-size {args.batch_size} exceeds the {len(train_set)} training images"
-        )
+        size, have = args.batch_size, len(train_set)
+        raise UserError(f"--batch-size {size} exceeds the {have} training images")
 
     torch.manual_seed(args.seed)
     model = SmallCNN(image_size=train_set[0][0].shape[-1]).to(worker.device)
-    ddp_model = (
-        DistributedDataParallel(  # broadcasts rank 0's weights, averages gradients in backward
-            torch.compile(model) if args.compile else model,
-            device_ids=[worker.local_rank] if worker.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # .grad points into the communication buffer: no copy
-            static_graph=args.accumulate == 1,  # same graph each step; no_sync() makes steps differ
-        )
+    # Broadcasts rank 0's weights now, and averages the gradients of all ranks in every backward.
+    ddp_model = DistributedDataParallel(
+        torch.compile(model) if args.compile else model,
+        device_ids=[worker.local_rank] if worker.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # .grad points into the communication buffer: no copy
+        static_graph=args.accumulate == 1,  # same graph each step; no_sync() makes steps differ
     )
     optimizer = make_optimizer(args, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine_with_warmup(args, total_steps))
@@ -130,6 +126,7 @@ def train(args, worker: Worker) -> bool:
                 save_checkpoint(path, parts, step, run, worker)
             if stops and step < total_steps:
                 progress.close()
+                metrics.close()
                 if worker.is_main:
                     saved = f"saved to {path}, the same command continues" if path else "not saved"
                     print(f"stopped by SIGTERM after step {step} of {total_steps}: {saved}")
@@ -140,10 +137,9 @@ def train(args, worker: Worker) -> bool:
     seconds = time.perf_counter() - started
     test_loss, accuracy = evaluate(model, test_set, args, worker)
     if worker.is_main:
-        rate = (step - first_step) * args.batch_size / seconds
-        print(
-            f"steps {step - first_step} of {total_steps}   images/s {rate:,.0f}   s {seconds:.1f}"
-        )
+        done = step - first_step
+        rate = done * args.batch_size / seconds
+        print(f"steps {done} of {total_steps}   images/s {rate:,.0f}   s {seconds:.1f}")
         print(f"test loss {test_loss:.4f}   test accuracy {accuracy:.2%} of {len(test_set)} images")
     return True
 
@@ -158,8 +154,7 @@ def train_step(ddp_model, images, labels, optimizer, scaler, args) -> torch.Tens
         # forward pass must be inside no_sync() too: it is where DDP decides.
         with nullcontext() if last else ddp_model.no_sync():
             x, y = images.chunk(args.accumulate)[i], labels.chunk(args.accumulate)[i]
-            dtype = PRECISIONS[args.precision]
-            with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+            with autocast(args, images.device):
                 logits = ddp_model(x)
             # Divided, because backward() adds: the sum over parts is the mean over the batch.
             loss = F.cross_entropy(logits.float(), y) / args.accumulate
@@ -174,21 +169,25 @@ def train_step(ddp_model, images, labels, optimizer, scaler, args) -> torch.Tens
     return total_loss
 
 
+def autocast(args, device: torch.device) -> torch.autocast:
+    """Matrix products and convolutions in --precision; parameters and sums stay in fp32."""
+    return torch.autocast(device.type, PRECISIONS[args.precision], args.precision != "fp32")
+
+
 @torch.no_grad()
 def evaluate(model, test_set, args, worker: Worker) -> tuple[float, float]:
     """Mean loss and accuracy over the whole test set, each image counted once.
 
-    A DistributedSampler would repeat images until all ranks have equally many. A plain strided
-    subset does not, so ranks may run different numbers of batches: hence the bare model, whose
-    forward pass (unlike DDP's) never talks to other ranks, and sums that are added at the end.
+    A DistributedSampler would repeat images until all ranks have equally many. A strided subset
+    does not, so ranks may run different numbers of batches: hence the bare model, whose forward
+    (unlike DDP's) never talks to other ranks, and sums that are added at the end.
     """
     share = Subset(test_set, range(worker.rank, len(test_set), worker.world_size))
     loss_sum = correct = count = 0
     model.eval()
     for images, labels in DataLoader(share, batch_size=256):
         images, labels = images.to(worker.device), labels.to(worker.device)
-        dtype = PRECISIONS[args.precision]
-        with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        with autocast(args, worker.device):
             logits = model(images)
         loss_sum += F.cross_entropy(logits.float(), labels, reduction="sum")
         correct += (logits.argmax(1) == labels).sum()

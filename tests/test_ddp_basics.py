@@ -52,12 +52,16 @@ def close(actual, expected, tolerance, what=""):
 
 def test_matrix_compares_something(matrix):
     """The gradients are far above the tolerances, clipping clips, frozen and idle layers stay."""
-    one = matrix[1]
+    one = {case: matrix[1][case] for case in CASES}
     assert all(steps[0]["norm"] > 0.05 for steps in one.values())
     assert one["sgd, clip"][0]["norm"] == pytest.approx(0.1, rel=1e-4) != one["sgd"][0]["norm"]
     assert "net.0.weight" not in one["sgd, frozen"][0]["gradients"]
     assert not one["sgd, unused"][0]["gradients"]["idle.weight"].any()
     assert "second.weight" not in one["sgd, tied"][0]["parameters"]  # it is first.weight
+
+
+def test_accumulation_communicates_once_per_step(matrix):
+    assert matrix[2]["all_reduces"] == {1: 1, 2: 1, 4: 1}
 
 
 # ---- the whole script, on any number of ranks
@@ -210,7 +214,7 @@ def test_mnist_loader_reads_idx_files(tmp_path):
 def test_mnist_trains_on_two_ranks(tmp_path):
     write_mnist(tmp_path)
     args = ("--dataset", "mnist", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 40)
-    result = torchrun(TRAIN, *args).check()
+    result = torchrun(TRAIN, *args, "--workers", 1).check()
     assert "steps 3 of 3" in result.output
     assert "of 31 images" in result.output
 

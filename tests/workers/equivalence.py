@@ -106,9 +106,32 @@ def run_case(worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0) -> 
     return steps
 
 
+def all_reduces_per_step(accumulate: int) -> int:
+    """How many buckets one step of train.py sends (the model fits into one bucket)."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    sent = []
+
+    def hook(state, bucket):
+        sent.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    ddp_model = DistributedDataParallel(build("plain"))
+    ddp_model.register_comm_hook(None, hook)
+    args = SimpleNamespace(optimizer="sgd", lr=0.1, accumulate=accumulate, clip=0, precision="fp32")
+    images, labels = torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)
+    optim, scaler = (
+        train.make_optimizer(args, ddp_model),
+        torch.amp.GradScaler("cpu", enabled=False),
+    )
+    train.train_step(ddp_model, images, labels, optim, scaler, args)
+    return len(sent)
+
+
 def main() -> None:
     with distributed_worker("cpu") as worker:
         results = {name: run_case(worker, **case) for name, case in CASES.items()}
+        results["all_reduces"] = {n: all_reduces_per_step(n) for n in (1, 2, 4)}
         if worker.is_main:
             torch.save(results, sys.argv[1])
 

@@ -1,0 +1,198 @@
+"""Say what this machine has, what is wrong, and what to do about it.
+
+    python3 check_environment.py
+
+Needs nothing installed. One line per item: "ok", or "!!" and advice below. Exit status 1 if
+something is wrong that the examples cannot do without, else 0: a machine without a GPU is fine.
+"""
+
+import os
+import re
+import shutil
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent
+INSTALL = "run 'make demo', or 'pip install -r requirements.txt' in a virtual environment"
+# A demo without these cannot start; the rest is for the course and the tests.
+ESSENTIAL = {"numpy", "scikit-learn", "tqdm"}
+
+
+class Check(NamedTuple):
+    name: str
+    found: str
+    advice: str = ""  # what to do; empty: nothing is wrong
+    stops: bool = False  # the examples do not work like this
+
+
+def main():
+    builds, others = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-common"))
+    torch, torch_error = try_import("torch")
+    installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    checks = [
+        check_python(sys.version_info[:3]),
+        check_torch(installed.get("torch"), builds["torch"], torch_error),
+        check_torchvision(installed.get("torchvision"), builds["torchvision"], torch, call_nms),
+        check_packages(installed, others, try_import("transformers")[1]),
+        check_gpus(torch, shutil.which("nvidia-smi") is not None),
+        check_backends(torch),
+        check_host_name(socket.gethostname()),
+        check_loopback(torch, two_gloo_ranks),
+        check_machine(*this_machine()),
+    ]
+    for check in checks:
+        print("{}  {:<12} {}".format("!!" if check.advice else "ok", check.name, check.found))
+    for advice in dict.fromkeys(check.advice for check in checks if check.advice):
+        print("->  " + advice)
+    broken = [check.name for check in checks if check.stops]
+    print("not ready: " + ", ".join(broken) if broken else "ready")
+    sys.exit(1 if broken else 0)
+
+
+def check_python(version):
+    found = "{} in {}".format(".".join(map(str, version)), sys.prefix)
+    old = version < (3, 11)
+    advice = "install Python 3.11 or newer and name it: make demo PYTHON=python3.12" if old else ""
+    return Check("Python", found, advice, stops=old)
+
+
+def check_torch(version, pin, error):
+    if version is None or error:
+        found = f"{version}, import fails: {error}" if version else "not installed"
+        return Check("torch", found, INSTALL, stops=True)
+    found = f"{version} (pinned: {pin})"
+    if tuple(map(int, version.split(".")[:2])) < (2, 11):
+        return Check("torch", found, "the examples need 2.11 or newer: " + INSTALL, stops=True)
+    same = version.partition("+")[0] == pin  # after "+" stands the kind of build
+    return Check("torch", found, "" if same else "the course needs the pinned one: " + INSTALL)
+
+
+def check_torchvision(version, pin, torch, use):
+    """use: a function that calls compiled code of torchvision; raises if it does not fit torch."""
+    if version is None or torch is None:
+        found = f"{version}, not tried without torch" if version else "not installed"
+        return Check("torchvision", found, INSTALL, stops=True)
+    found = f"{version} (pinned: {pin})"
+    try:
+        use(torch)
+    except Exception as error:  # a mismatch shows as any of OSError, RuntimeError, ImportError
+        found = f"{found} does not fit torch {torch.__version__}: {first_line(error)}"
+        return Check("torchvision", found, "install both from one file: " + INSTALL, stops=True)
+    return Check("torchvision", f"{found}, fits torch")
+
+
+def check_packages(installed, pins, error):
+    """error: why transformers cannot be imported, or None."""
+    missing = [name for name in pins if name not in installed]
+    others = [f"{n} {installed[n]}" for n in pins if installed.get(n, pins[n]) != pins[n]]
+    found = f"{len(pins) - len(missing)} of {len(pins)} installed"
+    found += "; missing: " + ", ".join(missing) if missing else ""
+    found += "; not as pinned: " + ", ".join(others) if others else ""
+    error = None if "transformers" in missing else error
+    found += f"; import transformers fails: {error}" if error else ""
+    advice = INSTALL if missing or others or error else ""
+    return Check("packages", found, advice, stops=not ESSENTIAL.isdisjoint(missing))
+
+
+def check_gpus(torch, has_driver):
+    gpus = range(torch.cuda.device_count() if torch else 0)
+    names = [torch.cuda.get_device_name(i) for i in gpus]
+    found = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    hidden = torch and has_driver and not names
+    advice = "torch cannot use the GPU: old driver (nvidia-smi), or a CPU build" if hidden else ""
+    return Check("GPUs", found or "none: the examples run on the CPU", advice)
+
+
+def check_backends(torch):
+    there = [b for b in ("gloo", "nccl") if torch and torch.distributed.is_backend_available(b)]
+    advice = "" if "gloo" in there else INSTALL
+    return Check("backends", ", ".join(there) or "none", advice, stops="gloo" not in there)
+
+
+def check_host_name(name):
+    """Gloo listens on the address of the host name, unless it is told an interface."""
+    try:
+        address = socket.gethostbyname(name)
+        socket.create_server((address, 0)).close()
+    except OSError as error:
+        advice = f"add {name} to /etc/hosts as 127.0.0.1, or export GLOO_SOCKET_IFNAME=lo"
+        return Check("host name", f"{name} has no address of this machine ({error})", advice)
+    return Check("host name", f"{name} is {address}")
+
+
+def check_loopback(torch, connect):
+    """connect: a function that lets two ranks add numbers over 127.0.0.1; raises if they cannot."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+        if torch:
+            connect(torch)
+    except Exception as error:
+        advice = "let processes connect to 127.0.0.1: look at the firewall, a VPN, a sandbox"
+        return Check("loopback", first_line(error), advice, stops=True)
+    return Check("loopback", "works" + (", two Gloo ranks have added numbers" if torch else ""))
+
+
+def check_machine(cores, memory, disk, shared_memory):
+    """memory, disk, shared_memory: GiB."""
+    found = f"{cores} core(s), {memory:.0f} GiB memory, {disk:.0f} GiB disk free"
+    limits = (
+        (cores < 2, "one core: two ranks take turns, expect half the speed"),
+        (memory < 3, "little memory: a rank takes half a GiB, so run two at most"),
+        (shared_memory < 0.1, "little shared memory: start Docker with --shm-size=1g"),
+    )
+    return Check("machine", found, "; ".join(advice for low, advice in limits if low))
+
+
+def this_machine():
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    shared = shutil.disk_usage("/dev/shm").total / 2**30 if os.path.isdir("/dev/shm") else memory
+    return cores, memory, shutil.disk_usage(ROOT).free / 2**30, shared
+
+
+def call_nms(torch):
+    from torchvision.ops import nms
+
+    nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.ones(1), 0.5)
+
+
+def two_gloo_ranks(torch):
+    """Join two ranks, here two threads, through a store on 127.0.0.1, as torchrun does."""
+    dist, timeout = torch.distributed, timedelta(seconds=10)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+    def work(rank):
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+        group = dist.ProcessGroupGloo(store, rank, 2, timeout)
+        total = torch.tensor([rank + 1.0])
+        group.allreduce([total]).wait()
+        return total.item()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, range(2))) == [3.0, 3.0]  # or raises what a rank raised
+
+
+def read_pins(path):
+    return dict(re.findall(r"^([\w-]+)={2,3}([^\s#]+)", path.read_text(), flags=re.MULTILINE))
+
+
+def try_import(name):
+    """Return (module, None), or (None, the reason in one line)."""
+    try:
+        return __import__(name), None
+    except Exception as error:  # broken builds raise errors of many kinds
+        return None, first_line(error)
+
+
+def first_line(error):
+    return f"{type(error).__name__}: {error}".splitlines()[0][:150]
+
+
+if __name__ == "__main__":
+    main()
