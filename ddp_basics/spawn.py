@@ -1,0 +1,189 @@
+"""The same job without torchrun: started by torch.multiprocessing.spawn, and by hand.
+
+    python ddp_basics/spawn.py --how spawn --ranks 2
+    python ddp_basics/spawn.py --how environment --ranks 2
+    torchrun --standalone --nproc_per_node=2 ddp_basics/spawn.py
+    python ddp_basics/spawn.py --how environment --ranks 2 --kill-rank 1     # a rank dies
+
+Look at the last line: the same loss and the same parameters, to the last bit, whoever starts the
+ranks. And what is started here in 60 lines is only a part of what torchrun does:
+
+                                              spawn      by hand    torchrun
+    RANK, WORLD_SIZE, MASTER_ADDR, ...        your code  your code  yes
+    a port that nobody else takes             your code  your code  yes
+    stops the others when a rank dies         yes        your code  yes
+    shows the failing rank's traceback        yes        no         yes, with @record
+    starts again (--max-restarts)             no         no         yes
+    several nodes (--nnodes), logs per rank   no         no         yes
+"""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from checkpoint import write_file
+from data import load_dataset
+from model import SmallCNN
+from runtime import ArgumentParser, Worker, distributed_worker
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    if "RANK" in os.environ:  # torchrun, or start_by_hand below, has started this process
+        run_rank(args)
+        return
+    # Nobody else cleans up behind us: turn SIGTERM into an exception, so that `finally` runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Set here and not in the ranks: they import torch, which reads it, before they run our code.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A port race is lost by asking the system for a free port, closing it, and handing on its
+    # number: another program may take it in between. So the meeting point opens here, on a port
+    # of the system's choice (0), and stays open until all ranks have ended. torchrun does the same.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start = start_by_spawn if args.how == "spawn" else start_by_hand
+    failure = start(args, store.port)
+    if failure:
+        sys.exit(f"spawn.py: {failure}; the other ranks were stopped")
+
+
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells each process (on one node)."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),  # on one node: the same as the rank
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # Rank 0 would open the port itself. This, which torchrun sets too, says that it is open.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def start_by_spawn(args, port: int) -> str | None:
+    """Start the ranks, wait for their end, return what went wrong. The traps of spawn:
+
+    - Each child imports this file anew: without the __main__ guard at the end it would start
+      children of its own.
+    - The function and its arguments are pickled: it must be at the top level of a file (no lambda,
+      no notebook cell), and no open file, generator or process group can be an argument.
+    - What a child returns is lost: let it write a file. What it raises arrives as a traceback here.
+    - Python waits at its exit for children that still run: hence the `finally`.
+    """
+    context = mp.spawn(spawned_rank, (args, port), args.ranks, join=False)
+    try:
+        while not context.join():  # stops the others once one has failed, then raises
+            pass
+    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+        if getattr(error, "exit_code", 1) == 2:
+            sys.exit(2)  # a mistake of the user's, which the rank has reported
+        return f"rank {error.error_index} failed: {error.msg.strip()}"
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def spawned_rank(rank: int, args, port: int) -> None:
+    os.environ.update(environment(rank, args.ranks, port))
+    run_rank(args)
+
+
+def start_by_hand(args, port: int) -> str | None:
+    """The same with one ordinary command per rank. Any launcher that sets the environment will do:
+    a shell script, ssh, a cluster's scheduler.
+    """
+    command = [sys.executable, *sys.argv]
+    processes = []
+    try:
+        for rank in range(args.ranks):
+            env = os.environ | environment(rank, args.ranks, port)
+            processes.append(subprocess.Popen(command, env=env))
+        # Watch all of them at once: waiting for rank 0 first would be waiting for ever when rank 1
+        # dies, because rank 0 waits for it in a collective.
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            time.sleep(0.05)
+        for rank, process in enumerate(processes):
+            if process.poll() == 2:
+                sys.exit(2)  # a mistake of the user's, which the rank has reported
+            if process.poll():
+                return f"rank {rank} failed: exit status {process.returncode}"  # negative: a signal
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def run_rank(args) -> None:
+    with distributed_worker(args.device) as worker:
+        train(args, worker)
+
+
+def train(args, worker: Worker) -> None:
+    images, labels = load_dataset("digits")[0][:]
+    torch.manual_seed(0)
+    model = SmallCNN().to(worker.device)
+    gpu = [worker.local_rank] if worker.device.type == "cuda" else None
+    ddp_model = DistributedDataParallel(model, device_ids=gpu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(args.steps):
+        if step == args.steps // 2 and worker.rank == args.kill_rank:
+            os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
+        if step == args.steps // 2 and worker.rank == args.raise_rank:
+            raise RuntimeError(f"rank {worker.rank} was told to fail in step {step}")
+        share = torch.arange(worker.rank, args.batch_size, worker.world_size)
+        share = (share + step * args.batch_size) % len(images)
+        optimizer.zero_grad()
+        logits = ddp_model(images[share].to(worker.device))
+        loss = F.cross_entropy(logits, labels[share].to(worker.device))
+        loss.backward()
+        optimizer.step()
+    loss = loss.detach() / worker.world_size
+    dist.all_reduce(loss)
+    if worker.is_main:
+        parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
+        data = b"".join(p.numpy().tobytes() for p in parameters.values())
+        print(f"loss {loss:.6f}   sha256 of the parameters {hashlib.sha256(data).hexdigest()[:16]}")
+        if args.output:
+            write_file(args.output, {"loss": float(loss), "parameters": parameters})
+
+
+def parse_args():
+    parser = ArgumentParser(description="Start ranks without torchrun.")
+    add = parser.add_argument
+    add("--how", choices=("spawn", "environment"), default="spawn", help="unused under torchrun")
+    add("--ranks", type=int, default=2, help="processes to start; unused under torchrun")
+    add("--steps", type=int, default=20)
+    add("--batch-size", type=int, default=48, help="images per step, over all ranks")
+    add("--kill-rank", type=int, help="this rank kills itself half-way")
+    add("--raise-rank", type=int, help="this rank raises an exception half-way")
+    add("--output", type=Path, help="file for the final loss and parameters")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    for name in ("ranks", "steps", "batch_size"):
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} must be at least 1, not {getattr(args, name)}")
+    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    for name in ("kill_rank", "raise_rank"):
+        rank, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if rank is not None and not 0 <= rank < ranks:
+            parser.error(f"{flag} must be from 0 to {ranks - 1}, not {rank}")
+    if args.batch_size % ranks:
+        parser.error(f"--batch-size {args.batch_size} does not divide over {ranks} rank(s)")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Each rank keeps the optimizer state of its share of the parameters: ZeroRedundancyOptimizer.
+
+    torchrun --standalone --nproc_per_node=2 ddp_basics/zero_optimizer.py
+    torchrun --standalone --nproc_per_node=4 ddp_basics/zero_optimizer.py --channels 8
+
+    # save after 6 steps, then continue to step 12 with another number of ranks
+    torchrun --standalone --nproc_per_node=2 ddp_basics/zero_optimizer.py \\
+        --output-dir runs/zero --steps 6
+    torchrun --standalone --nproc_per_node=3 ddp_basics/zero_optimizer.py --output-dir runs/zero
+
+DDP leaves the same gradients on all ranks, so all of them would compute the same update and keep
+the same state: two numbers per parameter for Adam. With this optimizer a rank updates its own
+parameters only, then broadcasts them (ZeRO stage 1, https://arxiv.org/abs/1910.02054).
+
+Look at the bytes per rank: the state shrinks, but not evenly, because whole parameters are dealt
+out, the largest first, each to the rank that has least. The largest one is a floor that more ranks
+do not lower. (fully_shard cuts every parameter, and shards gradients and parameters too.) Then look
+at the last line: the parameters are those of AdamW, also after a restart.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from checkpoint import resume, save_checkpoint
+from data import load_dataset
+from model import SmallCNN
+from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        if args.batch_size % worker.world_size:
+            raise UserError(
+                f"--batch-size {args.batch_size} does not divide over {worker.world_size} rank(s)"
+            )
+        train(args, worker)
+
+
+def train(args, worker: Worker) -> None:
+    data = load_dataset("digits")[0][:]
+    model, ddp_model = build(args, worker)
+    # Everything after the class goes to the AdamW that each rank makes for its own parameters.
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr)
+
+    path = args.output_dir / "zero.pt" if args.output_dir else None
+    parts = {"model": model, "optimizer": optimizer}
+    run = {"batch_size": args.batch_size, "channels": args.channels, "lr": args.lr}
+    # Every rank gets the whole state, and load_state_dict keeps the rank's share of it.
+    first_step = resume(path, parts, run, worker) if path else 0
+    if first_step >= args.steps:
+        raise UserError(f"{path} is at step {first_step} already: ask for more --steps")
+
+    for step in range(first_step, args.steps):
+        train_step(ddp_model, optimizer, data, step, args, worker)
+    report_bytes(model, optimizer, worker)
+    if path:
+        # All ranks send their share to rank 0; its state_dict() then looks like plain AdamW's. The
+        # whole state is thus on one rank: for models where that is too much, see fully_shard.
+        optimizer.consolidate_state_dict(to=0)
+        save_checkpoint(path, parts, args.steps, run, worker)
+
+    # The reference: DDP with AdamW on every rank, from step 0, without a stop.
+    plain_model, plain_ddp_model = build(args, worker)
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), lr=args.lr)
+    for step in range(args.steps):
+        train_step(plain_ddp_model, plain_optimizer, data, step, args, worker)
+    pairs = zip(model.parameters(), plain_model.parameters(), strict=True)
+    worst = torch.stack([(a - b).abs().max() for a, b in pairs]).max().detach()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # over all ranks
+    if worker.is_main:
+        plain_bytes = state_bytes(plain_optimizer)
+        print(f"AdamW without it: {plain_bytes:,} bytes on every rank")
+        if path:
+            print(f"saved to {path}: {path.stat().st_size:,} bytes")
+        print(
+            f"max difference of parameters to AdamW: {worst:.1e} "
+            f"(steps {first_step + 1}-{args.steps} against 1-{args.steps})"
+        )
+
+
+def build(args, worker: Worker):
+    torch.manual_seed(0)
+    model = SmallCNN(channels=args.channels).to(worker.device)
+    gpu = [worker.local_rank] if worker.device.type == "cuda" else None
+    return model, DistributedDataParallel(model, device_ids=gpu)
+
+
+def train_step(ddp_model, optimizer, data, step: int, args, worker: Worker) -> None:
+    """Train on the step's global batch, of which this rank takes its share."""
+    images, labels = data
+    share = torch.arange(worker.rank, args.batch_size, worker.world_size)
+    share = (share + step * args.batch_size) % len(images)
+    optimizer.zero_grad()
+    logits = ddp_model(images[share].to(worker.device))
+    F.cross_entropy(logits, labels[share].to(worker.device)).backward()
+    optimizer.step()  # updates this rank's parameters, then receives the others
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    tensors = [t for state in optimizer.state.values() for t in state.values()]
+    return sum(t.nbytes for t in tensors if torch.is_tensor(t))
+
+
+def report_bytes(model, optimizer: ZeroRedundancyOptimizer, worker: Worker) -> None:
+    mine = [p for group in optimizer.optim.param_groups for p in group["params"]]
+    largest = max((p.numel() for p in mine), default=0)
+    row = (len(mine), sum(p.numel() for p in mine), largest, state_bytes(optimizer.optim))
+    rows = [None] * worker.world_size
+    dist.all_gather_object(rows, row)
+    if not worker.is_main:
+        return
+    total, even = sum(row[1] for row in rows), 8 * sum(row[1] for row in rows) / worker.world_size
+    print("rank  tensors  parameters  largest  formula bytes  measured  of an even share")
+    for rank, (tensors, parameters, largest, measured) in enumerate(rows):
+        # Adam: two fp32 numbers per parameter, and a step count of 4 bytes per tensor.
+        formula = 8 * parameters + 4 * tensors
+        print(
+            f"{rank:4}  {tensors:7}  {parameters:10,}  {largest:7,}  {formula:13,}  {measured:8,}"
+            f"  {measured / even:16.2f}"
+        )
+    print(f"even share: 8 x {total:,} / {worker.world_size} = {even:,.0f} bytes")
+
+
+def parse_args():
+    parser = ArgumentParser(description="Shard AdamW's state over the ranks, save it, continue.")
+    add = parser.add_argument
+    add("--steps", type=int, default=12, help="total, including those before a restart")
+    add("--batch-size", type=int, default=48, help="images per step, over all ranks")
+    add("--channels", type=int, default=32, help="size of the model, a multiple of 4")
+    add("--lr", type=float, default=2e-3)
+    add("--output-dir", type=Path, help="save zero.pt there; continue from it if it is there")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    for name in ("steps", "batch_size", "channels", "lr"):
+        if not 0 < getattr(args, name) < float("inf"):
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} must be above 0, not {getattr(args, name)}")
+    if args.channels % 4:
+        parser.error(f"--channels must be a multiple of 4, not {args.channels}")
+    if args.output_dir:
+        try:
+            args.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--output-dir {args.output_dir} cannot be made: {error.strerror}")
+    return args
+
+
+if __name__ == "__main__":
+    main()
