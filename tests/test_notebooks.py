@@ -1,0 +1,330 @@
+"""The course: every notebook is complete as saved, runs again with the same outputs, has exercises
+whose checks tell right from wrong, and leaves no process behind. New notebooks are picked up."""
+
+import ast
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from helpers import ROOT, Job
+
+FOLDER = ROOT / "notebooks"
+sys.path.insert(0, str(FOLDER))
+
+import course  # noqa: E402
+
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SHOWS = {"print", "display", "show", "start_ranks", "run_script", "draw_ranks"}
+# What nobody can compare, or what names a machine: times, ids, paths of the writer.
+VOLATILE = re.compile(r"engine_uuid|msg_id|iopub|/home/|/Users/|/tmp/|" + re.escape(str(ROOT)))
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def notebook(path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def tags(cell) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def tagged(notebook, tag: str) -> list:
+    return [cell for cell in notebook.cells if tag in tags(cell)]
+
+
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+def python_of(source: str) -> str:
+    """The source without its magics."""
+    return re.sub(r"^\s*[%!].*$", "", source, flags=re.MULTILINE)
+
+
+def should_print(source: str) -> bool:
+    """Whether a call at the top level prints, whatever happens: inside an "if" it might not."""
+    statements = list(ast.parse(python_of(source)).body)
+    while statements:
+        statement = statements.pop()
+        if isinstance(statement, ast.With | ast.Try):
+            statements += statement.body
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            function = statement.value.func
+            name = function.attr if isinstance(function, ast.Attribute) else function.id
+            silent = any(k.arg == "show" or k.arg == "file" for k in statement.value.keywords)
+            if name in SHOWS and not silent:
+                return True
+        elif isinstance(statement, ast.Expr) and not isinstance(statement.value, ast.Constant):
+            return True  # a bare expression: its value is shown
+    return False
+
+
+def test_there_are_notebooks():
+    assert [path.name for path in NOTEBOOKS][:1] == ["00_start_here.ipynb"]
+
+
+def test_title(notebook):
+    first = notebook.cells[0]
+    assert first.cell_type == "markdown"
+    assert first.source.startswith("# ")
+    text = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert len(re.findall(r"^# ", text, flags=re.MULTILINE)) == 1
+
+
+def test_saved_as_executed_from_top_to_bottom(notebook):
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+
+
+def test_outputs_are_there(notebook):
+    missing = [c.source for c in code_cells(notebook) if should_print(c.source) and not c.outputs]
+    assert not missing, "saved without its output:\n" + "\n---\n".join(missing)
+
+
+def test_errors_are_meant(notebook):
+    for cell in code_cells(notebook):
+        raised = any(output.output_type == "error" for output in cell.outputs)
+        assert raised == ("raises-exception" in tags(cell)), cell.source
+
+
+def test_outputs_are_small_and_plain(notebook):
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    size = len(json.dumps(outputs))
+    assert size < 200_000, f"{size:,} bytes of outputs"
+    for output in outputs:
+        assert not [mime for mime in output.get("data", {}) if "widget" in mime]
+        assert not output.get("metadata")
+    texts = [json.dumps({**output, "data": text_of(output)}) for output in outputs]
+    found = [VOLATILE.search(text) for text in texts]
+    assert not any(found), [match[0] for match in found if match]
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags", "jupyter"}
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+
+
+def text_of(output) -> dict:
+    return {k: v for k, v in output.get("data", {}).items() if not k.startswith("image/")}
+
+
+def test_links(path, notebook):
+    text = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        if not target.startswith(("http://", "https://")):
+            assert (path.parent / target).exists(), f"dead link: {target}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_runs_again_with_the_same_outputs(path, notebook, tmp_path):
+    """nbval on a copy with one cell more per exercise: it tries the solution, then a mistake."""
+    exercises, checks = tagged(notebook, "exercise"), tagged(notebook, "check")
+    solutions = tagged(notebook, "solution")
+    assert len(exercises) == len(checks) == len(solutions) > 0
+    proofs = [
+        nbformat.v4.new_code_cell(proof_cell(*cells), metadata={"tags": ["nbval-ignore-output"]})
+        for cells in zip(exercises, checks, solutions, strict=True)
+    ]
+    last = max(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code")
+    notebook.cells[last:last] = proofs  # the last one ends the ranks
+    # The copy lies in a tree of links that looks like the repository.
+    (tmp_path / "notebooks").mkdir()
+    for place, target in ((ROOT, tmp_path), (FOLDER, tmp_path / "notebooks")):
+        for entry in place.iterdir():
+            if entry != FOLDER and entry.suffix != ".ipynb" and not entry.name.startswith("."):
+                (target / entry.name).symlink_to(entry)
+    copy = tmp_path / "notebooks" / path.name
+    nbformat.write(notebook, copy)
+    options = (
+        "--nbval",
+        "--nbval-current-env",
+        "--nbval-cell-timeout=120",
+        "-p",
+        "no:cacheprovider",
+    )
+    with Job([sys.executable, "-m", "pytest", "-q", *options, copy], cwd=tmp_path) as job:
+        job.wait(timeout=500).check()
+        assert f"{len(code_cells(notebook))} passed" in job.output
+        wait_until_gone(job.processes)
+
+
+def proof_cell(exercise, check, solution) -> str:
+    """A cell that runs the check on the solution, and on wrong answers.
+
+    The solution's first python block is the answer. Further blocks are tempting mistakes; without
+    any, what the answer's variables hold is spoiled.
+    """
+    right, *wrong = re.findall(r"```python\n(.*?)```", solution.source, flags=re.DOTALL)
+    if not wrong:
+        magic = "%%px\n" if exercise.source.startswith("%%px") else ""
+        names = [
+            target.id
+            for statement in ast.parse(python_of(exercise.source)).body
+            if isinstance(statement, ast.Assign)
+            and isinstance(statement.value, ast.Constant)
+            and statement.value.value is None
+            for target in statement.targets
+        ]
+        assert names, f"an exercise sets its answer to None:\n{exercise.source}"
+        wrong = [magic + SPOIL + "".join(f"{name} = spoil({name})\n" for name in names)]
+    return f"{RUN}\nprove({right!r}, {wrong!r}, {check.source!r})"
+
+
+SPOIL = '''
+def spoil(value):
+    """A wrong answer of the same kind."""
+    if callable(value):
+        return lambda *args, **kwargs: spoil(value(*args, **kwargs))
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return value + "?"
+    if isinstance(value, (list, tuple)):
+        return type(value)(spoil(v) for v in value)
+    if isinstance(value, dict):
+        return {k: spoil(v) for k, v in value.items()}
+    return value * 2 + 1
+'''
+
+RUN = """
+def prove(right, wrong, check):
+    from IPython.utils.capture import capture_output
+
+    def run(source):
+        # Not run_cell(): it would report an error to nbval also where we expect it.
+        code = get_ipython().transform_cell(source)
+        with capture_output() as said:
+            try:
+                exec(code, get_ipython().user_ns)
+            except Exception as error:  # that of a rank has its type in the text
+                return f"{type(error).__name__}: {error}", said.stdout
+        return None, said.stdout
+
+    error, said = run(right)
+    assert not error, error
+    error, said = run(check)
+    assert not error and "correct" in said, (error, said)
+    for mistake in wrong:
+        error, said = run(mistake)
+        assert not error, error
+        error, said = run(check)
+        assert error and "AssertionError" in error, ("accepted", mistake, error, said)
+"""
+
+
+def wait_until_gone(processes, timeout: float = 20) -> None:
+    """A guard process cleans up after a killed kernel: that takes a moment."""
+    deadline = time.monotonic() + timeout
+    while left := [p for p in processes() if p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"left running: {left}"
+        time.sleep(0.05)
+
+
+def of_this_kernel() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if course.KERNEL in process.environ().get("COURSE_MARK", ""):
+                found.append(process)
+        except psutil.Error:
+            pass  # gone, or another user's
+    return found
+
+
+SCRIPT = """
+import os
+import subprocess
+import sys
+import time
+
+mode, rank = sys.argv[1], os.environ.get("RANK", "alone")
+print("here is", rank, flush=True)
+if mode == "raise" and rank != "0":
+    raise ValueError("no such digit: 11")
+if mode != "ok":
+    # torchrun knows nothing of this one
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    time.sleep(300)
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("script") / "script.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def test_run_script_prints_in_rank_order(script, capsys):
+    course.run_script(script, "ok", ranks=3)
+    assert capsys.readouterr().out == "here is 0\nhere is 1\nhere is 2\n"
+    assert course.run_script(script, "ok", ranks=1, show=False) == "here is alone\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_script_raises_what_the_script_raises(script, ranks):
+    with pytest.raises(RuntimeError, match=r"failed with exit status 1\n(.|\n)*no such digit: 11"):
+        course.run_script(script, "raise", ranks=ranks, timeout=100)
+    assert not of_this_kernel()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_script_ends_a_hang(script, ranks):
+    # 15 s: enough for the ranks to start on a busy machine, so that there is something to end
+    with pytest.raises(TimeoutError, match=r"did not end within 15 s\nhere is"):
+        course.run_script(script, "hang", ranks=ranks, timeout=15)
+    assert not of_this_kernel()
+
+
+LIFE = """
+import sys
+sys.path.insert(0, {folder!r})
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+
+def run(source):
+    shell.run_cell(source).raise_error()
+
+run("from course import *")
+run("start_ranks(2, timeout=5)")
+run("%px y = rank + 1")
+run("assert gather('y') == [1, 2], gather('y')")
+result = shell.run_cell("%%px\\nif rank == 0: dist.all_reduce(torch.ones(1))")
+assert "Timed out" in str(result.error_in_exec), result
+run("start_ranks(3)")  # a broken group is replaced
+run("%px x = torch.tensor([1, 10, 100][rank]); dist.all_reduce(x)")
+run("assert [x.item() for x in gather('x')] == [111] * 3")
+print("alive", flush=True)
+shell.run_cell("%px import time; time.sleep(300)")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_start_again_after_a_hang_and_die_with_their_kernel(tmp_path):
+    life = tmp_path / "life.py"
+    life.write_text(LIFE.format(folder=str(FOLDER)))
+    with Job([sys.executable, life], cwd=tmp_path) as job:
+        job.wait_until(lambda: "\nalive" in job.output, timeout=150)
+        assert len(job.processes()) > 3
+        job.process.kill()  # no chance to clean up: what a Jupyter server does to a stuck kernel
+        job.process.wait()
+        wait_until_gone(job.processes)
+
+
+def test_should_print():
+    assert should_print("%%px\nx = 1\nprint(x)")
+    assert should_print("x")
+    assert should_print("try:\n    run_script(1)\nfinally:\n    pass")
+    assert not should_print("def f():\n    print(1)")
+    assert not should_print("x = run_script(1, show=False)\nrun_script(2, show=False)")

@@ -1,0 +1,519 @@
+"""The rules that every example directory keeps, and the commands of the Makefile.
+
+An example directory is a top-level directory that holds runtime.py: a new one is found by itself.
+Each scanner is also shown a bad example that it must catch.
+"""
+
+import ast
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from helpers import ROOT, Job, python, torchrun
+
+EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
+SOURCES = [path for directory in EXAMPLES for path in sorted(directory.glob("**/*.py"))]
+SCRIPTS = [path for path in SOURCES if '__name__ == "__main__"' in path.read_text()]
+LINES = 280  # of one file in an example directory, at most
+NOT_OURS = {"runs", "data"}  # ignored by git
+
+each_example = pytest.mark.parametrize("directory", EXAMPLES, ids=lambda path: path.name)
+each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+def test_there_is_something_to_check():
+    assert "ddp_basics" in [path.name for path in EXAMPLES]
+    assert {path.parent for path in SCRIPTS} == set(EXAMPLES)
+
+
+@each_example
+def test_directory_has_what_it_needs(directory):
+    for name in ("README.md", "runtime.py", "train.py"):
+        assert (directory / name).is_file(), f"{directory.name}/{name} is missing"
+
+
+def test_runtime_is_the_same_everywhere():
+    digests = {path.name: hashlib.sha256((path / "runtime.py").read_bytes()) for path in EXAMPLES}
+    assert len({digest.hexdigest() for digest in digests.values()}) == 1, list(digests)
+
+
+# What a file imports.
+
+
+def allowed_modules() -> set[str]:
+    """The modules of the standard library and of the distributions that requirements name."""
+    names = {normal(name) for name, _ in requirements()}
+    modules = {
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if names & {normal(distribution) for distribution in distributions}
+    }
+    return modules | set(sys.stdlib_module_names)
+
+
+def normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def imported_modules(source: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." if node.level else node.module.split(".")[0])
+    return found
+
+
+@each_source
+def test_imports_nothing_foreign(path):
+    siblings = {other.stem for other in path.parent.glob("*.py")}
+    foreign = imported_modules(path.read_text()) - allowed_modules() - siblings
+    assert not foreign, f"{path.name} imports {foreign}: neither required nor a sibling"
+
+
+def test_foreign_imports_are_caught():
+    bad = "import os\ndef f():\n    from fsdp_basics.data import x\n    from . import y\n"
+    assert imported_modules(bad) - allowed_modules() == {"fsdp_basics", "."}
+    assert {"sklearn", "torch", "tqdm", "json"} <= allowed_modules()
+
+
+# Public names only.
+
+
+def private_uses(source: str) -> list[str]:
+    """Lines that use a private name of torch, or of an object that is not the code's own.
+
+    A comment on the line or on the one above excuses it: it says why there is no other way.
+    """
+    tree, tokens = ast.parse(source), tokenize.generate_tokens(io.StringIO(source).readline)
+    excused = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    others, found = set(), []  # others: names bound by imports of modules that are not torch's
+
+    def private(name: str) -> bool:
+        return name.startswith("_") and not name.endswith("__")
+
+    def note(node, name: str) -> None:
+        if not excused & {node.lineno, node.lineno - 1}:
+            found.append(f"line {node.lineno}: {name}")
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                path = f"{module}.{alias.name}" if module else alias.name
+                if path.split(".")[0] != "torch":
+                    others.add(alias.asname or alias.name.split(".")[0])
+                elif any(private(part) for part in path.split(".")):
+                    note(node, path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            root = node.value
+            while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+                root = root.func if isinstance(root, ast.Call) else root.value
+            owner = root.id if isinstance(root, ast.Name) else ""
+            own = owner in {"self", "cls", "super"} and isinstance(node.value, ast.Name | ast.Call)
+            tuple_method = node.attr in {"_replace", "_asdict", "_fields", "_make"}
+            if not own and not tuple_method and owner not in others:
+                note(node, ast.unparse(node))
+    return found
+
+
+@each_source
+def test_uses_public_names_only(path):
+    assert not private_uses(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed._tensor",
+        "from torch._C import x",
+        "from torch.distributed import _functional_collectives",
+        "from torch.testing._internal import common",
+        "import torch.distributed as dist; dist._get_default_group()",
+        "mesh._flatten()",
+        "x = self.group._backend",
+        "f(model.layers[0]._parameters)",
+    ],
+)
+def test_private_names_are_caught(line):
+    assert private_uses(f"import os\n{line}\n")
+    assert not private_uses(f"import os\n{line}  # there is no public name for it\n")
+    assert not private_uses(f"import os\n# there is no public name for it\n{line}\n")
+
+
+def test_what_is_not_private():
+    assert not private_uses("import os\nos._exit(1)\nself._x = 1\ntorch.__version__\n_a = 1\n")
+
+
+# How a file looks.
+
+
+def flaws(text: str, name: str) -> list[str]:
+    """What is wrong with the form of an example; name: "directory/file.py"."""
+    tree, found = ast.parse(text), []
+    docstring = ast.get_docstring(tree)
+    if not docstring:
+        found.append("no docstring")
+    if not text.isascii():
+        found.append("not ASCII")
+    if text.count("\n") > LINES:
+        found.append(f"{text.count(chr(10))} lines, more than {LINES}")
+    if "__main__" in text and "def distributed_worker" not in text:
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        mains = [node for node in functions if node.name == "main"]
+        decorators = [ast.unparse(node) for main in mains for node in main.decorator_list]
+        if "distributed_worker" in imported_names(tree) and "record" not in decorators:
+            found.append("main() lacks @record")
+        if name not in (docstring or ""):
+            found.append(f"the docstring has no command with {name}")
+    return found
+
+
+def imported_names(tree: ast.Module) -> set[str]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in nodes for alias in node.names}
+
+
+@each_source
+def test_form(path):
+    assert not flaws(path.read_text(), path.relative_to(ROOT).as_posix())
+
+
+def test_flaws_are_caught():
+    script = (
+        '"""Shows x.\n\n    python a/b.py\n"""\n'
+        "from runtime import distributed_worker\n@record\ndef main():\n    pass\n"
+        'if __name__ == "__main__":\n    main()\n'
+    )
+    assert flaws(script, "a/b.py") == []
+    assert flaws(script.replace("@record\n", ""), "a/b.py") == ["main() lacks @record"]
+    assert flaws(script, "a/c.py") == ["the docstring has no command with a/c.py"]
+    assert flaws('"""x"""\n' + "\n" * LINES, "a/b.py")
+    assert flaws('"""\u00e9"""\n', "a/b.py") == ["not ASCII"]
+    assert flaws("x = 1\n", "a/b.py") == ["no docstring"]
+
+
+# --help, of all scripts in one process: importing torch once is enough.
+
+HELP = """
+import contextlib, io, json, os, runpy, sys
+answers = {}
+for script in sys.argv[1:]:
+    directory = os.path.dirname(script)
+    sys.path.insert(0, directory)
+    sys.argv = [script, "--help"]
+    out, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as error:
+            status = error.code or 0
+        except BaseException as error:
+            status = repr(error)
+    answers[script] = [status, out.getvalue()]
+    sys.path.remove(directory)
+    for name, module in list(sys.modules.items()):  # the next directory has its own runtime.py
+        if os.path.dirname(getattr(module, "__file__", None) or "") == directory:
+            del sys.modules[name]
+print("ANSWERS" + json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps(tmp_path_factory) -> dict[Path, tuple]:
+    script = tmp_path_factory.mktemp("help") / "all_helps.py"
+    script.write_text(HELP)
+    output = python(script, *SCRIPTS, timeout=120).check().output
+    answers = json.loads(output.rpartition("ANSWERS")[2])
+    return {Path(path): tuple(answer) for path, answer in answers.items()}
+
+
+def options_of(source: str) -> set[str]:
+    """The options that the code adds to its parser."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    texts = [arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)]
+    return {t for t in texts if isinstance(t, str) and re.fullmatch(r"--[a-z][a-z0-9-]*", t)}
+
+
+@each_script
+def test_help(path, helps):
+    status, text = helps[path]
+    assert status == 0, f"{path} --help: {status}"
+    assert text.startswith(f"usage: {path.name}"), text
+    missing = {option for option in options_of(path.read_text()) if option not in text}
+    assert not missing, f"--help is silent on {missing}"
+
+
+def test_train_options_are_found():
+    assert {"--epochs", "--device"} <= options_of((ROOT / "ddp_basics/train.py").read_text())
+
+
+# Each directory alone, without a network. Python asks the audit hook before it opens a connection
+# or looks up a name, also for libraries written in Python. (Gloo's own sockets do not ask.)
+
+OFFLINE = """
+import os, sys, socket
+here = {"localhost", "", None, socket.gethostname(), socket.gethostname().encode(), b"localhost"}
+events = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
+
+def write(line):
+    handle = os.open(os.environ["OFFLINE_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(handle, (line + "\\n").encode())
+    os.close(handle)
+
+def refuse(event, args):
+    if event not in events:
+        return
+    host = args[1] if event in ("socket.connect", "socket.sendto") else args[0]
+    if isinstance(host, tuple):
+        host = host[0]
+    elif event in ("socket.connect", "socket.sendto"):
+        return  # a Unix socket
+    if host in here or str(host).startswith("127.") or host in ("::1", "0.0.0.0", "::"):
+        return
+    write(f"{event} {host!r}")
+    raise OSError(f"offline: {event} {host!r}")
+
+write("on, rank " + os.environ.get("RANK", "none"))
+sys.addaudithook(refuse)
+"""
+
+
+def offline(folder: Path) -> dict[str, str]:
+    """Environment under which Python refuses to leave this machine; attempts go to a file."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(OFFLINE)  # Python imports it when it starts
+    proxies = [f"{kind}_proxy" for kind in ("http", "https", "all", "ftp")]
+    return {
+        **{name: "" for proxy in proxies for name in (proxy, proxy.upper())},
+        "PYTHONPATH": str(folder),
+        "OFFLINE_LOG": str(folder / "log"),
+        "HF_HUB_OFFLINE": "0",  # as a reader has it, who does not know of this switch
+    }
+
+
+def attempts(environment: dict) -> tuple[list[str], list[str]]:
+    lines = Path(environment["OFFLINE_LOG"]).read_text().splitlines()
+    return [x for x in lines if x.startswith("on,")], [x for x in lines if not x.startswith("on,")]
+
+
+def short_run(help_text: str) -> list[str]:
+    for option in ("--epochs", "--steps", "--max-steps"):
+        if option in help_text:
+            return [option, "1"]
+    raise AssertionError("train.py needs --epochs or --steps, so that it can be tried shortly")
+
+
+@each_example
+def test_trains_alone_and_offline(directory, helps, tmp_path):
+    alone = tmp_path / "alone"
+    shutil.copytree(directory, alone, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = offline(tmp_path / "offline")
+    options = short_run(helps[directory / "train.py"][1])
+    result = torchrun("train.py", *options, "--device", "cpu", cwd=alone, **environment)
+    assert result.returncode == 0, result.output[-4000:]
+    started, refused = attempts(environment)
+    assert {"on, rank 0", "on, rank 1"} <= set(started)
+    assert not refused, f"train.py looks for the network: {refused}"
+
+
+def test_offline_means_offline(tmp_path):
+    script, environment = tmp_path / "call.py", offline(tmp_path / "offline")
+    script.write_text(
+        "import socket, urllib.request\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "socket.create_connection(('localhost', server.getsockname()[1])).close()\n"
+        "for call in (lambda: urllib.request.urlopen('http://example.org'),\n"
+        "             lambda: socket.socket().connect(('192.0.2.1', 80))):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except OSError as error:\n"
+        "        print(error)\n"
+    )
+    output = python(script, **environment).check().output
+    assert output.count("offline: ") == 2, output
+    refused = ["socket.getaddrinfo 'example.org'", "socket.connect '192.0.2.1'"]
+    assert attempts(environment)[1] == refused
+
+
+# Documents.
+
+
+def texts(path: Path) -> str:
+    """The prose of a Markdown file or of a notebook, without code."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    text = re.sub(r"^( *)(```|~~~).*?^ *\2", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+def dead_links(path: Path) -> list[str]:
+    text = texts(path)
+    links = re.findall(r"\]\(\s*<?([^)\s>]+)", text)
+    links += re.findall(r"\b(?:src|href)=[\"']([^\"']+)", text)
+    links += re.findall(r"^\[[^\]]+\]:\s+(\S+)", text, flags=re.MULTILINE)
+    relative = [link for link in links if not re.match(r"[a-z]+:|#|//", link)]
+    return [x for x in relative if not (path.parent / unquote(x.partition("#")[0])).exists()]
+
+
+def documents() -> list[Path]:
+    found = [path for kind in ("md", "ipynb") for path in ROOT.rglob(f"*.{kind}")]
+    parts = [(path, path.relative_to(ROOT).parts) for path in found]
+    return [p for p, (top, *rest) in parts if top not in NOT_OURS and not hidden((top, *rest))]
+
+
+def hidden(parts) -> bool:
+    return any(part.startswith(".") for part in parts)
+
+
+def test_links_lead_somewhere():
+    assert documents()
+    dead = {path.relative_to(ROOT).as_posix(): dead_links(path) for path in documents()}
+    assert not {name: links for name, links in dead.items() if links}
+
+
+def test_dead_links_are_caught(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](gone.md) ![b](page.md#part) [c](https://example.org) [d](#here) `[e](no)`\n"
+        '<img src="none.png">\n[f]: lost.md\n```\n[g](no)\n```\n'
+    )
+    assert dead_links(page) == ["gone.md", "none.png", "lost.md"]
+
+
+# Requirements.
+
+
+def requirements() -> list[tuple[str, str]]:
+    """(distribution, the rest of its line) of all requirements files."""
+    lines = [x for path in ROOT.glob("requirements*.txt") for x in path.read_text().splitlines()]
+    lines = [line.partition(" #")[0].strip() for line in lines]
+    lines = [line for line in lines if line and not line.startswith(("#", "-"))]
+    return [re.fullmatch(r"([\w.-]+)(.*)", line).groups() for line in lines]
+
+
+def test_requirements_are_pinned():
+    assert len(requirements()) > 10
+    for name, rest in requirements():
+        exact = "===" if name in ("torch", "torchvision") else "=="
+        assert re.fullmatch(exact + r"\d[\w.+]*", rest), f"{name}{rest} is not pinned by {exact}"
+
+
+# The Makefile, with stand-ins for Python and its tools that write down how they were called.
+
+STAND_IN = """#!/bin/sh
+case "$*" in
+"-m venv .venv")
+    mkdir -p .venv/bin
+    for name in python pip torchrun ruff; do cp "$0" .venv/bin/$name; done ;;
+"-c import ensurepip"*) test ! -e no_venv; exit ;;
+"-c import sys"*) test ! -e too_old; exit ;;
+esac
+echo "$(basename $0) $* (threads $OMP_NUM_THREADS)" >>calls
+test ! -e "fail_$(basename $0)"
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    for path in (ROOT / "Makefile", *ROOT.glob("requirements*.txt")):
+        shutil.copy(path, tmp_path)
+        os.utime(tmp_path / path.name, (1, 1))  # older than what the test makes
+    (tmp_path / "python_stand_in").write_text(STAND_IN)
+    (tmp_path / "python_stand_in").chmod(0o755)
+    return tmp_path
+
+
+def make(project: Path, *arguments: str) -> tuple[int, list[str], str]:
+    """Returns the exit status, the calls, the output."""
+    calls = project / "calls"
+    calls.unlink(missing_ok=True)
+    with Job(["make", "PYTHON=./python_stand_in", *arguments], cwd=project) as job:
+        result = job.wait(30)
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    return result.returncode, [line.removesuffix(" (threads 1)") for line in lines], result.output
+
+
+def install(requirements: str) -> str:
+    return f"python -m pip install -r {requirements}"
+
+
+CHECK = "python check_environment.py"
+TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
+
+
+def test_make_demo(project):
+    status, calls, output = make(project, "demo")
+    first = ["python_stand_in -m venv .venv", install("requirements.txt"), CHECK, TRAIN]
+    assert (status, calls) == (0, first)
+    assert "00_start_here.ipynb" in output.splitlines()[-3]
+    assert make(project, "demo")[1] == [CHECK, TRAIN]  # nothing is installed twice
+    os.utime(project / "requirements-common.txt")
+    assert make(project, "demo")[1] == [install("requirements.txt"), CHECK, TRAIN]
+    small = [install("requirements-cpu.txt"), CHECK, TRAIN]
+    assert make(project, "demo", "REQUIREMENTS=requirements-cpu.txt")[1] == small
+    assert make(project, "demo")[1] == [CHECK, TRAIN]  # the choice is remembered
+    back = [install("requirements.txt"), CHECK, TRAIN]
+    assert make(project, "demo", "REQUIREMENTS=requirements.txt")[1] == back
+
+
+def test_make_stops_at_what_fails(project):
+    assert make(project, "check")[0] == 0
+    (project / "fail_torchrun").touch()
+    status, calls, output = make(project, "demo")
+    assert (status, calls) == (2, [CHECK, TRAIN])
+    assert "open next" not in output
+    (project / "fail_python").touch()
+    assert make(project, "test")[:2] == (2, [CHECK])
+    os.utime(project / "requirements.txt")
+    for _ in range(2):  # an installation that failed is tried again
+        assert make(project, "test")[:2] == (2, [install("requirements.txt")])
+
+
+@pytest.mark.parametrize(("what", "says"), [("too_old", "not Python 3.11"), ("no_venv", "apt")])
+def test_make_says_what_is_missing(project, what, says):
+    (project / what).touch()
+    status, calls, output = make(project, "demo")
+    assert (status, calls) == (2, [])
+    assert says in output.splitlines()[0]
+
+
+def test_make_other_targets(project):
+    make(project, "check")
+    assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
+    assert make(project, "test")[1] == [CHECK, "python -m pytest"]
+    assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
+    assert make(project, "bench")[1] == [CHECK, "python benchmarks/ddp.py"]
+    status, calls, output = make(project)
+    assert (status, calls) == (0, [])
+    for target in ("demo", "test", "lint", "notebooks", "bench", "help"):
+        assert re.search(rf"^{target} +\w", output, flags=re.MULTILINE)
+
+
+def test_ci_runs_lint_and_test_from_anywhere(project):
+    shutil.copytree(ROOT / ".ci", project / ".ci")
+    make(project, "check")
+    (project / "calls").unlink()
+    (project / "deep").mkdir()
+    command = ["bash", "../.ci/run"]
+    result = subprocess.run(command, cwd=project / "deep", capture_output=True, timeout=30)
+    assert result.returncode == 0, result.stderr
+    calls = [x.partition(" (")[0] for x in (project / "calls").read_text().splitlines()]
+    assert calls == ["ruff check", "ruff format --check", CHECK, "python -m pytest"]
