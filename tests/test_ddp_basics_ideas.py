@@ -223,9 +223,9 @@ def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
         assert largest_difference(other["parameters"], first["parameters"]) == 0
     options = {"lr": 0.05, "momentum": 0.9}
     model, _, loss = plain_training(load, torch.optim.SGD, 5, **options)
-    # fp32 sums in another order: 3e-8 was seen after 5 steps. Only 5, because from step 6 on rounding
-    # is magnified, to 6e-3 after 20 steps (also in one process that sums two half-batches); in
-    # float64 the same 20 steps agree to 2e-16.
+    # fp32 sums in another order: 3e-8 was seen after 5 steps. Only 5: from step 6 on, rounding is
+    # magnified, to 6e-3 after 20 steps (in one process that sums two half-batches, too); in float64
+    # the same 20 steps agree to 2e-16.
     assert first["loss"] == pytest.approx(loss, abs=1e-6)
     assert largest_difference(first["parameters"], dict(model.named_parameters())) < 1e-6
 
