@@ -261,6 +261,7 @@ with distributed_worker("cpu") as worker:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_restarts_join_every_time(tmp_path):
     """The restart race of torchrun (see runtime.py) let about one restart in eight come through."""
     script = tmp_path / "die_twice.py"
@@ -270,6 +271,7 @@ def test_restarts_join_every_time(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_twenty_runs_end_with_status_0():
     """Four at a time: on a busy machine the abort at exit struck in a quarter of the runs."""
     with ThreadPoolExecutor(4) as pool:
