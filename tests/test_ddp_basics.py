@@ -6,7 +6,10 @@ import struct
 
 import pytest
 import torch
+from data import load_dataset
 from helpers import ROOT, python, read_metrics, torchrun, torchrun_command
+from model import SmallCNN
+from runtime import UserError
 from workers.equivalence import CASES
 
 TRAIN = ROOT / "ddp_basics/train.py"
@@ -98,30 +101,22 @@ def test_script_equals_one_process(runs, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_test_image_counts_once(runs, ranks):
-    """360 images over 1, 2, 3 ranks: the accuracy is the one of the saved model on all of them."""
-    from data import load_dataset
-    from model import SmallCNN
+    assert_scored(*runs[ranks], "digits")
 
-    folder, output = runs[ranks]
-    model = SmallCNN()
+
+def assert_scored(folder, output, *dataset):
+    """Loss and accuracy are those of the saved model on the whole test set."""
+    images, labels = load_dataset(*dataset)[1].tensors
+    model = SmallCNN(image_size=images.shape[-1])
     model.load_state_dict(final_parameters(folder))
-    images, labels = load_dataset("digits")[1].tensors
     with torch.no_grad():
         logits = model(images)
-    correct = (logits.argmax(1) == labels).sum().item()
+    correct, count = (logits.argmax(1) == labels).sum().item(), len(labels)
     last = read_metrics(folder)[-1]
-    assert last["test_accuracy"] * 360 == pytest.approx(correct, abs=1e-9)
+    assert last["test_accuracy"] * count == pytest.approx(correct, abs=1e-9)
     loss = torch.nn.functional.cross_entropy(logits, labels).item()
     assert last["test_loss"] == pytest.approx(loss, abs=1e-5)
-    assert f"{correct / 360:.2%} of 360 images" in output
-
-
-def test_uneven_test_set(tmp_path):
-    """7 ranks share 360 images: 52 or 51 each, none twice."""
-    result = torchrun(TRAIN, "--epochs", 1, "--batch-size", 70, ranks=7, timeout=180).check()
-    one = python(TRAIN, "--epochs", 1, "--batch-size", 70).check()
-    assert accuracy(result) == pytest.approx(accuracy(one), abs=0.01)
-    assert "360 images" in result.output
+    assert f"{correct / count:.2%} of {count} images" in output
 
 
 def accuracy(result) -> float:
@@ -150,12 +145,11 @@ def test_low_precision_follows_fp32(runs, tmp_path, precision):
 
 @pytest.mark.slow
 def test_compiled_model_gives_the_same(runs, tmp_path):
-    args = ("--epochs", 1, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
+    args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
     torchrun(TRAIN, *args, "--compile", timeout=280).check()
-    plain = torchrun(TRAIN, *args[:-1], tmp_path / "plain").check()
-    assert "test accuracy" in plain.output
-    for a, b in zip(read_metrics(tmp_path), read_metrics(tmp_path / "plain"), strict=True):
-        assert a == pytest.approx(b, abs=1e-4)
+    for a, b in zip(read_metrics(tmp_path), read_metrics(runs[2][0]), strict=True):
+        # Fused kernels round in other places; 42 steps of AdamW let that grow.
+        assert a == pytest.approx(b, abs=2e-3 if a["step"] <= 14 else 2e-2)
 
 
 def test_schedule_warms_up_and_decays(runs):
@@ -199,8 +193,6 @@ def write_mnist(folder, train=120, test=31):
 
 
 def test_mnist_loader_reads_idx_files(tmp_path):
-    from data import load_dataset
-
     written = write_mnist(tmp_path)
     for dataset, part in zip(load_dataset("mnist", tmp_path), ("train", "t10k"), strict=True):
         images, labels = dataset.tensors
@@ -211,12 +203,13 @@ def test_mnist_loader_reads_idx_files(tmp_path):
         assert torch.equal(labels.to(torch.uint8), written[part][1])
 
 
-def test_mnist_trains_on_two_ranks(tmp_path):
+def test_mnist_trains_and_counts_an_odd_test_set(tmp_path):
+    """31 test images on 2 ranks: 16 and 15, none counted twice. A loader process reads the data."""
     write_mnist(tmp_path)
     args = ("--dataset", "mnist", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 40)
-    result = torchrun(TRAIN, *args, "--workers", 1).check()
+    result = torchrun(TRAIN, *args, "--workers", 1, "--output-dir", tmp_path / "run").check()
     assert "steps 3 of 3" in result.output
-    assert "of 31 images" in result.output
+    assert_scored(tmp_path / "run", result.output, "mnist", tmp_path)
 
 
 def test_mnist_that_cannot_be_downloaded(tmp_path):
@@ -233,9 +226,6 @@ def test_mnist_that_cannot_be_downloaded(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncate", "wrong magic", "gzip"])
 def test_mnist_broken_file(tmp_path, damage):
-    from data import load_dataset
-    from runtime import UserError
-
     write_mnist(tmp_path)
     path = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
     content = path.read_bytes()
