@@ -129,6 +129,7 @@ def test_default_run_reaches_97_percent():
     assert result.output.count("2 rank(s) on cpu, gloo") == 1  # once, not per rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_follows_fp32(runs, tmp_path, precision):
     args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
@@ -161,6 +162,7 @@ def test_schedule_warms_up_and_decays(runs):
     assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_tensorboard_holds_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -203,6 +205,7 @@ def test_mnist_loader_reads_idx_files(tmp_path):
         assert torch.equal(labels.to(torch.uint8), written[part][1])
 
 
+@pytest.mark.slow
 def test_mnist_trains_and_counts_an_odd_test_set(tmp_path):
     """31 test images on 2 ranks: 16 and 15, none counted twice. A loader process reads the data."""
     write_mnist(tmp_path)
@@ -318,6 +321,7 @@ def test_cuda_with_too_few_gpus_is_refused():
 # ---- several nodes: two agents on loopback
 
 
+@pytest.mark.slow
 def test_two_nodes(tmp_path, runs):
     """Two torchruns of one rank each: LOCAL_RANK is 0 on both, RANK is 0 and 1."""
     from helpers import Job, free_port

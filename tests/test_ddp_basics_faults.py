@@ -53,6 +53,7 @@ def reached(folder, step):
     return path.exists() and f'{{"step": {step},' in path.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted, victim):
     """One epoch of 22 steps is saved, the next is half done; torchrun restarts both ranks."""
@@ -67,6 +68,7 @@ def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted, victim)
     assert_same_end(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["torchrun", "rank 1"])
 def test_sigterm_saves_and_the_same_command_continues(tmp_path, uninterrupted, whom):
     """A cluster ends torchrun; an operator may end one rank: then all must leave together.
@@ -101,6 +103,7 @@ def handles_sigterm(process) -> bool:
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads signal masks from /proc")
 def test_sigterm_without_output_dir_says_that_nothing_is_saved():
     with Job(torchrun_command(TRAIN, "--epochs", 500)) as job:
@@ -110,6 +113,7 @@ def test_sigterm_without_output_dir_says_that_nothing_is_saved():
     assert "of 11000: not saved" in result.output
 
 
+@pytest.mark.slow
 def test_finished_run_is_left_as_it_is(tmp_path):
     args = ("--epochs", 2, "--output-dir", tmp_path)
     first = python(TRAIN, *args).check()
@@ -169,6 +173,7 @@ def damaged(content: bytes, damage: str) -> bytes:
     }[damage]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "flipped"])
 def test_broken_checkpoint_is_named(tmp_path, uninterrupted, damage):
     from checkpoint import read_file
@@ -180,6 +185,7 @@ def test_broken_checkpoint_is_named(tmp_path, uninterrupted, damage):
         read_file(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["truncated", "foreign", "other model", "other settings"])
 def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterrupted, kind):
     path, content = tmp_path / "checkpoint.pt", (uninterrupted / "checkpoint.pt").read_bytes()
@@ -209,6 +215,7 @@ def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterru
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_foreign_metrics_file_is_left_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("my notes\nof last year\n")
     result = torchrun(TRAIN, "--output-dir", tmp_path)
@@ -217,6 +224,7 @@ def test_foreign_metrics_file_is_left_alone(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == "my notes\nof last year\n"
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
     """A limit on the size of files stands in for the full disk: the write fails part of the way."""
     args = ("--epochs", 2, "--output-dir", tmp_path)
@@ -317,6 +325,7 @@ def test_a_model_that_outlives_the_group_is_refused(tmp_path):
     assert "something still holds the process group" in result.output
 
 
+@pytest.mark.slow
 def test_sigterm_constant_is_the_exit_status(tmp_path):
     """143, as a shell reports it: a script behind `train.py && next` must not go on."""
     with Job([sys.executable, TRAIN, "--epochs", 500, "--output-dir", tmp_path]) as job:

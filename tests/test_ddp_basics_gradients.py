@@ -7,6 +7,8 @@ import torch
 from helpers import ROOT, read_metrics, torchrun
 from workers.from_scratch import CASES, STEPS, build
 
+pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
+
 WORKER = ROOT / "tests/workers/from_scratch.py"
 HAND_WRITTEN = ("naive", "bucketed")
 

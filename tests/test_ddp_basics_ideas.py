@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT, Job, python, torchrun
 
+pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
+
 HERE = ROOT / "ddp_basics"
 UNEVEN, ZERO, SPAWN, SPLIT = (
     HERE / f"{name}.py"
