@@ -279,11 +279,13 @@ def test_restarts_join_every_time(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_twenty_runs_end_with_status_0():
-    """Four at a time: on a busy machine the abort at exit struck in a quarter of the runs."""
+def test_runs_end_with_status_0():
+    """Four at a time: on a busy machine the abort at exit struck in a quarter of the runs.
+
+    Eight runs only: test_leaving_joins_the_threads_of_the_group looks at its cause.
+    """
     with ThreadPoolExecutor(4) as pool:
-        runs = [pool.submit(torchrun, TRAIN, "--epochs", 1) for _ in range(20)]
-        for run in runs:
+        for run in [pool.submit(torchrun, TRAIN, "--epochs", 1) for _ in range(8)]:
             run.result().check()
 
 
