@@ -290,14 +290,20 @@ def test_runs_end_with_status_0():
 
 
 LEAVE = """
-import os, sys
+import os, sys, time
 sys.path.insert(0, {directory!r})
 import torch
 from runtime import distributed_worker
 from torch.nn.parallel import DistributedDataParallel
 
 def threads():
-    return [open(f"/proc/self/task/{{t}}/comm").read() for t in os.listdir("/proc/self/task")]
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            names.append(open(f"/proc/self/task/{{thread}}/comm").read())
+        except OSError:
+            pass  # ended since it was listed
+    return names
 
 def train():
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -307,6 +313,9 @@ def train():
 with distributed_worker("cpu"):
     kept = train() if sys.argv[1] == "keep" else train() and None
     assert any("gloo" in name for name in threads())
+deadline = time.monotonic() + 5  # the kernel lists a joined thread for a moment; a live one stays
+while any("gloo" in name for name in threads()) and time.monotonic() < deadline:
+    time.sleep(0.01)
 print("gloo threads", sum("gloo" in name for name in threads()))
 """
 
