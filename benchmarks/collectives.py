@@ -1,0 +1,331 @@
+"""What communication costs, measured: the two sides of every comparison alternate in one run.
+
+    python benchmarks/collectives.py               # all of it; writes results/collectives.md
+    python benchmarks/collectives.py --repeats 3   # a quick look
+
+(a) our ring (all_reduce_algorithms.py) against Gloo's all_reduce, 2 and 4 ranks, 1 KB to 64 MB
+(b) how much communication async_work.py hides behind computing, over loopback
+(c) the same over a link of 100 Mbit/s, between two network namespaces. Needs Linux with unshare, ip
+    and tc, and root or user namespaces; else it is left out, and the report says why. Nothing of
+    this machine's network is touched: both namespaces have no name, and end with their processes.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "collectives"), str(ROOT / "benchmarks")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
+
+import report
+import torch
+import torch.distributed as dist
+from all_reduce_algorithms import ring
+from async_work import balanced_compute, bounds, hidden, measure_overlap
+from costs import bus_factor, fit_alpha_beta
+from runtime import Worker, distributed_worker
+
+SIZES = [2**k for k in range(10, 27, 2)]  # 1 KB to 64 MB
+LOOPBACK, SLOW = (8, 4.0), (8, 1.0)  # buckets, and the size of each in 2^20 bytes
+
+
+class Skip(Exception):
+    """This machine cannot do it; the message says why."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
+    args = parser.parse_args()
+    if args.part == "two_namespaces":
+        return two_namespaces(args.repeats)
+    if args.part:
+        with distributed_worker("cpu") as worker:
+            samples = PARTS[args.part](worker, args.repeats)
+            if worker.is_main:
+                print("SAMPLES", json.dumps(samples))
+        return None
+    sections = []
+    for ranks in (2, 4):
+        sections += ring_text(measure(torchrun(ranks, "against_gloo"), args.repeats), ranks)
+    results = measure(torchrun(2, "loopback"), args.repeats)
+    sections += ["## (b) Overlap over loopback", *overlap_text(results, *LOOPBACK)]
+    sections.append("## (c) Overlap over a link of 100 Mbit/s")
+    try:
+        results = measure(private_network(), args.repeats)
+        sections += slow_text(results)
+    except Skip as reason:
+        sections.append(f"Not measured: {reason}")
+    report.write("collectives", "What communication costs", sections)
+
+
+def torchrun(ranks: int, part: str) -> list:
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
+    return [sys.executable, *launcher, __file__, "--part", part]
+
+
+def measure(command: list, repeats: int) -> dict:
+    """Run one part in processes of its own and return its samples."""
+    done = subprocess.run(
+        [*command, "--repeats", str(repeats)], capture_output=True, text=True, timeout=600
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("SAMPLES "):
+            return json.loads(line.removeprefix("SAMPLES "))
+        if line.startswith("SKIP "):
+            raise Skip(line.removeprefix("SKIP "))
+    if done.stderr.startswith("unshare:"):
+        raise Skip(f"no namespace could be made ({done.stderr.strip()})")
+    raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
+
+
+# ---- (a) seconds per call of the slowest rank
+
+
+def against_gloo(worker: Worker, repeats: int) -> dict[str, dict]:
+    """For each size: samples of both, of the ring's two halves alone, and processor seconds."""
+    results = {}
+    for nbytes in SIZES:
+        tensor = torch.zeros(nbytes // 4)
+        sides = {
+            "gloo": lambda t=tensor: dist.all_reduce(t),
+            "ring": lambda t=tensor: ring(t),
+            "messages": lambda t=tensor: messages_alone(t, worker),
+            "additions": lambda t=tensor: additions_alone(t, worker),
+        }
+        calls = max(1, min(10, 2**18 // nbytes))
+        taken = {name: [] for name in sides}
+        for i in range(repeats + 1):
+            for name in list(sides) if i % 2 else list(sides)[::-1]:
+                dist.barrier()
+                started, used = time.perf_counter(), time.process_time()
+                for _ in range(calls):
+                    sides[name]()
+                sample = time.perf_counter() - started, time.process_time() - used
+                if i > 0:  # the first round warms up
+                    taken[name].append([value / calls for value in sample])
+        samples = torch.tensor(list(taken.values()), dtype=torch.float64)
+        slowest, total = samples[..., 0].contiguous(), samples[..., 1].contiguous()
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        results[nbytes] = dict(zip(sides, slowest.tolist(), strict=True))
+        processor = map(statistics.median, total.tolist())
+        results[nbytes]["processor"] = dict(zip(sides, processor, strict=True))
+    return results
+
+
+def messages_alone(tensor: torch.Tensor, worker: Worker) -> None:
+    """What the ring sends, to the right and from the left, step by step, added to nothing."""
+    chunks, n = tensor.chunk(worker.world_size), worker.world_size
+    for step in range(2 * (n - 1)):
+        send = dist.P2POp(dist.isend, chunks[step % 2], (worker.rank + 1) % n)
+        receive = dist.P2POp(dist.irecv, chunks[(step + 1) % 2], (worker.rank - 1) % n)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
+
+def additions_alone(tensor: torch.Tensor, worker: Worker) -> None:
+    chunks = tensor.chunk(worker.world_size)
+    for _ in range(worker.world_size - 1):
+        chunks[0].add_(chunks[1])
+
+
+# ---- (b) and (c)
+
+
+def loopback(worker: Worker, repeats: int) -> dict:
+    return overlap(*LOOPBACK, repeats)
+
+
+def slow(worker: Worker, repeats: int) -> dict:
+    return overlap(*SLOW, repeats)
+
+
+def overlap(buckets: int, megabytes: float, repeats: int) -> dict:
+    tensors = [torch.zeros(int(megabytes * 2**18)) for _ in range(buckets)]
+    for _ in range(3):  # until computing and communicating do take equal time
+        results = measure_overlap(tensors, balanced_compute(tensors[0], ratio=1.0), repeats)
+        if 0.8 < ratio_of(results) < 1.25:
+            break
+    del results["spans"]
+    return results
+
+
+def ratio_of(results: dict) -> float:
+    """Time to compute / time to communicate; the same on all ranks."""
+    return statistics.median(results["compute"]) / statistics.median(results["communicate"])
+
+
+def private_network() -> list:
+    """The command that runs two_namespaces() as process 1 of namespaces of its own.
+
+    When it ends, however it ends, the kernel ends all its children, and with the last process of a
+    network namespace go its devices. --kill-child: the same if unshare itself is stopped.
+    """
+    missing = [name for name in ("unshare", "ip", "tc") if not shutil.which(name)]
+    if missing:
+        raise Skip(f"needs {' and '.join(missing)}, which this machine lacks")
+    new = ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["unshare", *root, *new, sys.executable, __file__, "--part", "two_namespaces"]
+
+
+SLOWED = "tc qdisc add dev {} root tbf rate 100mbit burst 16kb latency 400ms"
+BELOW = f"""
+echo here && read go && ip link set lo up && ip addr add 10.77.0.2/24 dev v1 &&
+ip link set v1 up && {SLOWED.format("v1")} && exec "$@"
+"""
+
+
+def two_namespaces(repeats: int) -> None:
+    """Rank 0 in this process's network namespace, rank 1 in another; a slowed link between them."""
+
+    def shell(line: str) -> None:
+        done = subprocess.run(line.split(), capture_output=True, text=True, timeout=10)
+        if done.returncode:
+            print(f"SKIP `{line}` failed: {done.stderr.strip()}")
+            sys.exit()
+
+    def environment(rank: int) -> dict[str, str]:
+        job = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        job |= {"GROUP_WORLD_SIZE": 2, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29500}
+        job |= {"GLOO_SOCKET_IFNAME": f"v{rank}"}
+        return os.environ | {name: str(value) for name, value in job.items()}
+
+    command = [sys.executable, __file__, "--part", "slow", "--repeats", str(repeats)]
+    shell("ip link set lo up")
+    shell("ip link add v0 type veth peer name v1")
+    other = subprocess.Popen(
+        ["unshare", "--net", "sh", "-c", BELOW, "sh", *command],
+        env=environment(1),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    other.stdout.readline()  # it is in its namespace now
+    shell(f"ip link set v1 netns {other.pid}")
+    shell("ip addr add 10.77.0.1/24 dev v0")
+    shell("ip link set v0 up")
+    shell(SLOWED.format("v0"))
+    other.stdin.write("go\n")
+    other.stdin.flush()
+    done = subprocess.run(command, env=environment(0), timeout=400)
+    sys.exit(done.returncode or other.wait(30))
+
+
+PARTS = {
+    "against_gloo": against_gloo,
+    "loopback": loopback,
+    "slow": slow,
+    "two_namespaces": two_namespaces,
+}
+
+
+# ---- the report
+
+
+def label(nbytes: int) -> str:
+    return f"{nbytes >> 20} MB" if nbytes >= 2**20 else f"{nbytes >> 10} KB"
+
+
+def ring_text(results: dict, ranks: int) -> list[str]:
+    factor, steps = bus_factor("all_reduce", ranks), 2 * (ranks - 1)
+    rows = [
+        ("size", "Gloo, ms", "ring, ms", "Gloo / ring, pair by pair", "busbw GB/s, Gloo", "ring")
+    ]
+    header = ("size", "ring, ms", "its messages alone", "its additions alone")
+    parts = [(*header, "processor ms of all ranks: Gloo", "ring")]
+    small, large = [], []  # where the ring is slower: label, and why
+    for size, sides in results.items():
+        nbytes, name = int(size), label(int(size))
+        gloo, ours = ([1e3 * t for t in sides[side]] for side in ("gloo", "ring"))
+        ratio = report.ratio_of_pairs(gloo, ours)
+        rates = [f"{factor * nbytes / statistics.median(s) / 1e6:.3g}" for s in (gloo, ours)]
+        rows.append((name, *map(report.summary, (gloo, ours, ratio)), *rates))
+        whole, sent, added = (
+            1e3 * statistics.median(sides[side]) for side in ("ring", "messages", "additions")
+        )
+        used = [1e3 * sides["processor"][side] for side in ("gloo", "ring")]
+        parts.append((name, *(f"{ms:.3g}" for ms in (whole, sent, added, *used))))
+        if statistics.median(ratio) < 1 and nbytes < 2**20:
+            small.append(f"{name} ({1e3 * whole / steps:.0f} us a step)")
+        elif statistics.median(ratio) < 1:
+            share = f"messages {sent / whole:.0%}, additions {added / whole:.0%}"
+            large.append(f"{name} ({share}; {used[1] / used[0]:.2f})")
+    sizes = [int(size) for size in results]
+    fits = []
+    for side in ("gloo", "ring"):
+        medians = [statistics.median(sides[side]) for sides in results.values()]
+        alpha, beta = fit_alpha_beta(sizes, medians)
+        fits.append(f"{side} {1e6 * alpha:.0f} us + {1e9 * beta:.3g} ns per byte")
+    text = [
+        f"## (a) The ring against Gloo's all_reduce, {ranks} ranks",
+        report.table(rows),
+        "A ratio above 1: the ring is faster. Medians (min ... max). 1 KB = 2^10 bytes.",
+        f"Fitted, time = alpha + bytes * beta: {', '.join(fits)}.",
+    ]
+    if small:
+        text.append(
+            f"Slower at {', '.join(small)}: there the steps count, not the bytes, and each of the "
+            f"ring's {steps} is started and waited for from Python, and wakes another thread."
+        )
+    if large:
+        text.append(
+            f"Slower at {', '.join(large)}. In brackets what its messages alone, and its additions "
+            "alone, would take of its time, then its processor time in units of Gloo's: over "
+            "loopback that is what a transfer is made of."
+        )
+    return [*text, report.table(parts)]
+
+
+def overlap_text(results: dict, buckets: int, megabytes: float) -> list[str]:
+    cores = len(os.sched_getaffinity(0))
+    rows = [
+        (
+            f"2 ranks, {buckets} buckets of {megabytes:g} MB, one thread per rank",
+            "ms: median (min ... max)",
+            "processor ms, all ranks",
+        )
+    ]
+    for order in ("compute", "communicate", "sequential", "overlapped"):
+        used = f"{1e3 * results['processor'][order]:.0f}"
+        rows.append((order, report.summary([1e3 * t for t in results[order]]), used))
+    gain = report.ratio_of_pairs(results["sequential"], results["overlapped"])
+    share = [100 * h for h in hidden(results)]
+    rows.append(("sequential / overlapped, pair by pair", report.summary(gain), ""))
+    rows.append(("hidden of the communication, per cent", report.summary(share), ""))
+    alone, sent = (statistics.median(results[name]) for name in ("compute", "communicate"))
+    limits = [("no order can take fewer ms than", "ms", "hides at most, per cent")]
+    for name, seconds in bounds(results, buckets, cores).items():
+        most = min(100, 100 * (alone + sent - seconds) / sent)
+        limits.append((name, f"{1e3 * seconds:.4g}", f"{most:.3g}"))
+    return [report.table(rows), report.table(limits)]
+
+
+def slow_text(results: dict) -> list[str]:
+    buckets, megabytes = SLOW
+    sent = statistics.median(results["communicate"])
+    # Between two ranks an all_reduce of S bytes sends S bytes in each direction.
+    rate = 8 * buckets * megabytes * 2**20 / sent / 1e6
+    share, ratio = statistics.median(hidden(results)), ratio_of(results)
+    verdict = "reached" if share >= 0.7 else "missed"
+    if not 0.8 < ratio < 1.25:
+        verdict = "not comparable, the machine was too busy for equal times"
+    return [
+        *overlap_text(results, buckets, megabytes),
+        f"Sent at {rate:.0f} Mbit/s in each direction. The aim is 70 % hidden where computing and "
+        f"communicating take equal time. Here computing took {ratio:.2f} times as long, and "
+        f"{share:.0%} was hidden: {verdict}.",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""all_reduce out of nothing but sends and receives: five algorithms, their bytes and their steps.
+
+    torchrun --standalone --nproc_per_node=2 collectives/all_reduce_algorithms.py
+    torchrun --standalone --nproc_per_node=4 collectives/all_reduce_algorithms.py
+    torchrun --standalone --nproc_per_node=3 collectives/all_reduce_algorithms.py --numel 1000003
+
+Look at
+
+1. the ring, step by step: a number says how many ranks' values are in it. After N-1 steps each of
+   the N ranks holds one finished part; the other N-1 steps pass the finished parts around.
+2. the algorithms: each gives dist.all_reduce's sum, and the same bits on every rank. A small tensor
+   takes as long as its steps, a large one as its bytes that cross one after another.
+3. bytes and steps that every rank sent, counted while sending, next to the formula.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from all_reduce_traffic import (
+    Traffic,
+    bounds,
+    critical_path,
+    expected_traffic,
+    halves,
+    power_and_pairs,
+    tree_neighbours,
+)
+from runtime import ArgumentParser, Worker, distributed_worker
+from tables import print_table
+from torch.distributed.elastic.multiprocessing.errors import record
+
+PIECE_BYTES = 4 << 20  # the ring sends its chunks in pieces of about this size,
+PIECES_AHEAD = 4  # so many of them at a time
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        show_ring(worker)
+        compare(args.numel, worker)
+
+
+class Link:
+    """This rank's connection to its group: starts transfers, and counts what it sends."""
+
+    def __init__(self, group=None):
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.sent = Counter()  # step -> bytes
+
+    def start(self, step, send=None, to=None, receive=None, source=None) -> list:
+        """Start to send one tensor and to receive another. `to` and `source` count in the group.
+
+        Both in one batch: on NCCL two ranks that first send to each other, then receive, would
+        wait for ever. Empty tensors are not sent: the other side knows the size as well.
+        """
+        transfers = []
+        if send is not None and send.numel():
+            transfers.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
+            self.sent[step] += send.nbytes
+        if receive is not None and receive.numel():
+            transfers.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
+        return dist.batch_isend_irecv(transfers) if transfers else []
+
+    def transfer(self, send=None, to=None, receive=None, source=None) -> None:
+        """One whole step."""
+        finish(self.start(len(self.sent), send, to, receive, source))
+
+    def traffic(self) -> Traffic:
+        return Traffic(bytes=self.sent.total(), steps=len(self.sent))
+
+
+def finish(transfers: list) -> None:
+    for transfer in transfers:
+        transfer.wait()  # on a GPU it is the stream that waits
+
+
+def naive(tensor: torch.Tensor, group=None) -> Traffic:
+    """All send to rank 0, which adds, then sends the sum to all, one after another."""
+    link, flat = Link(group), flatten(tensor)
+    if link.rank > 0:
+        link.transfer(send=flat, to=0)
+        link.transfer(receive=flat, source=0)
+        return link.traffic()
+    arrived = torch.empty_like(flat)
+    for other in range(1, link.world_size):
+        link.transfer(receive=arrived, source=other)
+        flat += arrived
+    for other in range(1, link.world_size):
+        link.transfer(send=flat, to=other)
+    return link.traffic()
+
+
+def tree(tensor: torch.Tensor, group=None) -> Traffic:
+    """Up a binomial tree to rank 0, adding at every fork; then the sum down the same tree."""
+    link, flat = Link(group), flatten(tensor)
+    parent, children = tree_neighbours(link.rank, link.world_size)
+    arrived = torch.empty_like(flat) if children else None
+    for child in children:
+        link.transfer(receive=arrived, source=child)
+        flat += arrived
+    if parent is not None:
+        link.transfer(send=flat, to=parent)
+        link.transfer(receive=flat, source=parent)
+    for child in reversed(children):  # the largest subtree first: it takes longest
+        link.transfer(send=flat, to=child)
+    return link.traffic()
+
+
+def ring(tensor: torch.Tensor, group=None, steps: int | None = None) -> Traffic:
+    """Cut into a chunk per rank; in every step send one to the right and take one from the left.
+
+    In the first N-1 steps what arrives is added, in the last N-1 it replaces. Chunks travel in
+    pieces, a few at a time: while one is added the next are on their way, and a piece that is
+    finished sets out on its next step without waiting for the rest of its chunk.
+    steps: stop after so many, to look at a tensor half-way.
+    """
+    link, flat = Link(group), flatten(tensor)
+    rank, world_size = link.rank, link.world_size
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    largest = math.ceil(len(flat) / world_size)
+    pieces = max(1, largest * flat.element_size() // PIECE_BYTES)  # of each chunk
+    chunks = [flat[a:b].tensor_split(pieces) for a, b in pairwise(bounds(len(flat), world_size))]
+    # What is to be added arrives in one of a few places, small enough to stay in the cache.
+    places = flat.new_empty(min(pieces, PIECES_AHEAD), math.ceil(largest / pieces))
+    on_the_way = deque()
+
+    def complete() -> None:
+        transfers, theirs, arrived = on_the_way.popleft()
+        finish(transfers)
+        if arrived is not theirs:
+            theirs += arrived
+
+    steps = 2 * (world_size - 1) if steps is None else steps
+    for number in range(steps * pieces):
+        step, piece = divmod(number, pieces)
+        if len(on_the_way) == len(places):  # also completes what this piece of this step needs
+            complete()
+        mine = chunks[(rank - step) % world_size][piece]
+        theirs = chunks[(rank - step - 1) % world_size][piece]
+        place = places[number % len(places), : len(theirs)]
+        arrived = place if step < world_size - 1 else theirs
+        on_the_way.append((link.start(step, mine, right, arrived, left), theirs, arrived))
+    while on_the_way:
+        complete()
+    return link.traffic()
+
+
+def recursive_doubling(tensor: torch.Tensor, group=None) -> Traffic:
+    """Swap everything with the rank whose number differs in one bit, add; then the next bit.
+
+    After k steps a rank has the sum over 2^k ranks: few steps, each with the whole tensor.
+    """
+
+    def double(link: Link, flat, arrived, index: int, members: list[int]) -> None:
+        for k in range(len(members).bit_length() - 1):
+            partner = members[index ^ 1 << k]
+            link.transfer(flat, partner, arrived, partner)
+            flat += arrived
+
+    return among_power_of_two(double, tensor, group)
+
+
+def recursive_halving_doubling(tensor: torch.Tensor, group=None) -> Traffic:
+    """Swap halves and add, then quarters, ... until each rank has one finished block. Then back:
+    swap blocks, then pairs of blocks, ... The ring's bytes in the steps of recursive doubling.
+    """
+
+    def halve_and_double(link: Link, flat, arrived, index: int, members: list[int]) -> None:
+        ends = bounds(len(flat), len(members))
+        widths = [1 << k for k in range(len(members).bit_length() - 1)]  # 1, 2, 4, ... blocks
+        for width in reversed(widths):
+            mine, theirs = halves(ends, index, width)
+            partner, into = members[index ^ width], arrived[: mine.stop - mine.start]
+            link.transfer(flat[theirs], partner, into, partner)
+            flat[mine] += into
+        for width in widths:
+            mine, theirs = halves(ends, index, width)
+            partner = members[index ^ width]
+            link.transfer(flat[mine], partner, flat[theirs], partner)
+
+    return among_power_of_two(halve_and_double, tensor, group)
+
+
+def among_power_of_two(algorithm: Callable, tensor: torch.Tensor, group) -> Traffic:
+    """Run an algorithm that needs 2^k ranks. If there are more, the first ones form pairs: the even
+    rank adds its tensor to its neighbour's, stays out, and receives the result."""
+    link, flat = Link(group), flatten(tensor)
+    _, pairs = power_and_pairs(link.world_size)
+    members = [*range(1, 2 * pairs, 2), *range(2 * pairs, link.world_size)]
+    if link.rank not in members:
+        link.transfer(send=flat, to=link.rank + 1)
+        link.transfer(receive=flat, source=link.rank + 1)
+        return link.traffic()
+    arrived = torch.empty_like(flat)
+    if link.rank < 2 * pairs:
+        link.transfer(receive=arrived, source=link.rank - 1)
+        flat += arrived
+    algorithm(link, flat, arrived, members.index(link.rank), members)
+    if link.rank < 2 * pairs:
+        link.transfer(send=flat, to=link.rank - 1)
+    return link.traffic()
+
+
+functions = (naive, ring, tree, recursive_doubling, recursive_halving_doubling)
+ALGORITHMS: dict[str, Callable[..., Traffic]] = {f.__name__: f for f in functions}
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise ValueError("the tensor must be contiguous: call .contiguous() and use what it gives")
+    return tensor.detach().view(-1)
+
+
+def show_ring(worker: Worker) -> None:
+    size, rows = worker.world_size, []
+    for step in range(2 * size - 1):
+        tensor = torch.ones(size, dtype=torch.int64, device=worker.device)
+        ring(tensor, steps=step)
+        views = [None] * size
+        dist.all_gather_object(views, " ".join(map(str, tensor.tolist())))
+        rows.append([step, *views])
+    if worker.is_main:
+        print("\n1. The ring: how many ranks' values are in each element, after each step")
+        print_table(["step", *(f"rank {rank}" for rank in range(size))], rows)
+
+
+def compare(numel: int, worker: Worker) -> None:
+    torch.manual_seed(worker.rank)
+    own = torch.randn(numel, device=worker.device)
+    expected = own.clone()
+    dist.all_reduce(expected)
+    summary, details = [], []
+    for name, algorithm in ALGORITHMS.items():
+        result = own.clone()
+        sent = algorithm(result)
+        error = (result - expected).abs().max().item() if numel else 0.0
+        first = result.clone()
+        dist.broadcast(first, src=0)
+        views = [None] * worker.world_size
+        dist.all_gather_object(views, (sent, error, torch.equal(first, result)))
+        path = critical_path(name, numel, own.element_size(), worker.world_size)
+        share = path.bytes / own.nbytes if numel else 0.0
+        bits = "yes" if all(same for _, _, same in views) else "NO"
+        worst = f"{max(error for _, error, _ in views):.1e}"
+        summary.append([name, path.steps, f"{share:.3f}", worst, bits])
+        for rank, (sent, _, _) in enumerate(views):
+            formula = expected_traffic(name, numel, own.element_size(), worker.world_size, rank)
+            details.append([name, rank, sent.steps, formula.steps, sent.bytes, formula.bytes])
+    if worker.is_main:
+        print(f"\n2. The algorithms, for {numel:,} float32: S = {own.nbytes:,} bytes.")
+        print("Steps and bytes in turn (by formula): those that wait for each other")
+        header = ["steps in turn", "bytes in turn / S", "difference to all_reduce", "same bits"]
+        print_table(["algorithm", *header], summary)
+        print("\n3. What each rank sent, counted and by the formula")
+        print_table(["algorithm", "rank", "steps", "formula", "bytes", "formula"], details)
+
+
+def parse_args():
+    parser = ArgumentParser(description="all_reduce from point-to-point operations, five ways.")
+    parser.add_argument("--numel", type=int, default=100_003, help="float32 elements per rank")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    if not 0 <= args.numel <= 10**8:
+        parser.error(f"--numel must be from 0 to {10**8}, not {args.numel}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

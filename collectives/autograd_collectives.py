@@ -1,0 +1,279 @@
+"""Collectives that gradients flow through: the backward of a collective is another collective.
+
+    torchrun --standalone --nproc_per_node=3 collectives/autograd_collectives.py
+    torchrun --standalone --nproc_per_node=2 collectives/autograd_collectives.py --count 5
+    python collectives/autograd_collectives.py              # a world of one: all are the identity
+
+    forward                          backward
+    broadcast   one to all           reduce           what all got comes back to one, added
+    reduce      all to one, added    broadcast
+    all_reduce                       all_reduce
+    all_gather                       reduce_scatter
+    reduce_scatter                   all_gather
+    all_to_all                       all_to_all       with the two lists of sizes swapped
+
+Why: each rank calls backward() on a loss of its own, and what we want is the gradient of the *sum*
+of all ranks' losses. Where my number went to all ranks, all of them send a gradient back, and these
+add up. (Do all ranks compute the same loss? Then that sum counts it once per rank: divide.)
+
+Look at each gradient against one process that holds all ranks' tensors, and against finite
+differences. Then at what plain `dist` calls do to a graph: they cut it, or worse, they do not.
+
+(torch.distributed.nn.functional has such functions, most of them deprecated since torch 2.13.)
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as old
+from runtime import ArgumentParser, Worker, distributed_worker
+from tables import print_table
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from collectives import all_gather, all_gather_into, all_reduce, reduce_scatter_into
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        show_gradients(args, worker)
+        show_plain_calls(worker)
+
+
+# Call them as AllReduce.apply(x, group). Each backward uses them again: second derivatives work.
+
+
+class Broadcast(torch.autograd.Function):
+    """Rank `src`'s tensor to everybody. The gradient goes to rank `src`; the others get zeros."""
+
+    @staticmethod
+    def forward(ctx, x, src=0, group=None):
+        ctx.src, ctx.group = src, group
+        y = x.clone()
+        dist.broadcast(y, group_src=src, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Reduce.apply(grad, ctx.src, ctx.group), None, None
+
+
+class Reduce(torch.autograd.Function):
+    """The sum to rank `dst`; the others get zeros, so that the result means the same everywhere."""
+
+    @staticmethod
+    def forward(ctx, x, dst=0, group=None):
+        ctx.dst, ctx.group = dst, group
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.reduce(y, group_dst=dst, group=group)
+        return y if dist.get_rank(group) == dst else torch.zeros_like(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Broadcast.apply(grad.contiguous(), ctx.dst, ctx.group), None, None
+
+
+class AllReduce(torch.autograd.Function):
+    """The sum to everybody. My number is in every rank's sum: all their gradients add up."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllReduce.apply(grad, ctx.group), None
+
+
+class AllGather(torch.autograd.Function):
+    """All tensors, one after the other along dim 0, to everybody."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        y = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+        all_gather_into(y, x.contiguous(), group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ReduceScatter.apply(grad, ctx.group), None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Part i along dim 0 of the sum, to rank i."""
+
+    @staticmethod
+    def forward(ctx, x, group=None):
+        ctx.group = group
+        y = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+        reduce_scatter_into(y, x.contiguous(), group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllGather.apply(grad, ctx.group), None
+
+
+class AllToAll(torch.autograd.Function):
+    """send[i] rows to rank i; receive[i] rows come from it. What came, goes back as a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, send, receive, group=None):
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        y = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(y, x.contiguous(), receive, send, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+# The same in one process: `xs` holds every rank's tensor; returns what each rank gets.
+
+
+def in_one_process(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    world_size, total = len(xs), sum(xs)
+    pieces = [x.split(split_sizes(rank, world_size, len(x))) for rank, x in enumerate(xs)]
+    return {
+        "broadcast": [xs[0]] * world_size,
+        "reduce": [total] + [torch.zeros_like(total)] * (world_size - 1),
+        "all_reduce": [total] * world_size,
+        "all_gather": [torch.cat(xs)] * world_size,
+        "reduce_scatter": list(total.chunk(world_size)),
+        "all_to_all": [torch.cat([p[to] for p in pieces]) for to in range(world_size)],
+    }[name]
+
+
+def split_sizes(rank: int, world_size: int, rows: int) -> list[int]:
+    """How many rows rank sends to 0, 1, ...: uneven, zeros among them, `rows` in all."""
+    weights = [(rank + 2 * to) % 3 for to in range(world_size)]
+    sizes = [rows * w // max(sum(weights), 1) for w in weights]
+    sizes[rank] += rows - sum(sizes)
+    return sizes
+
+
+def all_to_all(x: torch.Tensor, group=None) -> torch.Tensor:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    receive = [split_sizes(r, world_size, len(x))[rank] for r in range(world_size)]
+    return AllToAll.apply(x, split_sizes(rank, world_size, len(x)), receive, group)
+
+
+COLLECTIVES = {
+    "broadcast": lambda x, group=None: Broadcast.apply(x, 0, group),
+    "reduce": lambda x, group=None: Reduce.apply(x, 0, group),
+    "all_reduce": AllReduce.apply,
+    "all_gather": AllGather.apply,
+    "reduce_scatter": ReduceScatter.apply,
+    "all_to_all": all_to_all,
+}
+
+
+def loss_of(y: torch.Tensor, rank: int) -> torch.Tensor:
+    """A loss in which every number counts differently on every rank."""
+    weights = torch.linspace(1, 2, y.numel(), dtype=y.dtype, device=y.device) + rank
+    return (weights * torch.sin(y.flatten())).sum()
+
+
+def inputs(world_size: int, count: int, device) -> list[torch.Tensor]:
+    """A float64 tensor per rank, known to all: count rows for each rank, of 2 columns."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (world_size, count * world_size, 2)
+    return list(torch.randn(shape, generator=generator, dtype=torch.float64).to(device))
+
+
+def expected_gradients(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    xs = [x.clone().requires_grad_() for x in xs]
+    sum(loss_of(y, rank) for rank, y in enumerate(in_one_process(name, xs))).backward()
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in xs]
+
+
+def finite_differences(function: Callable, xs: list, group=None, step=1e-6) -> torch.Tensor:
+    """This rank's gradient of the sum of all ranks' losses: move each number of each rank a bit.
+
+    function: from this rank's tensor to its loss; a collective, so all ranks call it each time.
+    """
+    rank, count = dist.get_rank(group), xs[0].numel()
+    changes = xs[0].new_zeros(len(xs), count)
+    for owner, k in itertools.product(range(len(xs)), range(count)):
+        moved = torch.stack([xs[rank], xs[rank]])
+        if rank == owner:
+            moved.view(2, -1)[:, k] += step * moved.new_tensor([1, -1])
+        changes[owner, k] = (function(moved[0]) - function(moved[1])).detach()
+    dist.all_reduce(changes, group=group)  # the losses of all ranks
+    return (changes[rank] / (2 * step)).view_as(xs[rank])
+
+
+def show_gradients(args, worker: Worker) -> None:
+    xs = inputs(worker.world_size, args.count, worker.device)
+    rows = []
+    for name, collective in COLLECTIVES.items():
+
+        def loss(x, collective=collective):
+            return loss_of(collective(x), worker.rank)
+
+        x = xs[worker.rank].clone().requires_grad_()
+        loss(x).backward()
+        one = (x.grad - expected_gradients(name, xs)[worker.rank]).abs().max()
+        numeric = (x.grad - finite_differences(loss, xs)).abs().max()
+        worst = all_reduce(torch.stack([one, numeric, x.grad.abs().max()]), dist.ReduceOp.MAX)
+        rows.append([name, f"{worst[2]:.3f}", *(f"{w:.0e}" for w in worst[:2].tolist())])
+    if worker.is_main:
+        print("\nLargest gradient, and its largest difference on any rank (float64)")
+        print_table(["forward", "gradient", "to one process", "to finite differences"], rows)
+
+
+def plain_all_reduce(y: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(y)  # in place, unseen by autograd: it still takes y for exp(x)
+    return y
+
+
+def plain_all_gather(y: torch.Tensor) -> torch.Tensor:
+    return torch.stack(all_gather(y)).sum(0)  # in new tensors, which know nothing of y
+
+
+def show_plain_calls(worker: Worker) -> None:
+    x0, rows = (worker.rank + 1) / 2, []
+    for name, function in (
+        ("AllReduce.apply(y)", AllReduce.apply),
+        ("dist.all_reduce(y)", plain_all_reduce),
+        ("dist.all_gather(parts, y)", plain_all_gather),
+        ("nn.functional.all_reduce(y, MAX)", lambda y: old.all_reduce(y, dist.ReduceOp.MAX)),
+    ):
+        x = torch.full((1,), x0, dtype=torch.float64, device=worker.device, requires_grad=True)
+        # Only the last rank's y moves the maximum.
+        factor = worker.rank == worker.world_size - 1 if "MAX" in name else 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                function(x.exp()).backward()
+                got, said = f"{x.grad.item():.4f}", "a warning" if caught else "nothing"
+            except RuntimeError as error:
+                got, said = "none", f"an error: {error}"
+        right = worker.world_size * factor * x.exp().item()
+        rows.append([name, f"{right:.4f}", got, said])
+    if worker.is_main:
+        print("\nx = (rank + 1) / 2, y = exp(x). Each rank's loss: the sum (or MAX) of all y")
+        print_table(["how", "right gradient, rank 0", "got", "torch says"], rows)
+
+
+def parse_args():
+    parser = ArgumentParser(description="Gradients through collectives, checked.")
+    parser.add_argument("--count", type=int, default=1, help="rows of a tensor, times the ranks")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    if not 1 <= args.count <= 50:
+        parser.error(f"--count must be from 1 to 50, not {args.count}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Every collective: who holds what before, and who holds what after.
+
+    torchrun --standalone --nproc_per_node=3 collectives/collectives.py
+    torchrun --standalone --nproc_per_node=4 collectives/collectives.py --only all_to_all_single
+    python collectives/collectives.py                       # a world of one: nothing moves
+
+Each number shows where it comes from: rank r begins with 10 r, 10 r + 1, and so on, one number per
+rank. Look at the duals: scatter undoes gather, reduce_scatter is to all_gather what reduce is to
+broadcast, and an all_reduce is a reduce_scatter followed by an all_gather.
+
+Every function here takes this rank's tensors and returns this rank's result; its input stays as it
+was. `src` and `dst` count within the group (`group_src=`), which is what one wants in a subgroup;
+the `src=` of torch.distributed counts over the whole job.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from runtime import ArgumentParser, Worker, distributed_worker
+from tables import print_by_rank, print_table
+from torch.distributed.elastic.multiprocessing.errors import record
+
+# all_gather_single and reduce_scatter_single are names of torch 2.13, where the old ones warn.
+if hasattr(dist, "all_gather_single"):
+    all_gather_into, reduce_scatter_into = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    all_gather_into, reduce_scatter_into = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        for name in [args.only] if args.only else EXAMPLES:
+            EXAMPLES[name](worker)
+
+
+# One to all, all to one. `x` is this rank's tensor, of the same shape and dtype on every rank.
+
+
+def broadcast(x: torch.Tensor, src: int = 0, group=None) -> torch.Tensor:
+    """Everybody gets the tensor of rank `src`."""
+    y = x.clone()  # dist.broadcast writes into what it is given
+    dist.broadcast(y, group_src=src, group=group)
+    return y
+
+
+def scatter(parts: list[torch.Tensor] | None, like: torch.Tensor, src: int = 0, group=None):
+    """Rank i gets part i of rank `src`. `like`: a tensor of the shape and dtype of a part."""
+    y = torch.empty_like(like)
+    mine = dist.get_rank(group) == src
+    dist.scatter(y, parts if mine else None, group_src=src, group=group)
+    return y
+
+
+def gather(x: torch.Tensor, dst: int = 0, group=None) -> list[torch.Tensor] | None:
+    """Rank `dst` gets a list of all tensors, the others None."""
+    mine = dist.get_rank(group) == dst
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))] if mine else None
+    dist.gather(x.contiguous(), parts, group_dst=dst, group=group)
+    return parts
+
+
+def reduce(x: torch.Tensor, dst: int = 0, op=dist.ReduceOp.SUM, group=None) -> torch.Tensor | None:
+    """Rank `dst` gets the sum (or what `op` says), the others None.
+
+    On the others, dist.reduce leaves something unspecified in the tensor. Gloo: partial sums.
+    """
+    y = x.clone()
+    dist.reduce(y, group_dst=dst, op=op, group=group)
+    return y if dist.get_rank(group) == dst else None
+
+
+# All to all.
+
+
+def all_reduce(x: torch.Tensor, op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
+    """Everybody gets the sum (or what `op` says)."""
+    y = x.clone()
+    dist.all_reduce(y, op=op, group=group)
+    return y
+
+
+def all_gather(x: torch.Tensor, group=None) -> list[torch.Tensor]:
+    """Everybody gets a list of all tensors."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return parts
+
+
+def all_gather_single(x: torch.Tensor, group=None) -> torch.Tensor:
+    """Everybody gets all tensors one after the other along dim 0 of one tensor."""
+    y = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+    all_gather_into(y, x.contiguous(), group=group)
+    return y
+
+
+def all_gather_uneven(x: torch.Tensor, group=None) -> list[torch.Tensor]:
+    """all_gather of tensors that differ along dim 0: pad to the longest, gather, cut.
+
+    NCCL takes a list of different shapes (as a series of broadcasts), Gloo refuses it.
+    """
+    lengths = all_gather(torch.tensor(len(x), device=x.device), group)
+    padded = x.new_zeros(int(max(lengths)), *x.shape[1:])
+    padded[: len(x)] = x
+    parts = all_gather(padded, group)
+    return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
+
+
+def reduce_scatter(parts: list[torch.Tensor], op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
+    """Rank i gets the sum of everybody's part i."""
+    y = torch.empty_like(parts[dist.get_rank(group)])
+    dist.reduce_scatter(y, parts, op=op, group=group)
+    return y
+
+
+def reduce_scatter_single(x: torch.Tensor, op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
+    """The same where the parts lie one after the other along dim 0 of `x`."""
+    y = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    reduce_scatter_into(y, x.contiguous(), op=op, group=group)
+    return y
+
+
+def all_to_all(parts: list[torch.Tensor], group=None) -> list[torch.Tensor]:
+    """Rank i gets part i of everybody: a transposition of the table of ranks and parts.
+
+    Parts of different shapes: NCCL takes them, Gloo does not. Use all_to_all_uneven.
+    """
+    received = [torch.empty_like(part) for part in parts]
+    try:
+        dist.all_to_all(received, parts, group=group)
+    except RuntimeError as error:
+        if "does not support alltoall" not in str(error):
+            raise
+        received = list(all_to_all_single(torch.stack(parts), group))  # Gloo up to torch 2.11
+    return received
+
+
+def all_to_all_single(x: torch.Tensor, group=None) -> torch.Tensor:
+    """The same where the parts lie one after the other along dim 0 of `x`, all of one length."""
+    y = torch.empty_like(x)
+    dist.all_to_all_single(y, x.contiguous(), group=group)
+    return y
+
+
+def all_to_all_uneven(x: torch.Tensor, send: list[int], group=None):
+    """The first send[0] rows of `x` go to rank 0, the next send[1] to rank 1, and so on.
+
+    Returns the rows received, in the order of the ranks, and how many came from each. Nobody knows
+    in advance how much it will get: the numbers travel first. (Tokens on their way to experts.)
+    """
+    counts = all_to_all_single(torch.tensor(send, device=x.device), group)
+    receive = counts.tolist()
+    y = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), receive, send, group=group)
+    return y, receive
+
+
+def barrier(group=None) -> float:
+    """Nobody leaves before all have come. Returns the seconds that this rank waited."""
+    started = time.perf_counter()
+    # NCCL's barrier is an all_reduce queued on the GPU; dist.barrier also waits for that.
+    dist.barrier(group)
+    return time.perf_counter() - started
+
+
+# What the script prints.
+
+
+def numbered(worker: Worker, count: int | None = None) -> torch.Tensor:
+    """10 r, 10 r + 1, ...: `count` numbers, by default one per rank."""
+    count = worker.world_size if count is None else count
+    return 10 * worker.rank + torch.arange(count, device=worker.device)
+
+
+def plain(result):
+    """Lists instead of tensors, "-" instead of None."""
+    if isinstance(result, list):
+        return [plain(part) for part in result]
+    return "-" if result is None else result.tolist()
+
+
+def example(what: str, function: Callable, split: bool = False) -> Callable:
+    """An entry of EXAMPLES: the function's input and result as a table. split: a list goes in."""
+
+    def show(worker: Worker) -> None:
+        x = numbered(worker)
+        given = list(x.split(1)) if split else x
+        print_by_rank(worker, what, before=plain(given), after=plain(function(given)))
+
+    return show
+
+
+def show_all_gather_uneven(worker: Worker) -> None:
+    x = numbered(worker, worker.rank + 1)
+    lengths = range(1, worker.world_size + 1)
+    try:
+        parts = [x.new_zeros(n) for n in lengths]
+        dist.all_gather(parts, x)
+        answer = str(plain(parts))
+    except RuntimeError as error:
+        answer = str(error).splitlines()[0].rpartition("::")[2]
+    if worker.is_main:
+        print(f"\ndist.all_gather of 1, 2, ... numbers, {dist.get_backend()}: {answer}")
+    what = "all_gather_uneven: the same, padded to the longest and cut again"
+    print_by_rank(worker, what, before=plain(x), after=plain(all_gather_uneven(x)))
+
+
+def show_all_to_all_uneven(worker: Worker) -> None:
+    send = [(worker.rank + 2 * to) % 3 for to in range(worker.world_size)]
+    x = numbered(worker, sum(send))
+    y, receive = all_to_all_uneven(x, send)
+    print_by_rank(
+        worker,
+        "all_to_all_single, uneven: rank r sends (r + 2 i) % 3 numbers to rank i",
+        before=x,
+        send=str(send),
+        receive=str(receive),
+        after=y,
+    )
+
+
+def show_barrier(worker: Worker) -> None:
+    dist.barrier()  # start together
+    time.sleep(0.1 * worker.rank)
+    waited = f"{barrier():.2f}"
+    title = "barrier: nobody leaves before the last one has come"
+    print_by_rank(worker, title, comes_after_s=f"{0.1 * worker.rank:.2f}", waits_s=waited)
+
+
+def show_identity(worker: Worker) -> None:
+    x = numbered(worker)
+    one, two = all_reduce(x), all_gather_single(reduce_scatter_single(x))
+    if worker.is_main:
+        print()
+        rows = [["all_reduce", one], ["reduce_scatter_single, then all_gather_single", two]]
+        print_table(["on rank 0", "after"], rows)
+
+
+EXAMPLES = {
+    "broadcast": example("broadcast: rank 0's tensor, to everybody", broadcast),
+    "scatter": example(
+        "scatter: part i of rank 0, to rank i", lambda p: scatter(p, p[0]), split=True
+    ),
+    "gather": example("gather: all tensors, to rank 0", gather),
+    "all_gather": example("all_gather: all tensors, to everybody, as a list", all_gather),
+    "all_gather_single": example("all_gather_single: the same in one tensor", all_gather_single),
+    "all_gather_uneven": show_all_gather_uneven,
+    "reduce": example("reduce: the sum of all tensors, to rank 0", reduce),
+    "all_reduce": example("all_reduce: the sum of all tensors, to everybody", all_reduce),
+    "reduce_scatter": example(
+        "reduce_scatter: part i of the sum, to rank i; the parts in a list", reduce_scatter, True
+    ),
+    "reduce_scatter_single": example(
+        "reduce_scatter_single: the same, the parts in one tensor", reduce_scatter_single
+    ),
+    "identity": show_identity,
+    "all_to_all": example("all_to_all: everybody's part i, to rank i", all_to_all, split=True),
+    "all_to_all_single": example("all_to_all_single: the same in one tensor", all_to_all_single),
+    "all_to_all_uneven": show_all_to_all_uneven,
+    "barrier": show_barrier,
+}
+
+
+def parse_args():
+    parser = ArgumentParser(description="Every collective, before and after.")
+    parser.add_argument("--only", choices=list(EXAMPLES), help="one of them; default: all")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""One rank sends, another receives: send, isend, tags, batches; the deadlock; a ring; a halo.
+
+    torchrun --standalone --nproc_per_node=2 collectives/point_to_point.py
+    torchrun --standalone --nproc_per_node=3 collectives/point_to_point.py --cells 100 --steps 500
+    torchrun --standalone --nproc_per_node=4 collectives/point_to_point.py --timeout 0.5
+
+Look at
+
+1. send and recv: a value that passes every rank in turn.
+2. the deadlock: all send first and receive then. A send ends when the receiver takes the message,
+   so all wait for ever; here --timeout seconds. Three ways to write it right follow.
+3. isend: the tensor still belongs to the transfer after the call. Whoever changes it too early
+   sends the changed values.
+4. tags, and a receive from whoever comes first. NCCL has neither: use another group, of Gloo.
+5. a ring shift: N of them bring every value home.
+6. a halo exchange: each rank computes a part of a rod that cools, and asks its neighbours for one
+   cell per side and step. Every bit is that of one process, also where cells do not divide.
+"""
+
+import math
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from tables import print_by_rank, print_table
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        if worker.world_size < 2:
+            raise UserError("needs 2 ranks or more: torchrun --standalone --nproc_per_node=2 ...")
+        if args.cells < worker.world_size:
+            raise UserError(f"--cells {args.cells} leaves some of {worker.world_size} ranks none")
+        # For what NCCL lacks (tags, any source), and what must fail without ending the process.
+        gloo = dist.new_group(backend="gloo")
+        show_pass_along(worker)
+        show_deadlock_and_cures(args.timeout, gloo, worker)
+        show_early_change(gloo, worker)
+        show_tags_and_any_source(gloo, worker)
+        show_ring_shift(worker)
+        show_heat(args.cells, args.steps, worker)
+
+
+def neighbours(group=None) -> tuple[int, int]:
+    """The ranks, counted in the group, to the left and to the right of this one in a ring."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    return (rank - 1) % world_size, (rank + 1) % world_size
+
+
+def show_pass_along(worker: Worker) -> None:
+    value = torch.tensor([100], device=worker.device)
+    if worker.rank > 0:
+        dist.recv(value, src=worker.rank - 1)  # waits until `value` is filled
+    received = int(value)
+    value += worker.rank
+    if worker.rank < worker.world_size - 1:
+        dist.send(value, dst=worker.rank + 1)  # waits until the message is taken
+    title = "1. send and recv: a value goes from rank to rank, each adds its number"
+    print_by_rank(worker, title, starts_from=received, hands_on=int(value))
+
+
+def send_first(outgoing, incoming, group=None, timeout: float = 1.0) -> None:
+    """The mistake: all send first, and nobody is left to receive. dist.send is isend and wait, too,
+    but waits as long as the group allows: 30 minutes if nobody has said otherwise."""
+    left, right = neighbours(group)
+    work = dist.isend(outgoing, group=group, group_dst=right)
+    work.wait(timedelta(seconds=timeout))  # raises, and then the group is beyond use
+    dist.recv(incoming, group=group, group_src=left)
+
+
+def take_turns(outgoing, incoming, group=None) -> None:
+    """Cure 1: even ranks send first, odd ranks receive first. (Also right in an odd ring.)"""
+    left, right = neighbours(group)
+    if dist.get_rank(group) % 2 == 0:
+        dist.send(outgoing, group=group, group_dst=right)
+        dist.recv(incoming, group=group, group_src=left)
+    else:
+        dist.recv(incoming, group=group, group_src=left)
+        dist.send(outgoing, group=group, group_dst=right)
+
+
+def do_not_wait(outgoing, incoming, group=None) -> None:
+    """Cure 2: isend and irecv start a transfer and return; then wait for both."""
+    left, right = neighbours(group)
+    sending = dist.isend(outgoing, group=group, group_dst=right)
+    receiving = dist.irecv(incoming, group=group, group_src=left)
+    sending.wait()
+    receiving.wait()
+
+
+def batch(outgoing, incoming, group=None) -> None:
+    """Cure 3: hand both over together, in any order. The one to use: NCCL runs a batch as one
+    operation, while single sends and receives run one after another on its stream."""
+    left, right = neighbours(group)
+    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=right)
+    receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=left)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
+def show_deadlock_and_cures(timeout: float, gloo, worker: Worker) -> None:
+    rows, error = [], None
+    for way in (send_first, take_turns, do_not_wait, batch):
+        for numel in (1, 1 << 20):
+            outgoing = torch.full((numel,), float(worker.rank))
+            incoming = torch.full_like(outgoing, -1)
+            group, limit = gloo, {}
+            if way is send_first:  # every attempt ruins its group
+                group, limit = dist.new_group(backend="gloo"), {"timeout": timeout}
+            dist.barrier()
+            started = time.perf_counter()
+            try:
+                way(outgoing, incoming, group, **limit)
+                result = bool((incoming == (worker.rank - 1) % worker.world_size).all())
+            except RuntimeError as failure:
+                result = str(failure).split("] ")[-1]
+            views = [None] * worker.world_size
+            dist.all_gather_object(views, (result, time.perf_counter() - started))
+            good = [result is True for result, _ in views].count(True)
+            error = error or next((result for result, _ in views if result is not True), None)
+            longest = f"{max(seconds for _, seconds in views):.3f}"
+            rows.append([way.__name__, 4 * numel, good, worker.world_size - good, longest])
+    if worker.is_main:
+        print("\n2. Every rank sends to the right and receives from the left (Gloo)")
+        print_table(["way", "bytes", "ranks that received", "ranks stuck", "after s"], rows)
+        print(f"send_first: {error}")
+
+
+def show_early_change(gloo, worker: Worker) -> None:
+    tensor, done = torch.tensor([7.0]), "-"
+    if worker.rank == 0:
+        work = dist.isend(tensor, 1, group=gloo)
+        tensor.fill_(-1)
+        done = work.is_completed()
+    dist.barrier()  # only now rank 1 asks for the message
+    if worker.rank == 0:
+        work.wait()  # from here on the tensor is ours again
+    elif worker.rank == 1:
+        dist.recv(tensor, 0, group=gloo)
+    title = "3. Rank 0 sends 7 with isend, then writes -1 into the tensor before it waits (Gloo)"
+    print_by_rank(worker, title, isend_completed_before_the_receive=done, tensor_at_the_end=tensor)
+
+
+def receive_tagged(tag: int, source: int, group=None) -> float:
+    """The number sent with this tag, whatever was sent before it."""
+    number = torch.empty(1)
+    dist.recv(number, source, group=group, tag=tag)
+    return number.item()
+
+
+def receive_from_anyone(count: int, group=None) -> dict[int, float]:
+    """`count` numbers in the order in which they come; recv returns the (global) sender."""
+    number, found = torch.empty(1), {}
+    for _ in range(count):
+        sender = dist.recv(number, group=group)  # no source is named
+        found[sender] = number.item()
+    return found
+
+
+def show_tags_and_any_source(gloo, worker: Worker) -> None:
+    tagged, anyone = "-", "-"
+    if worker.rank == 0:
+        works = [dist.isend(torch.tensor([10.0 * tag]), 1, group=gloo, tag=tag) for tag in (7, 8)]
+        for work in works:
+            work.wait()
+        anyone = receive_from_anyone(worker.world_size - 1, gloo)
+    else:
+        if worker.rank == 1:
+            tagged = [receive_tagged(tag, 0, gloo) for tag in (8, 7)]
+        # The last rank sends first; each waits for a sign of the next one, so that the order is
+        # the same in every run. Usually nobody knows it.
+        if worker.rank < worker.world_size - 1:
+            dist.recv(torch.empty(1), worker.rank + 1, group=gloo)
+        dist.send(torch.tensor([100.0 * worker.rank]), 0, group=gloo)
+        if worker.rank > 1:
+            dist.send(torch.empty(1), worker.rank - 1, group=gloo)
+    title = "4. Tags 7, 8 sent in this order, received as 8, 7; a receive from anyone (Gloo only)"
+    print_by_rank(worker, title, received_by_tag=tagged, sender_and_number=anyone)
+
+
+def ring_shift(tensor: torch.Tensor, group=None) -> torch.Tensor:
+    """The left neighbour's tensor (of the same shape), while ours goes to the right one."""
+    incoming = torch.empty_like(tensor)
+    batch(tensor, incoming, group)
+    return incoming
+
+
+def show_ring_shift(worker: Worker) -> None:
+    tensor = torch.tensor([worker.rank], device=worker.device)
+    views = [int(tensor)]
+    for _ in range(worker.world_size):
+        tensor = ring_shift(tensor)
+        views.append(int(tensor))
+    columns = {f"after_{shift}": value for shift, value in enumerate(views)}
+    print_by_rank(worker, "5. Whose value a rank holds after 0, 1, 2, ... ring shifts", **columns)
+
+
+def heat(cells: torch.Tensor, steps: int, left=None, right=None, group=None) -> torch.Tensor:
+    """Cool a rod between two walls of temperature 0: the heat equation, explicit steps, 1-D.
+
+    cells: this rank's part of the rod. left, right: the ranks (in the group) that hold the parts
+    beside it; None is a wall, so without both this is the single process. Every step a cell moves
+    a quarter of its distance to each neighbour: u += (u_left - 2 u + u_right) / 4.
+    """
+    padded = cells.new_zeros(len(cells) + 2)  # our cells, and one more per side: the halo
+    padded[1:-1] = cells
+    for _ in range(steps):
+        exchange_halo(padded, left, right, group)
+        padded[1:-1] += (padded[:-2] - 2 * padded[1:-1] + padded[2:]) / 4
+    return padded[1:-1]
+
+
+def exchange_halo(padded: torch.Tensor, left, right, group=None) -> None:
+    """Send the outermost cells of our own, fill the halo with the neighbours' outermost ones."""
+    transfers = []
+    for peer, own, halo in ((left, padded[1:2], padded[:1]), (right, padded[-2:-1], padded[-1:])):
+        if peer is not None:
+            transfers.append(dist.P2POp(dist.isend, own, group=group, group_peer=peer))
+            transfers.append(dist.P2POp(dist.irecv, halo, group=group, group_peer=peer))
+    for work in dist.batch_isend_irecv(transfers) if transfers else []:
+        work.wait()
+
+
+def part_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    return whole[rank * len(whole) // world_size : (rank + 1) * len(whole) // world_size]
+
+
+def collect(part: torch.Tensor, whole: torch.Tensor, worker: Worker) -> None:
+    """Bring all parts, which may differ in length, into `whole` on rank 0."""
+    if worker.rank > 0:
+        dist.send(part, 0)
+        return
+    part_of(whole, 0, worker.world_size).copy_(part)
+    for source in range(1, worker.world_size):  # the views have the lengths of the messages
+        dist.recv(part_of(whole, source, worker.world_size), source)
+
+
+def show_heat(count: int, steps: int, worker: Worker) -> None:
+    rank, size = worker.rank, worker.world_size
+    left, right = rank - 1 if rank > 0 else None, rank + 1 if rank < size - 1 else None
+    x = torch.arange(1, count + 1, dtype=torch.float64, device=worker.device) / (count + 1)
+    start = torch.sin(math.pi * x)
+    part = heat(part_of(start, rank, size), steps, left, right)
+    whole = torch.empty_like(start)
+    collect(part, whole, worker)
+    sent = steps * part.element_size() * sum(peer is not None for peer in (left, right))
+    title = f"6. Heat equation, {count} cells, {steps} steps, halo exchange"
+    print_by_rank(worker, title, cells=len(part), bytes_sent=sent, hottest=part.max().item())
+    if worker.is_main:
+        alone = heat(start, steps)
+        # A sine keeps its shape: each step multiplies it by the same number below one.
+        exact = start * math.cos(math.pi / (2 * (count + 1))) ** (2 * steps)
+        print(f"same bits as one process: {'yes' if torch.equal(whole, alone) else 'NO'}")
+        print(f"largest difference to the formula: {(whole - exact).abs().max().item():.1e}")
+
+
+def parse_args():
+    parser = ArgumentParser(description="Point-to-point communication, from send to halo exchange.")
+    add = parser.add_argument
+    add("--timeout", type=float, default=1.0, help="seconds until the deadlock is given up")
+    add("--cells", type=int, default=101, help="of the rod, over all ranks")
+    add("--steps", type=int, default=1000, help="of the heat equation")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    if not 0 < args.timeout <= 60:
+        parser.error(f"--timeout must be above 0 and at most 60 seconds, not {args.timeout}")
+    for name in ("cells", "steps"):
+        if not 1 <= getattr(args, name) <= 10**6:
+            parser.error(f"--{name} must be from 1 to {10**6}, not {getattr(args, name)}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

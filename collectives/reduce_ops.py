@@ -1,0 +1,224 @@
+"""The operations of a reduction: what each gives, on this backend, and why float sums differ.
+
+    torchrun --standalone --nproc_per_node=3 collectives/reduce_ops.py
+    torchrun --standalone --nproc_per_node=2 collectives/reduce_ops.py --device cpu
+    python collectives/reduce_ops.py                   # a world of one: only the simulated ranks
+
+1. Every operation is tried on every kind of number, so the table shows what this backend does, not
+   what its manual says. Gloo and NCCL lack different ones; the alternatives are tried as well.
+2. Sums of floats. A sum of three or more depends on the order, and each all-reduce algorithm has an
+   order of its own. Look at how many of 100,000 sums differ, and by how little; then at the sum
+   that loses everything. Inside one job all ranks get the same bits, which is what training needs.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from runtime import ArgumentParser, Worker, distributed_worker
+from tables import print_table
+from torch.distributed.elastic.multiprocessing.errors import record
+
+OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        print_ops(worker)
+        print_orders(worker)
+
+
+# 1. The operations.
+
+
+def reduce_op(name: str, factor: float = 0.5):
+    """SUM and the others by name. PREMUL_SUM carries a factor: each rank's numbers times that."""
+    if name == "PREMUL_SUM":
+        # There is no public name for the one way to give ReduceOp.PREMUL_SUM its factor.
+        return dist._make_nccl_premul_sum(factor)
+    return getattr(dist.ReduceOp, name)
+
+
+def try_op(name: str, x: torch.Tensor, group=None) -> torch.Tensor | str:
+    """all_reduce of a copy of `x`: the result, or the backend's refusal.
+
+    A refusal comes on every rank alike, before or after the numbers have travelled, and harms
+    neither the group nor the next collective.
+    """
+    y = x.clone()
+    try:
+        dist.all_reduce(y, op=reduce_op(name), group=group)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return "refused: " + str(error).splitlines()[0].rpartition(": ")[2]
+    return y
+
+
+def sample(rank: int, dtype: torch.dtype, device="cpu") -> torch.Tensor:
+    """Rank 0: 1 6 1 0, rank 1: 2 6 2 1, rank 2: 3 6 4 0, ..."""
+    return torch.tensor([rank + 1, 6, 2 ** min(rank, 7), rank % 2], device=device).to(dtype)
+
+
+# What to do where an operation is missing. Each takes x, any dtype unless the name says otherwise.
+
+
+def average_integers(x: torch.Tensor, group=None) -> torch.Tensor:
+    """AVG, rounded down: sum, then divide. (Mind the overflow: uint8 sums wrap around at 256.)"""
+    total = x.to(torch.int64, copy=True)
+    dist.all_reduce(total, group=group)
+    return (total // dist.get_world_size(group)).to(x.dtype)
+
+
+def premul_sum(x: torch.Tensor, factor: float, group=None) -> torch.Tensor:
+    """PREMUL_SUM: multiply, then sum. (NCCL does both in one kernel: one pass over memory less.)"""
+    y = x * factor
+    dist.all_reduce(y, group=group)
+    return y
+
+
+def bitwise(x: torch.Tensor, combine: Callable, group=None) -> torch.Tensor:
+    """BAND, BOR, BXOR by all_gather: `combine` is torch.bitwise_and, _or or _xor."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    for part in parts[1:]:
+        parts[0] = combine(parts[0], part)
+    return parts[0]
+
+
+def print_ops(worker: Worker) -> None:
+    notes, rows = [], []
+    for name in OPS:
+        row = [name]
+        for dtype in DTYPES:
+            result = try_op(name, sample(worker.rank, dtype, worker.device))
+            if isinstance(result, str):
+                if result not in notes:
+                    notes.append(result)
+                row.append(f"({notes.index(result) + 1})")
+            else:
+                numbers = result.int().tolist() if dtype == torch.bool else result.tolist()
+                row.append(" ".join(f"{number:.4g}" for number in numbers))
+        rows.append(row)
+    device = worker.device
+    other = {
+        "AVG of int64, by SUM": average_integers(sample(worker.rank, torch.int64, device)),
+        "PREMUL_SUM by 0.5, float32": premul_sum(sample(worker.rank, torch.float32, device), 0.5),
+        "BXOR of int64, by all_gather": bitwise(
+            sample(worker.rank, torch.int64, device), torch.bitwise_xor
+        ),
+    }
+    if worker.is_main:
+        print(f"\n1. all_reduce of four numbers per rank, {dist.get_backend()}")
+        ranks = range(worker.world_size)
+        print("before: " + ", ".join(str(sample(r, torch.int64).tolist()) for r in ranks))
+        print_table(["op", *(str(dtype).removeprefix("torch.") for dtype in DTYPES)], rows)
+        for i, note in enumerate(notes):
+            print(f"({i + 1}) {note}")
+        print("bool: SUM is OR, PRODUCT is AND. Alternatives, for where an operation is missing:")
+        print_table(["how", "after"], [[k, v] for k, v in other.items()])
+
+
+# 2. Sums of floats. `values`: one row per rank.
+
+
+def in_rank_order(values: torch.Tensor) -> torch.Tensor:
+    """((x0 + x1) + x2) + ...: all to one, added as they stand in the list."""
+    total = values[0].clone()
+    for row in values[1:]:
+        total += row
+    return total
+
+
+def as_tree(values: torch.Tensor) -> torch.Tensor:
+    """(x0 + x1) + (x2 + x3): neighbours first, then pairs of pairs."""
+    rows = list(values)
+    while len(rows) > 1:
+        pairs = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)]
+        rows = pairs + rows[len(pairs) * 2 :]
+    return rows[0]
+
+
+def as_ring(values: torch.Tensor) -> torch.Tensor:
+    """The ring's order: piece i of the tensor starts at rank i and goes round once.
+
+    So equal numbers at two places of one tensor may have different sums.
+    """
+    world_size = len(values)
+    pieces = [piece for piece in values.tensor_split(world_size, dim=1)]
+    return torch.cat([in_rank_order(p.roll(-i, dims=0)) for i, p in enumerate(pieces)])
+
+
+def random_values(world_size: int, count: int = 100_000) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(world_size, count, generator=generator)
+
+
+def print_orders(worker: Worker) -> None:
+    if worker.is_main:
+        print("\n2. The same 100,000 float32 sums in another order of additions (simulated ranks)")
+        rows = []
+        for world_size in (2, 3, 4, 8, 64):
+            values = random_values(world_size)
+            base = in_rank_order(values)
+            ring, tree = ((f(values) - base).abs() for f in (as_ring, as_tree))
+            share = [f"{(d > 0).float().mean().item():.1%}" for d in (ring, tree)]
+            size = values.abs().sum(0)
+            rows.append([world_size, *share, f"{(torch.maximum(ring, tree) / size).max():.1e}"])
+        header = ["ranks", "ring differs in", "tree differs in", "at most, of the sum of |x|"]
+        print_table(header, rows)
+        print(f"(Two ranks: a + b is b + a. float32 rounds by up to {2**-24:.1e} per addition.)")
+
+        values = random_values(4)
+        ring, base = as_ring(values), in_rank_order(values)
+        k = int((ring != base).nonzero()[0])
+        exact = math.fsum(values[:, k].double().tolist())
+        print("\none of them: " + " + ".join(f"({v:.9g})" for v in values[:, k].tolist()))
+        lost = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
+        cases = {"in rank order": in_rank_order, "tree": as_tree, "ring": as_ring}
+        rows = [[name, f"{f(values)[k]:.9g}", f(lost).item()] for name, f in cases.items()]
+        rows.append(["exactly", f"{exact:.12g}", 2.0])
+        print_table(["4 ranks", "sum", "1e8 + 1 - 1e8 + 1"], rows)
+
+    values = random_values(worker.world_size)
+    x = values[worker.rank].to(worker.device)
+    whole, again = x.clone(), x.clone()
+    dist.all_reduce(whole)
+    dist.all_reduce(again)
+    halves = torch.cat([reduced(half) for half in x.split([33_333, 66_667])])
+    bits = whole.view(torch.int32)
+    first = bits.clone()
+    dist.broadcast(first, src=0)
+    same = torch.tensor([torch.equal(first, bits), torch.equal(whole, again)], device=x.device)
+    same = same.int()
+    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    if worker.is_main:
+        print(f"\n3. This backend's own sum of {worker.world_size} ranks, {dist.get_backend()}")
+        whole, halves = whole.cpu(), halves.cpu()
+        for name, f in cases.items():
+            print(f"differs from {name:14}{(whole != f(values)).float().mean().item():7.1%}")
+        pieces = (whole != halves).float().mean().item()
+        print(f"cut into two all_reduces   {pieces:7.1%} of the sums are other ones")
+        print(f"all ranks have the same bits: {yes(same[0])}; a second time: {yes(same[1])}")
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+
+def yes(flag) -> str:
+    return "yes" if flag else "no"
+
+
+def parse_args():
+    parser = ArgumentParser(description="What each reduction gives, and the order of float sums.")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
