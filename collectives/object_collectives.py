@@ -129,8 +129,8 @@ def show_cost(args, worker: Worker) -> None:
         tensor = cost(lambda x=x: as_tensor(x), args.repeats, worker.device)
         thing = cost(lambda x=x: as_object(x), args.repeats, worker.device)
         for way, (calls, size, ms) in (("tensor", tensor), ("object", thing)):
-            ratio = f"{ms / tensor[2]:.1f}"
-            rows.append([f"{count:,} numbers", way, calls, f"{size:,}", f"{ms:.2f}", ratio])
+            what, ratio = f"{count:,} x float32", f"{ms / tensor[2]:.1f}"
+            rows.append([what, way, calls, f"{size:,}", f"{ms:.2f}", ratio])
     # The longest object sets the length of all: one long message makes every message long.
     text = "x" * (1_000_000 if worker.is_main else 1)
     calls, size, ms = cost(lambda: as_object(text), args.repeats, worker.device)
