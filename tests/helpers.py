@@ -20,8 +20,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what torchrun sets, one thread per rank, no network."""
+    """This process's environment without what torchrun and make set; one thread; no network."""
     drop = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCH")
+    drop += ("MAKE", "MFLAGS", "REQUIREMENTS")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **changes}
     return env

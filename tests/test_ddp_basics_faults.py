@@ -54,17 +54,18 @@ def reached(folder, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted, victim):
-    """One epoch of 22 steps is saved, the next is half done; torchrun restarts both ranks."""
+def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):
+    """An epoch of 22 steps is saved, the next is half done: rank 1 dies, later rank 0, which has
+    written the checkpoint. Each time torchrun restarts both."""
     command = torchrun_command(
-        TRAIN, *ARGS, "--output-dir", tmp_path, options=("--max-restarts=1",)
+        TRAIN, *ARGS, "--output-dir", tmp_path, options=("--max-restarts=2",)
     )
     with Job(command) as job:
-        job.wait_until(lambda: reached(tmp_path, 40))
-        job.ranks()[victim].kill()
+        for victim, step in ((1, 40), (0, 80)):
+            job.wait_until(lambda step=step: reached(tmp_path, step))
+            job.ranks()[victim].kill()
         result = job.wait(120).check()
-    assert "continuing from" in result.output
+    assert result.output.count("continuing from") == 2
     assert_same_end(tmp_path, uninterrupted)
 
 
@@ -106,8 +107,8 @@ def handles_sigterm(process) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads signal masks from /proc")
 def test_sigterm_without_output_dir_says_that_nothing_is_saved():
-    with Job(torchrun_command(TRAIN, "--epochs", 500)) as job:
-        job.wait_until(lambda: len(job.ranks()) == 2 and all(map(handles_sigterm, job.ranks())))
+    with Job([sys.executable, TRAIN, "--epochs", 500]) as job:
+        job.wait_until(lambda: handles_sigterm(job.process))
         job.process.terminate()
         result = job.wait(60)
     assert "of 11000: not saved" in result.output
@@ -218,7 +219,7 @@ def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterru
 @pytest.mark.slow
 def test_foreign_metrics_file_is_left_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("my notes\nof last year\n")
-    result = torchrun(TRAIN, "--output-dir", tmp_path)
+    result = python(TRAIN, "--output-dir", tmp_path)
     assert "metrics.jsonl is not a file of this script" in result.output
     assert result.output.count("train.py: error: ") == 1
     assert (tmp_path / "metrics.jsonl").read_text() == "my notes\nof last year\n"
@@ -228,7 +229,7 @@ def test_foreign_metrics_file_is_left_alone(tmp_path):
 def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
     """A limit on the size of files stands in for the full disk: the write fails part of the way."""
     args = ("--epochs", 2, "--output-dir", tmp_path)
-    with Job(torchrun_command(TRAIN, "--epochs", 2, "--output-dir", tmp_path)) as job:
+    with Job([sys.executable, TRAIN, *args]) as job:
         job.wait_until((tmp_path / "checkpoint.pt").exists)
         job.kill()
     before = (tmp_path / "checkpoint.pt").read_bytes()
@@ -252,7 +253,7 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
 # ---- restarts and exits, many times
 
 
-DIE_TWICE = """
+DIE = """
 import os, signal, sys
 sys.path.insert(0, {directory!r})
 import torch, torch.distributed as dist
@@ -260,7 +261,7 @@ from runtime import distributed_worker
 with distributed_worker("cpu") as worker:
     value = torch.ones(1000)
     dist.all_reduce(value)
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] < "2" and worker.rank == 1:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] < "6" and worker.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(value)
     assert value.sum() == 4000
@@ -268,24 +269,21 @@ with distributed_worker("cpu") as worker:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_restarts_join_every_time(tmp_path):
     """The restart race of torchrun (see runtime.py) let about one restart in eight come through."""
-    script = tmp_path / "die_twice.py"
-    script.write_text(DIE_TWICE.format(directory=str(TRAIN.parent)))
-    for _ in range(4):  # each is killed and restarted twice
-        torchrun(script, options=("--max-restarts=2", "--monitor-interval=0.1")).check()
+    script = tmp_path / "die.py"
+    script.write_text(DIE.format(directory=str(TRAIN.parent)))
+    torchrun(script, options=("--max-restarts=6", "--monitor-interval=0.1")).check()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_runs_end_with_status_0():
-    """Four at a time: on a busy machine the abort at exit struck in a quarter of the runs.
+    """All at a time: on a busy machine the abort at exit struck in a quarter of the runs.
 
-    Eight runs only: test_leaving_joins_the_threads_of_the_group looks at its cause.
+    Four runs only: test_leaving_joins_the_threads_of_the_group looks at its cause.
     """
     with ThreadPoolExecutor(4) as pool:
-        for run in [pool.submit(torchrun, TRAIN, "--epochs", 1) for _ in range(8)]:
+        for run in [pool.submit(torchrun, TRAIN, "--epochs", 1) for _ in range(4)]:
             run.result().check()
 
 

@@ -66,14 +66,14 @@ def largest_difference(a: dict, b: dict) -> float:
 # ---- uneven_inputs.py
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def uneven(request):
-    ranks = request.param
+@pytest.fixture(scope="module")
+def uneven():
+    ranks = 3
     weights = range(3, 3 + ranks)
     ends = [997 * sum(weights[: i + 1]) // sum(weights) for i in range(ranks)]
     sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
     batches = [-(-size // 32) for size in sizes]
-    output = torchrun(UNEVEN, ranks=ranks).check().output
+    output = torchrun(UNEVEN, ranks=ranks).check().output  # 3 ranks: one leaves after another
     return SimpleNamespace(ranks=ranks, sizes=sizes, batches=batches, output=output)
 
 
@@ -275,7 +275,7 @@ def test_spawn_shows_the_childs_traceback():
 # ---- ddp_with_model_parallel.py
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_split_model_equals_the_whole(ranks):
     run = torchrun(SPLIT, "--device", "cpu", ranks=ranks) if ranks > 1 else python(SPLIT)
     rows = rows_after(run.check().output, "rank  half", 2 * ranks)
