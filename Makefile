@@ -31,6 +31,7 @@ notebooks: check ## execute the notebooks and save their outputs
 	.venv/bin/python notebooks/execute.py
 
 bench: check ## measure, and write benchmarks/results/
+	.venv/bin/python benchmarks/collectives.py
 	.venv/bin/python benchmarks/ddp.py
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from helpers import ROOT, Job, python, torchrun
+from helpers import ROOT, Job, clean_environment, python, torchrun
 
 EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
 SOURCES = [path for directory in EXAMPLES for path in sorted(directory.glob("**/*.py"))]
@@ -465,6 +465,7 @@ def install(requirements: str) -> str:
 
 
 CHECK = "python check_environment.py"
+PYTEST = "python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder"
 TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
 
 
@@ -507,12 +508,10 @@ def test_make_says_what_is_missing(project, what, says):
 def test_make_other_targets(project):
     make(project, "check")
     assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
-    assert make(project, "test")[1] == [
-        CHECK,
-        "python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder",
-    ]
+    assert make(project, "test")[1] == [CHECK, PYTEST]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
-    assert make(project, "bench")[1] == [CHECK, "python benchmarks/ddp.py"]
+    benchmarks = [f"python benchmarks/{name}.py" for name in ("collectives", "ddp")]
+    assert make(project, "bench")[1] == [CHECK, *benchmarks]
     status, calls, output = make(project)
     assert (status, calls) == (0, [])
     for target in ("demo", "test", "lint", "notebooks", "bench", "help"):
@@ -524,8 +523,13 @@ def test_ci_runs_lint_and_test_from_anywhere(project):
     make(project, "check")
     (project / "calls").unlink()
     (project / "deep").mkdir()
-    command = ["bash", "../.ci/run"]
-    result = subprocess.run(command, cwd=project / "deep", capture_output=True, timeout=30)
+    result = subprocess.run(
+        ["bash", "../.ci/run"],
+        cwd=project / "deep",
+        env=clean_environment(),
+        capture_output=True,
+        timeout=30,
+    )
     assert result.returncode == 0, result.stderr
     calls = [x.partition(" (")[0] for x in (project / "calls").read_text().splitlines()]
-    assert calls == ["ruff check", "ruff format --check", CHECK, "python -m pytest"]
+    assert calls == ["ruff check", "ruff format --check", CHECK, PYTEST]
