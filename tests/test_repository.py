@@ -509,7 +509,7 @@ def test_make_other_targets(project):
     assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
     assert make(project, "test")[1] == [
         CHECK,
-        "python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder",
+        "python -m pytest -n 2 --dist loadfile",
     ]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
     assert make(project, "bench")[1] == [CHECK, "python benchmarks/ddp.py"]
