@@ -1,7 +1,10 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: as in every job, see helpers.py
 import torch
 
 TESTS = Path(__file__).parent

@@ -9,6 +9,7 @@ import all_reduce_algorithms as algorithms
 import point_to_point
 import pytest
 import torch
+import warm
 from all_reduce_traffic import critical_path
 from helpers import ROOT, torchrun
 from workers.collectives_algorithms import CELLS, DTYPES, SIZES
@@ -27,7 +28,7 @@ each_world = pytest.mark.parametrize("world_size", WORLDS)
 def seen(tmp_path_factory) -> list[dict]:
     """What each of 6 ranks recorded, in rank order."""
     folder = tmp_path_factory.mktemp("algorithms")
-    torchrun(WORKER, folder, ranks=6, timeout=200).check()
+    warm.run(WORKER, folder, ranks=6, timeout=200).check()
     return [torch.load(folder / f"{rank}.pt") for rank in range(6)]
 
 

@@ -11,6 +11,7 @@ import costs
 import pytest
 import timelines
 import torch
+import warm
 from all_reduce_algorithms import ALGORITHMS
 from bandwidth_cases import OPERATIONS
 from helpers import ROOT, python, read_metrics, torchrun
@@ -23,7 +24,7 @@ BANDWIDTH, ASYNC = ROOT / "collectives/bandwidth.py", ROOT / "collectives/async_
 def seen(tmp_path_factory) -> list[dict]:
     """What each of four ranks has saved."""
     folder = tmp_path_factory.mktemp("cost")
-    torchrun(ROOT / "tests/workers/collectives_cost.py", folder, ranks=4).check()
+    warm.run(ROOT / "tests/workers/collectives_cost.py", folder, ranks=4).check()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 
@@ -190,7 +191,7 @@ bandwidth.main()
 def test_verify_catches_a_wrong_result(tmp_path):
     script = tmp_path / "planted.py"
     script.write_text(PLANTED.format(folder=str(ROOT / "collectives")))
-    result = python(script, "--operations", "all_reduce", "ring")
+    result = warm.run(script, "--operations", "all_reduce", "ring")
     assert result.returncode == 1, result.output
     shown = re.findall(r"^(all_reduce|ring) +4096 .* (\w+)$", result.output, flags=re.MULTILINE)
     assert shown == [("all_reduce", "ok"), ("ring", "wrong")]

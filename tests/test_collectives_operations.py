@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, python, torchrun
+import warm
+from helpers import ROOT, torchrun
 
 HERE = ROOT / "collectives"
 WORKER = ROOT / "tests" / "workers" / "collectives_operations.py"
@@ -34,7 +35,7 @@ def modules():
 def saved(tmp_path_factory) -> list[dict]:
     """What each of 4 ranks got in the groups of 2, 3 and 4 ranks."""
     folder = tmp_path_factory.mktemp("operations")
-    torchrun(WORKER, folder, ranks=4).check()
+    warm.run(WORKER, folder, ranks=4).check()
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
@@ -282,7 +283,7 @@ def test_collectives_script():
 
 
 def test_one_collective_on_one_process():
-    output = python(HERE / "collectives.py", "--only", "all_reduce").check().output
+    output = warm.run(HERE / "collectives.py", "--only", "all_reduce").check().output
     assert table(output, "all_reduce:")[1:] == [["0", "[0]", "[0]"]]
     assert "gather" not in output
 
@@ -425,7 +426,7 @@ def test_a_dead_rank_is_known_by_its_exit_status(hangs):
 
 
 def test_hangs_need_two_ranks():
-    result = python(HERE / "hangs.py")
+    result = warm.run(HERE / "hangs.py")
     assert result.returncode == 2
     assert "start 2 or more ranks" in result.output
 

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+import warm
 from data import load_dataset
 from helpers import ROOT, python, read_metrics, torchrun, torchrun_command
 from model import SmallCNN
@@ -25,9 +26,8 @@ def final_parameters(output_dir):
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
     script, folder = "tests/workers/equivalence.py", tmp_path_factory.mktemp("matrix")
-    python(script, folder / "1").check()
-    for ranks in (2, 3):
-        torchrun(script, folder / str(ranks), ranks=ranks).check()
+    for ranks in (1, 2, 3):
+        warm.run(script, folder / str(ranks), ranks=ranks).check()
     return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 3)}
 
 
@@ -77,11 +77,8 @@ def runs(tmp_path_factory):
     for ranks in (1, 2, 3):
         folder = tmp_path_factory.mktemp(f"run{ranks}")
         args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", folder)
-        if ranks == 1:
-            result = python(TRAIN, *args)
-        else:
-            result = torchrun(TRAIN, *args, "--accumulate", ranks - 1, ranks=ranks)
-        found[ranks] = folder, result.check().output
+        args += ("--accumulate", max(1, ranks - 1))
+        found[ranks] = folder, warm.run(TRAIN, *args, ranks=ranks).check().output
     return found
 
 
@@ -135,7 +132,7 @@ def test_default_run_reaches_97_percent():
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_follows_fp32(runs, tmp_path, precision):
     args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
-    python(TRAIN, *args, "--precision", precision).check()
+    warm.run(TRAIN, *args, "--precision", precision).check()
     fp32, low = (
         [m["loss"] for m in read_metrics(f) if "loss" in m] for f in (runs[1][0], tmp_path)
     )
@@ -169,7 +166,7 @@ def test_tensorboard_holds_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     args = ("--epochs", 2, "--output-dir", tmp_path, "--tensorboard")
-    python(TRAIN, *args).check()
+    warm.run(TRAIN, *args).check()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     board = {e.step: e.value for e in events.Scalars("loss")}
     lines = {m["step"]: m["loss"] for m in read_metrics(tmp_path) if "loss" in m}
@@ -212,7 +209,8 @@ def test_mnist_trains_and_counts_an_odd_test_set(tmp_path):
     """31 test images on 2 ranks: 16 and 15, none counted twice. A loader process reads the data."""
     write_mnist(tmp_path)
     args = ("--dataset", "mnist", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 40)
-    result = torchrun(TRAIN, *args, "--workers", 1, "--output-dir", tmp_path / "run").check()
+    args += ("--workers", 1, "--output-dir", tmp_path / "run")
+    result = warm.run(TRAIN, *args, ranks=2).check()
     assert "steps 3 of 3" in result.output
     assert_scored(tmp_path / "run", result.output, "mnist", tmp_path)
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import warm
 from helpers import ROOT, read_metrics, torchrun
 from workers.from_scratch import CASES, STEPS, build
 
@@ -21,7 +22,7 @@ def ranks(request):
 @pytest.fixture(scope="module")
 def results(ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("from_scratch") / "results.pt"
-    torchrun(WORKER, path, ranks=ranks).check()
+    warm.run(WORKER, path, ranks=ranks).check()
     return torch.load(path, weights_only=True)
 
 

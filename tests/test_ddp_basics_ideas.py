@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+import warm
 from helpers import ROOT, Job, python, torchrun
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
@@ -150,10 +151,10 @@ def zero(tmp_path_factory):
     """straight: 12 steps on 2 ranks; two, three: 6 steps on 2 ranks, then 6 more on 2 or 3."""
     folder = tmp_path_factory.mktemp("zero")
     runs = {"straight": torchrun(ZERO, "--output-dir", folder / "straight")}
-    torchrun(ZERO, "--steps", 6, "--output-dir", folder / "two").check()
+    warm.run(ZERO, "--steps", 6, "--output-dir", folder / "two", ranks=2).check()
     shutil.copytree(folder / "two", folder / "three")
-    runs["two"] = torchrun(ZERO, "--output-dir", folder / "two")
-    runs["three"] = torchrun(ZERO, "--output-dir", folder / "three", ranks=3)
+    for ranks, name in ((2, "two"), (3, "three")):
+        runs[name] = warm.run(ZERO, "--output-dir", folder / name, ranks=ranks)
     states = {name: torch.load(folder / name / "zero.pt", weights_only=True) for name in runs}
     return SimpleNamespace(
         folder=folder,
@@ -277,7 +278,7 @@ def test_spawn_shows_the_childs_traceback():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_split_model_equals_the_whole(ranks):
-    run = torchrun(SPLIT, "--device", "cpu", ranks=ranks) if ranks > 1 else python(SPLIT)
+    run = torchrun(SPLIT, "--device", "cpu", ranks=ranks) if ranks > 1 else warm.run(SPLIT)
     rows = rows_after(run.check().output, "rank  half", 2 * ranks)
     for i, row in enumerate(rows):
         rank, count, difference = numbers(row)
