@@ -13,6 +13,8 @@ sys.path[:0] = map(str, (TESTS, *EXAMPLES))  # helpers, and the examples' module
 
 
 def pytest_collection_modifyitems(items):
+    # The notebooks take longest: begun last, they would keep one worker busy while the other idles.
+    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -257,7 +257,7 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
 
 # ---- restarts and exits, many times: REPEAT=100 pytest -k "restarts_join or status_0"
 
-REPEAT = int(os.environ.get("REPEAT", "3"))
+REPEAT = int(os.environ.get("REPEAT", "2"))
 
 DIE = """
 import os, signal, sys

@@ -212,7 +212,7 @@ def test_zero_bytes_per_rank(zero, name, ranks):
 def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
     steps = ("--steps", 5)
     runs = {
-        "torchrun": torchrun(SPAWN, *steps, "--output", tmp_path / "torchrun"),
+        "torchrun": warm.run(SPAWN, *steps, "--output", tmp_path / "torchrun", ranks=2),
         "spawn": python(SPAWN, "--how", "spawn", *steps, "--output", tmp_path / "spawn"),
         "environment": python(
             SPAWN, "--how", "environment", *steps, "--output", tmp_path / "environment"

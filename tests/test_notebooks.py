@@ -232,10 +232,11 @@ def wait_until_gone(processes, timeout: float = 20) -> None:
 
 
 def of_this_kernel() -> list[psutil.Process]:
+    """Ranks and scripts that `course` has started here, and whatever they have started."""
     found = []
     for process in psutil.process_iter():
         try:
-            if course.KERNEL in process.environ().get("COURSE_MARK", ""):
+            if process.environ().get("COURSE_MARK", "").startswith(f"{course.KERNEL}/"):
                 found.append(process)
         except psutil.Error:
             pass  # gone, or another user's
