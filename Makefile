@@ -21,7 +21,7 @@ demo: check ## two processes train together on handwritten digits
 	@echo "  make test                         proves what the examples claim"
 
 test: check ## all tests, the notebooks too
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	.venv/bin/python -m pytest -n 3
 
 lint: $(INSTALLED) ## ruff, over the notebooks too
 	.venv/bin/ruff check

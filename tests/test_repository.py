@@ -465,7 +465,7 @@ def install(requirements: str) -> str:
 
 
 CHECK = "python check_environment.py"
-PYTEST = "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"
+PYTEST = "python -m pytest -n 3"
 TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
 
 
