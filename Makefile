@@ -21,7 +21,7 @@ demo: check ## two processes train together on handwritten digits
 	@echo "  make test                         proves what the examples claim"
 
 test: check ## all tests, the notebooks too
-	.venv/bin/python -m pytest -n 3
+	.venv/bin/python -m pytest -n 2
 
 lint: $(INSTALLED) ## ruff, over the notebooks too
 	.venv/bin/ruff check
@@ -38,8 +38,9 @@ check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py
 
 # Anew whenever a requirements file has changed. The empty file says what is installed.
+# --no-compile: Python compiles a module when it is first imported, and most never are.
 $(INSTALLED): $(wildcard requirements*.txt) | .venv/bin/pip
-	.venv/bin/python -m pip install -r $(REQUIREMENTS)
+	.venv/bin/python -m pip install --no-compile -r $(REQUIREMENTS)
 	@rm -f .venv/installed-*
 	@touch $@
 

@@ -14,14 +14,15 @@ EXAMPLES = sorted(path.parent for path in TESTS.parent.glob("*/runtime.py"))
 sys.path[:0] = map(str, (TESTS, *EXAMPLES))  # helpers, and the examples' modules
 
 
+def unit(nodeid: str) -> str:
+    """What a worker of pytest -n takes: a file, whose tests share fixtures, or one notebook."""
+    return nodeid if NOTEBOOK in nodeid else nodeid.split("::")[0]
+
+
 class Scheduling(LoadScopeScheduling):
-    """Of pytest -n: the tests of a file stay together, as they share fixtures; a notebook is alone.
-
-    (A group of --dist loadgroup would say that, but pytest-xdist 3.8 loses it under pytest 9.2.)
-    """
-
+    # (--dist loadgroup was made for this, but pytest-xdist 3.8 loses the groups under pytest 9.2.)
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if NOTEBOOK in nodeid else nodeid.split("::")[0]
+        return unit(nodeid)
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -30,8 +31,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    if "PYTEST_XDIST_WORKER" in os.environ:  # what takes longest first, the longest notebook is 06
-        items.sort(key=lambda item: item.nodeid if NOTEBOOK in item.nodeid else "", reverse=True)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # What takes long comes first, or one worker would be left with it in the end: the notebooks
+        # and then, as it happens, the files in the opposite order of their names.
+        items.sort(key=lambda item: (NOTEBOOK in item.nodeid, unit(item.nodeid)), reverse=True)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -461,11 +461,11 @@ def make(project: Path, *arguments: str) -> tuple[int, list[str], str]:
 
 
 def install(requirements: str) -> str:
-    return f"python -m pip install -r {requirements}"
+    return f"python -m pip install --no-compile -r {requirements}"
 
 
 CHECK = "python check_environment.py"
-PYTEST = "python -m pytest -n 3"
+PYTEST = "python -m pytest -n 2"
 TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
 
 
