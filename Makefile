@@ -38,9 +38,8 @@ check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py
 
 # Anew whenever a requirements file has changed. The empty file says what is installed.
-# --no-compile: Python compiles a module when it is first imported, and most never are.
 $(INSTALLED): $(wildcard requirements*.txt) | .venv/bin/pip
-	.venv/bin/python -m pip install --no-compile -r $(REQUIREMENTS)
+	.venv/bin/python -m pip install -r $(REQUIREMENTS)
 	@rm -f .venv/installed-*
 	@touch $@
 

@@ -151,11 +151,13 @@ def draw_ranks(stages: dict[str, list], inches_per_rank: float = 1.6) -> None:
         for title, tensors in stages.items()
     }
     columns = max(map(len, rows.values()))
-    height = max(len(grid) for grids in rows.values() for grid in grids)
+    heights = [max(map(len, grids)) for grids in rows.values()]
     values = [v for grids in rows.values() for grid in grids for line in grid for v in line]
     low, high = min(values), max(values)
-    size = (inches_per_rank * columns + 1, (0.35 * height + 0.45) * len(rows))
-    figure, axes = plt.subplots(len(rows), columns, figsize=size, squeeze=False)
+    size = (inches_per_rank * columns + 1, 0.35 * sum(heights) + 0.45 * len(rows))
+    figure, axes = plt.subplots(
+        len(rows), columns, figsize=size, height_ratios=heights, squeeze=False
+    )
     for ax in axes.flat:
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)

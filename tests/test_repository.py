@@ -461,7 +461,7 @@ def make(project: Path, *arguments: str) -> tuple[int, list[str], str]:
 
 
 def install(requirements: str) -> str:
-    return f"python -m pip install --no-compile -r {requirements}"
+    return f"python -m pip install -r {requirements}"
 
 
 CHECK = "python check_environment.py"
