@@ -5,9 +5,10 @@
 
 (a) our ring (all_reduce_algorithms.py) against Gloo's all_reduce, 2 and 4 ranks, 1 KB to 64 MB
 (b) how much communication async_work.py hides behind computing, over loopback
-(c) the same over a link of 100 Mbit/s, between two network namespaces. Needs Linux with unshare, ip
-    and tc, and root or user namespaces; else it is left out, and the report says why. Nothing of
-    this machine's network is touched: both namespaces have no name, and end with their processes.
+(c) the same over a link of 100 Mbit/s, between two network namespaces, in frames of 1,500 bytes and
+    of 9,000: the processor handles them one by one. Needs Linux with unshare, ip and tc, and root
+    or user namespaces; else it is left out, and the report says why. Nothing of this machine's
+    network is touched: both namespaces have no name, and end with their processes.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from runtime import Worker, distributed_worker
 
 SIZES = [2**k for k in range(10, 27, 2)]  # 1 KB to 64 MB
 LOOPBACK, SLOW = (8, 4.0), (8, 1.0)  # buckets, and the size of each in 2^20 bytes
+FRAMES = (1500, 9000)  # bytes: Ethernet's usual maximum, and that of "jumbo frames"
 
 
 class Skip(Exception):
@@ -44,9 +46,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
+    parser.add_argument("--frame", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part == "two_namespaces":
-        return two_namespaces(args.repeats)
+        return two_namespaces(args.repeats, args.frame)
     if args.part:
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats)
@@ -60,8 +63,9 @@ def main() -> None:
     sections += ["## (b) Overlap over loopback", *overlap_text(results, *LOOPBACK)]
     sections.append("## (c) Overlap over a link of 100 Mbit/s")
     try:
-        results = measure(private_network(), args.repeats)
-        sections += slow_text(results)
+        for frame in FRAMES:
+            results = measure(private_network(frame), args.repeats)
+            sections += slow_text(results, frame)
     except Skip as reason:
         sections.append(f"Not measured: {reason}")
     report.write("collectives", "What communication costs", sections)
@@ -164,7 +168,7 @@ def ratio_of(results: dict) -> float:
     return statistics.median(results["compute"]) / statistics.median(results["communicate"])
 
 
-def private_network() -> list:
+def private_network(frame: int) -> list:
     """The command that runs two_namespaces() as process 1 of namespaces of its own.
 
     When it ends, however it ends, the kernel ends all its children, and with the last process of a
@@ -175,17 +179,18 @@ def private_network() -> list:
         raise Skip(f"needs {' and '.join(missing)}, which this machine lacks")
     new = ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["unshare", *root, *new, sys.executable, __file__, "--part", "two_namespaces"]
+    child = [sys.executable, __file__, "--part", "two_namespaces", "--frame", str(frame)]
+    return ["unshare", *root, *new, *child]
 
 
-SLOWED = "tc qdisc add dev {} root tbf rate 100mbit burst 16kb latency 400ms"
+SLOWED = "tc qdisc add dev {} root tbf rate 100mbit burst 64kb latency 400ms"
 BELOW = f"""
-echo here && read go && ip link set lo up && ip addr add 10.77.0.2/24 dev v1 &&
-ip link set v1 up && {SLOWED.format("v1")} && exec "$@"
+echo here && read frame && ip link set lo up && ip addr add 10.77.0.2/24 dev v1 &&
+ip link set v1 mtu $frame up && {SLOWED.format("v1")} && exec "$@"
 """
 
 
-def two_namespaces(repeats: int) -> None:
+def two_namespaces(repeats: int, frame: int) -> None:
     """Rank 0 in this process's network namespace, rank 1 in another; a slowed link between them."""
 
     def shell(line: str) -> None:
@@ -213,9 +218,9 @@ def two_namespaces(repeats: int) -> None:
     other.stdout.readline()  # it is in its namespace now
     shell(f"ip link set v1 netns {other.pid}")
     shell("ip addr add 10.77.0.1/24 dev v0")
-    shell("ip link set v0 up")
+    shell(f"ip link set v0 mtu {frame} up")
     shell(SLOWED.format("v0"))
-    other.stdin.write("go\n")
+    other.stdin.write(f"{frame}\n")
     other.stdin.flush()
     done = subprocess.run(command, env=environment(0), timeout=400)
     sys.exit(done.returncode or other.wait(30))
@@ -310,7 +315,7 @@ def overlap_text(results: dict, buckets: int, megabytes: float) -> list[str]:
     return [report.table(rows), report.table(limits)]
 
 
-def slow_text(results: dict) -> list[str]:
+def slow_text(results: dict, frame: int) -> list[str]:
     buckets, megabytes = SLOW
     sent = statistics.median(results["communicate"])
     # Between two ranks an all_reduce of S bytes sends S bytes in each direction.
@@ -320,6 +325,7 @@ def slow_text(results: dict) -> list[str]:
     if not 0.8 < ratio < 1.25:
         verdict = "not comparable, the machine was too busy for equal times"
     return [
+        f"### In frames of {frame:,} bytes",
         *overlap_text(results, buckets, megabytes),
         f"Sent at {rate:.0f} Mbit/s in each direction. The aim is 70 % hidden where computing and "
         f"communicating take equal time. Here computing took {ratio:.2f} times as long, and "

@@ -361,4 +361,4 @@ def test_benchmark_says_why_it_leaves_the_slow_link_out(monkeypatch):
         benchmark.measure([sys.executable, "-c", "raise ValueError('boom')"], 1)
     monkeypatch.setattr(benchmark.shutil, "which", lambda name: None if name == "tc" else name)
     with pytest.raises(benchmark.Skip, match="needs tc, which this machine lacks"):
-        benchmark.private_network()
+        benchmark.private_network(1500)
