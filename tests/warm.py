@@ -10,70 +10,83 @@ import runpy
 import signal
 import sys
 import tempfile
-import uuid
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
+import torch.distributed as dist
 from helpers import Result, clean_environment
 
+# It forks from a process with one thread. To fork from torchrun's agent, which has several, would
+# let one start in thirty hang: on a lock that another thread held in that moment.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.run", "sklearn.datasets"])
+SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed", "sklearn.datasets"])
 
 
 def run(script, *args, ranks: int = 1, timeout: float = 120) -> Result:
     """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left."""
     command = [str(part) for part in (script, *args)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.NamedTemporaryFile("r") as log:
-        process = SERVER.Process(target=_lead, args=(log.name, ranks, command))
-        process.start()
+        processes = [
+            SERVER.Process(target=_rank, args=(log.name, command, environment(rank, ranks, store)))
+            for rank in range(ranks)
+        ]
         try:
-            process.join(timeout)
-            status = process.exitcode
+            for process in processes:
+                process.start()
+            status = _wait_for(processes, timeout)
         finally:
-            left = _kill_group(process.pid)
+            left = [_kill_group(process) for process in processes if process.pid]
         output = log.read()
     if status is None:
         raise TimeoutError(f"no end within {timeout} s\n{output[-6000:]}")
-    assert not left, f"processes were left running\n{output[-3000:]}"
+    assert status or not any(left), f"processes were left running\n{output[-3000:]}"
     return Result(status, output)
 
 
-def _kill_group(group: int) -> bool:
-    """Kill what still runs in this process group; say whether there was anything."""
+def environment(rank: int, ranks: int, store: dist.TCPStore) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    if ranks == 1:
+        return clean_environment()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    told |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # we serve it, not rank 0
+    return clean_environment(**{name: str(value) for name, value in told.items()})
+
+
+def _wait_for(processes: list, timeout: float) -> int | None:
+    """The first exit status that is not 0; 0 if all end so; None if they do not in time."""
+    deadline, running = time.monotonic() + timeout, list(processes)
+    while running:
+        if not wait([p.sentinel for p in running], max(0, deadline - time.monotonic())):
+            return None
+        for process in [p for p in running if p.exitcode is not None]:
+            if process.exitcode:
+                return process.exitcode
+            running.remove(process)
+    return 0
+
+
+def _kill_group(process) -> bool:
+    """Kill what still runs in this process's group; say whether there was anything."""
     try:
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return False
+    process.join(10)
     return True
 
 
-def _lead(log: str, ranks: int, command: list[str]) -> None:
-    """In the forked process: lead a process group of its own, then be the one rank, or the agent
-    that torchrun is, which forks the ranks."""
+def _rank(log: str, command: list[str], environment: dict[str, str]) -> None:
+    """In the forked process: do what `python script args` does."""
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     sys.stdout.reconfigure(line_buffering=True)
-    environment = clean_environment()
     os.environ.clear()
     os.environ.update(environment)
-    if ranks == 1:
-        return _script(command)
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
-    )
-    elastic_launch(config, _script)(command)
-
-
-def _script(command: list[str]) -> None:
-    """What `python script args` does."""
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     runpy.run_path(command[0], run_name="__main__")
