@@ -253,6 +253,7 @@ def table(output: str, title: str) -> list[list[str]]:
     return [re.split(r" {2,}", line.strip()) for line in lines]
 
 
+@pytest.mark.slow
 def test_collectives_script():
     output = torchrun(HERE / "collectives.py", ranks=3).check().output
     xs = [[10 * r + i for i in range(3)] for r in range(3)]
@@ -288,6 +289,7 @@ def test_one_collective_on_one_process():
     assert "gather" not in output
 
 
+@pytest.mark.slow
 def test_reduce_ops_script(modules):
     output = torchrun(HERE / "reduce_ops.py", ranks=3).check().output
     ops = modules["reduce_ops"]
@@ -311,6 +313,7 @@ def test_reduce_ops_script(modules):
     assert "arning" not in output
 
 
+@pytest.mark.slow
 def test_object_collectives_script():
     output = torchrun(HERE / "object_collectives.py", "--repeats", 3, ranks=2).check().output
     costs = table(output, "2. all_gather on 2 ranks")[1:]
@@ -327,6 +330,7 @@ def test_object_collectives_script():
     assert "arning" not in output
 
 
+@pytest.mark.slow
 def test_autograd_collectives_script():
     output = torchrun(HERE / "autograd_collectives.py", "--count", 1, ranks=2).check().output
     rows = table(output, "Largest gradient")[1:]

@@ -280,6 +280,7 @@ def test_run_script_raises_what_the_script_raises(script, ranks):
     assert not of_this_kernel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "timeout"), [(1, 4), (2, 15)])
 def test_run_script_ends_a_hang(script, ranks, timeout):
     # Enough for the ranks to start on a busy machine, so that there is something to end
