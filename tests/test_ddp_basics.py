@@ -122,6 +122,7 @@ def accuracy(result) -> float:
     return float(result.output.split("test accuracy ")[1].split("%")[0]) / 100
 
 
+@pytest.mark.slow
 def test_default_run_reaches_97_percent():
     result = torchrun(TRAIN).check()
     assert accuracy(result) >= 0.97
