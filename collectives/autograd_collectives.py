@@ -33,7 +33,7 @@ from runtime import ArgumentParser, Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from collectives import all_gather, all_gather_into, all_reduce, reduce_scatter_into
+from collectives import all_gather, all_gather_single, all_reduce, broadcast, reduce_scatter_single
 
 
 @record
@@ -53,9 +53,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, src=0, group=None):
         ctx.src, ctx.group = src, group
-        y = x.clone()
-        dist.broadcast(y, group_src=src, group=group)
-        return y
+        return broadcast(x, src, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -98,9 +96,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group=None):
         ctx.group = group
-        y = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-        all_gather_into(y, x.contiguous(), group=group)
-        return y
+        return all_gather_single(x, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -113,9 +109,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group=None):
         ctx.group = group
-        y = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
-        reduce_scatter_into(y, x.contiguous(), group=group)
-        return y
+        return reduce_scatter_single(x, group=group)
 
     @staticmethod
     def backward(ctx, grad):

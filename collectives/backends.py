@@ -23,9 +23,8 @@ from runtime import ArgumentParser, Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 
-# Named anew in torch 2.13, where the old names warn.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from collectives import all_gather_into, reduce_scatter_into
+
 BETWEEN_TWO = ("isend, irecv", "receive from any source")
 
 
@@ -130,7 +129,7 @@ def operations(device, group) -> dict:
 
     def all_gather_one_tensor():
         whole = number([0.0] * n)
-        all_gather_single(whole, mine(), group=group)
+        all_gather_into(whole, mine(), group=group)
         return whole.tolist() == everyone
 
     def scatter():
@@ -146,7 +145,7 @@ def operations(device, group) -> dict:
 
     def reduce_scatter_one_tensor():
         x = number([0.0])
-        reduce_scatter_single(x, number(everyone), group=group)
+        reduce_scatter_into(x, number(everyone), group=group)
         return x.item() == n * (rank + 1)
 
     def all_to_all():
