@@ -27,6 +27,7 @@ import torch.distributed as dist
 # for ever in its default arguments. Its threads would outlive the interpreter, and one that drops a
 # Python object too late aborts the process: "terminate called without an active exception".
 import torch.distributed.nn.functional
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class UserError(ValueError):
@@ -114,6 +115,9 @@ def distributed_worker(
         fail(str(error))
     # Reached only on a clean way out: after an exception, the other ranks may never come here.
     gc.collect()  # a model is full of reference cycles, and holds the group until they are broken
+    for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
+        # DTensor's caches hold meshes for ever, and these their groups: no public name lets go.
+        vars(mesh).get("_pg_registry", {}).clear()
     dist.barrier()  # nobody closes a connection that another rank still reads from
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()  # joins the group's threads, if nothing else holds it

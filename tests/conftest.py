@@ -11,7 +11,19 @@ from xdist.scheduler import LoadScopeScheduling
 NOTEBOOK = "test_runs_again_with_the_same_outputs"
 TESTS = Path(__file__).parent
 EXAMPLES = sorted(path.parent for path in TESTS.parent.glob("*/runtime.py"))
-sys.path[:0] = map(str, (TESTS, *EXAMPLES))  # helpers, and the examples' modules
+sys.path.insert(0, str(TESTS))  # helpers
+
+
+def pytest_collectstart(collector):
+    """train, model and others exist in several example directories: test_ddp_basics_faults.py
+    imports those of ddp_basics/. (At its top: later imports may find another directory's.)"""
+    if isinstance(collector, pytest.Module):
+        folders = {str(path) for path in EXAMPLES}
+        for name, module in list(sys.modules.items()):
+            if str(Path(getattr(module, "__file__", None) or "").parent) in folders:
+                del sys.modules[name]
+        own = [str(p) for p in EXAMPLES if collector.path.stem.startswith(f"test_{p.name}")]
+        sys.path[:] = own + [entry for entry in sys.path if entry not in folders]
 
 
 def unit(nodeid: str) -> str:

@@ -15,6 +15,7 @@ from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
 
+import backends
 import init_methods
 import process_groups
 import pytest
@@ -388,8 +389,6 @@ def test_backends_prints(job, alone):
 
 
 def test_an_operation_with_a_wrong_result_is_reported():
-    import backends
-
     assert backends.attempt(lambda: True) == "yes"
     assert backends.attempt(lambda: False) == "WRONG RESULT"
     error = RuntimeError("[a/pair.cc:1] no such thing. Try another\nat frame 0")

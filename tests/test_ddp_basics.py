@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+import train
 import warm
 from data import load_dataset
 from helpers import ROOT, python, read_metrics, torchrun, torchrun_command
@@ -280,8 +281,6 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize(("arguments", "sentence"), BAD_ARGUMENTS, ids=lambda x: " ".join(x))
 def test_bad_argument(arguments, sentence, monkeypatch, capsys):
-    import train
-
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as exit_info:
         train.parse_args()

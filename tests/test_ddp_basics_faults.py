@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import warm
+from checkpoint import read_file
 from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
+from runtime import UserError
 
 TRAIN = ROOT / "ddp_basics/train.py"
 ARGS = ("--epochs", 12, "--log-every", 1)  # 22 steps an epoch
@@ -147,8 +149,6 @@ for step in range(1, 10_000):
 @pytest.mark.parametrize("attempt", range(5))
 def test_kill_9_during_a_save_leaves_a_whole_checkpoint(tmp_path, attempt):
     """A process that does nothing but save is killed while the temporary file grows."""
-    from checkpoint import read_file
-
     script, path = tmp_path / "saver.py", tmp_path / "checkpoint.pt"
     script.write_text(SAVER.format(directory=str(ROOT / "ddp_basics")))
     temporary = tmp_path / "checkpoint.pt.tmp"
@@ -182,9 +182,6 @@ def damaged(content: bytes, damage: str) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "flipped"])
 def test_broken_checkpoint_is_named(tmp_path, uninterrupted, damage):
-    from checkpoint import read_file
-    from runtime import UserError
-
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(damaged((uninterrupted / "checkpoint.pt").read_bytes(), damage))
     with pytest.raises(UserError, match="is no readable checkpoint"):

@@ -24,7 +24,7 @@ from helpers import ROOT, Job, clean_environment, python, torchrun
 EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
 SOURCES = [path for directory in EXAMPLES for path in sorted(directory.glob("**/*.py"))]
 SCRIPTS = [path for path in SOURCES if '__name__ == "__main__"' in path.read_text()]
-LINES = 280  # of one file in an example directory, at most
+LINES = 300  # of one file in an example directory, at most
 NOT_OURS = {"runs", "data"}  # ignored by git
 
 each_example = pytest.mark.parametrize("directory", EXAMPLES, ids=lambda path: path.name)

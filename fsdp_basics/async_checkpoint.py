@@ -1,0 +1,172 @@
+"""Save while training goes on: dcp.async_save against dcp.save, and what each makes a step wait.
+
+    torchrun --standalone --nproc_per_node=2 fsdp_basics/async_checkpoint.py
+    torchrun --standalone --nproc_per_node=2 fsdp_basics/async_checkpoint.py --dim 512 --depth 8
+    python fsdp_basics/async_checkpoint.py
+
+Look at "waits": a synchronous save keeps the training waiting until the bytes are on the disk. An
+asynchronous one only copies the shards to other memory; a thread writes them while the next steps
+run, which are slower meanwhile where the processor has to do both. The copies are of the moment of
+the save: the last line compares what was written with the state at that step.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from checkpoint import sharded_state
+from model import VisionTransformer
+from runtime import ArgumentParser, Worker, distributed_worker
+from sharding import materialize, shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker, shared_folder(args.folder, worker) as folder:
+        seen = compare(args.dim, args.depth, args.saves, folder, worker)
+        if worker.is_main:
+            report(seen)
+
+
+def compare(dim: int, depth: int, saves: int, folder: Path, worker: Worker) -> dict:
+    """Train, and save `saves` times in either way, alternating; returns what this rank has seen.
+
+    "waits": seconds that a save kept the training waiting, "written": seconds until it was on the
+    disk, each a list by way; "step": seconds of a training step, alone and during an asynchronous
+    save; "bytes": what this rank writes; "as saved": whether every asynchronous save holds the
+    state of its moment.
+    """
+    torch.manual_seed(0)
+
+    def build():
+        return VisionTransformer(dim=dim, depth=depth)
+
+    with torch.device("meta"):
+        model = build()
+    shard(model, init_device_mesh(worker.device.type, (worker.world_size,)))
+    materialize(model, build, worker.device, worker.is_main)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    parts = {"model": model, "optimizer": optimizer}
+    images = torch.rand(8, 1, 8, 8, device=worker.device)
+    labels = torch.zeros(8, dtype=torch.int64, device=worker.device)
+
+    def step() -> float:
+        started = time.perf_counter()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - started
+
+    # The thread that saves talks to the other ranks' threads. It needs a group of its own: in one
+    # group, its messages and those of the training would be taken for one another.
+    group = dist.new_group(backend="gloo")
+    for _ in range(3):
+        step()  # the first ones allocate gradients and optimizer state
+    seen = {"waits": {"save": [], "async_save": []}, "written": {"save": [], "async_save": []}}
+    seen |= {"step": {"alone": [], "during async_save": []}, "as saved": True}
+    for i in range(saves):
+        dist.barrier()
+        started = time.perf_counter()
+        dcp.save(sharded_state(parts), checkpoint_id=folder / f"save_{i}")
+        seen["waits"]["save"].append(time.perf_counter() - started)
+        seen["written"]["save"].append(seen["waits"]["save"][-1])
+
+        seen["step"]["alone"] += [step() for _ in range(3)]
+        dist.barrier()
+        values = [p.to_local().clone() for p in model.parameters()]  # to compare with, later
+        started = time.perf_counter()
+        saved = dcp.async_save(
+            sharded_state(parts), checkpoint_id=folder / f"async_{i}", process_group=group
+        )
+        seen["waits"]["async_save"].append(time.perf_counter() - started)
+        while not all_done(saved, worker):  # together: a step needs all ranks
+            seen["step"]["during async_save"].append(step())
+        saved.result()  # raises what went wrong in the thread
+        seen["written"]["async_save"].append(time.perf_counter() - started)
+        seen["as saved"] &= holds(folder / f"async_{i}", model, values)
+    seen["bytes"] = sum(f.stat().st_size for f in folder.glob(f"save_0/__{worker.rank}_*"))
+    return seen
+
+
+def all_done(saved, worker: Worker) -> bool:
+    done = torch.tensor(float(saved.done()), device=worker.device)
+    dist.all_reduce(done, op=dist.ReduceOp.MIN)
+    return bool(done)
+
+
+def holds(folder: Path, model: torch.nn.Module, values: list[torch.Tensor]) -> bool:
+    """Whether the save in `folder` has `values` for this rank's shards of the parameters."""
+    state = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    dcp.load({"model": state}, checkpoint_id=folder)
+    return all(
+        torch.equal(tensor.to_local(), value)
+        for tensor, value in zip(state.values(), values, strict=True)
+    )
+
+
+def report(seen: dict) -> None:
+    print(f"{seen['bytes'] / 1e6:.1f} MB on this rank\n")
+    print(f"{'milliseconds, median (min ... max)':24} {'waits':>22} {'until written':>24}")
+    for way in seen["waits"]:
+        print(f"{way:24} {spread(seen['waits'][way]):>32} {spread(seen['written'][way]):>24}")
+    ratio = statistics.median(seen["waits"]["async_save"]) / statistics.median(
+        seen["waits"]["save"]
+    )
+    print(f"async_save keeps training waiting for {ratio:.0%} of the time of save\n")
+    for when, times in seen["step"].items():
+        print(f"a step {when:17} {spread(times) if times else 'none: it was written at once':>32}")
+    print(f"\nwritten as it was at the moment of the save, while steps went on: {seen['as saved']}")
+
+
+def spread(seconds: list[float]) -> str:
+    low, middle, high = (1e3 * f(seconds) for f in (min, statistics.median, max))
+    return f"{middle:.0f} ({low:.0f} ... {high:.0f})"
+
+
+@contextmanager
+def shared_folder(parent: Path, worker: Worker) -> Iterator[Path]:
+    """A temporary folder in `parent` for all ranks (on several nodes: on a disk they share)."""
+    name, temporary = [None], None
+    if worker.is_main:
+        temporary = tempfile.TemporaryDirectory(dir=parent)
+        name = [temporary.name]
+    dist.broadcast_object_list(name, src=0)
+    yield Path(name[0])
+    dist.barrier()
+    if temporary:
+        temporary.cleanup()
+
+
+def parse_args():
+    parser = ArgumentParser(description="Compare a synchronous and an asynchronous sharded save.")
+    add = parser.add_argument
+    add("--dim", type=int, default=256, help="width of the model, a multiple of 4")
+    add("--depth", type=int, default=4, help="blocks")
+    add("--saves", type=int, default=3, help="of either kind")
+    add(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="where files go for a moment",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    if min(args.dim, args.depth, args.saves) < 1 or args.dim % 4:
+        parser.error("--dim must be a multiple of 4, --depth and --saves at least 1")
+    if not args.folder.is_dir():
+        parser.error(f"--folder {args.folder} is no folder")
+    return args
+
+
+if __name__ == "__main__":
+    main()

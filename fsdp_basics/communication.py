@@ -1,0 +1,188 @@
+"""What a rank sends in one training step under each strategy: counted, next to the formula.
+
+    torchrun --standalone --nproc_per_node=2 fsdp_basics/communication.py
+    torchrun --standalone --nproc_per_node=4 fsdp_basics/communication.py
+    torchrun --standalone --nproc_per_node=3 fsdp_basics/communication.py --dim 132 --depth 3
+
+Every collective of a step is noted as it starts, also those that C++ starts (DDP's). Its tensors
+say how many bytes a rank sends if it is done the best way, in a ring, as NCCL does.
+
+Look at
+
+1. the calls: one all_gather per unit (block or root) for forward. ZeRO-3 repeats those of the
+   blocks for backward; the root's parameters are needed again at once, so they stay.
+2. bytes / P: what a rank sends, in sizes of the model. To cut the parameters as well costs half as
+   much again: 3(N-1)/N against DDP's 2(N-1)/N. ZeRO-2 sends no more than DDP.
+3. what really went over TCP (Gloo, on Linux): more, because Gloo does a reduce_scatter as a whole
+   all_reduce and throws most of it away. With Gloo, ZeRO-3 sends 4(N-1)/N.
+"""
+
+import os
+import socket
+import stat
+import struct
+from collections import Counter
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from data import load_dataset
+from model import VisionTransformer
+from runtime import ArgumentParser, Worker, distributed_worker
+from strategies import build, expected_traffic, make_meshes, units_of
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils._python_dispatch import TorchDispatchMode  # sees the collectives of C++ code too
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+HEADS = 4
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        compare(args, worker)
+
+
+def compare(args, worker: Worker) -> None:
+    images, labels = (t[: args.batch_size].to(worker.device) for t in load_dataset("digits")[0][:])
+    rows = {
+        name: measure(name, args.dim, args.depth, images, labels, mesh, worker.device)
+        for name, mesh in make_meshes(worker.device.type, worker.world_size).items()
+    }
+    # Ranks send different amounts in a broadcast, and the counted bytes are the mean: so is this.
+    tcp = torch.tensor([row["tcp"] for row in rows.values()], dtype=torch.float64)
+    tcp = tcp.to(worker.device)
+    dist.all_reduce(tcp)
+    for row, total in zip(rows.values(), tcp.tolist(), strict=True):
+        row["tcp"] = total / worker.world_size
+    if worker.is_main:
+        report(rows, args, worker)
+
+
+def measure(name: str, dim: int, depth: int, images, labels, mesh, device) -> dict:
+    """Train three steps, and note what the third one sends."""
+    torch.manual_seed(0)
+    model = VisionTransformer(dim=dim, depth=depth, heads=HEADS).to(device)
+    units = units_of(model)
+    model, optimizer = build(name, model, mesh)
+    if name != "one process":
+        images, labels = (t[dist.get_rank() :: mesh.size()] for t in (images, labels))
+    count = CountTraffic()
+    for step in range(3):  # DDP arranges its buckets after the first
+        if step == 2:
+            barrier(mesh)
+            before = bytes_sent()
+        with count if step == 2 else nullcontext():
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    barrier(mesh)  # now nothing is on its way any more
+    return {
+        "calls": dict(count.calls),
+        "sent": {operation: round(sent) for operation, sent in count.sent.items()},
+        "formula": expected_traffic(name, units, mesh.size()),
+        "tcp": bytes_sent() - before,
+    }
+
+
+class CountTraffic(TorchDispatchMode):
+    """Counts the collectives that start in a `with` block, and the bytes that a ring would send."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.sent = Counter(), Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name = function.overloadpacket.__name__.replace("_", "")  # allgatherbase, allreduce
+            operation = next((o for o in OPERATIONS if name.startswith(o.replace("_", ""))), name)
+            group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            ranks = dist.ProcessGroup.unbox(group).size()
+            # The larger one: what an all_gather gives, or a reduce_scatter takes.
+            whole = max(total_bytes(tensors) for tensors in args[:2])
+            passes = 2 if operation == "all_reduce" else 1  # a reduce_scatter and an all_gather
+            self.calls[operation] += 1
+            self.sent[operation] += passes * (ranks - 1) / ranks * whole
+        return function(*args, **(kwargs or {}))
+
+
+def total_bytes(tensors) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    return sum(map(total_bytes, tensors)) if isinstance(tensors, list | tuple) else 0
+
+
+def bytes_sent() -> int:
+    """Bytes that this process has sent over TCP so far, as the kernel counts them (Linux)."""
+    total = 0
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                sent, sent_again = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent, _retrans
+                total += sent - sent_again
+        except (OSError, struct.error):
+            pass  # closed in between, or not a TCP connection
+    return total
+
+
+def over_tcp(formula: dict[str, tuple[int, int]]) -> int:
+    """Bytes a rank sends with Gloo: a reduce_scatter goes as an all_reduce of the same tensor."""
+    return sum(sent * (1 + (name == "reduce_scatter")) for name, (_, sent) in formula.items())
+
+
+def barrier(mesh) -> None:
+    dist.barrier(mesh.get_group() if mesh.ndim == 1 else None)
+
+
+def report(rows: dict[str, dict], args, worker: Worker) -> None:
+    model = VisionTransformer(dim=args.dim, depth=args.depth, heads=HEADS)
+    size = sum(p.nbytes for p in model.parameters())
+    gloo = worker.device.type == "cpu"
+    print(f"P = {size:,} bytes of parameters in {args.depth + 1} units; one step, one rank")
+    calls = "".join(f"{operation:>16}" for operation in OPERATIONS)
+    print(f"\n{'calls':15}{calls}")
+    for name, row in rows.items():
+        print(f"{name:15}" + "".join(f"{row['calls'].get(o, 0):16}" for o in OPERATIONS))
+    print(f"\n{'bytes sent':15}     counted     formula   ratio   bytes / P", end="")
+    print("    over TCP     formula   ratio" if gloo else "")
+    for name, row in rows.items():
+        counted, formula = sum(row["sent"].values()), sum(b for _, b in row["formula"].values())
+        line = f"{name:15}{counted:12,}{formula:12,}{ratio(counted, formula)}{counted / size:12.3f}"
+        if gloo:
+            wire = over_tcp(row["formula"])
+            line += f"{row['tcp']:12,.0f}{wire:12,}{ratio(row['tcp'], wire)}"
+        print(line)
+
+
+def ratio(measured: float, formula: int) -> str:
+    return f"{measured / formula:8.4f}" if formula else f"{'-':>8}"
+
+
+def parse_args():
+    parser = ArgumentParser(description="Collectives and bytes of a step, counted and by formula.")
+    add = parser.add_argument
+    add("--dim", type=int, default=256, help="width of the transformer, a multiple of 4")
+    add("--depth", type=int, default=4, help="its blocks")
+    add("--batch-size", type=int, default=24, help="images, over all ranks")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if args.dim < HEADS or args.dim % HEADS:
+        parser.error(f"--dim must be a multiple of {HEADS}, not {args.dim}")
+    if args.depth < 1:
+        parser.error(f"--depth must be at least 1, not {args.depth}")
+    if not 0 < args.batch_size <= 1400 or args.batch_size % ranks:
+        parser.error(
+            f"--batch-size must be a multiple of {ranks} rank(s) from 1 to 1400, "
+            f"not {args.batch_size}"
+        )
+    return args
+
+
+if __name__ == "__main__":
+    main()

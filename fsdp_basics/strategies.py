@@ -1,0 +1,171 @@
+"""The strategies that memory.py, communication.py and the benchmark compare.
+
+one process       the whole model works on the whole global batch: what the others are measured by
+DDP               a copy of everything on each rank; the gradients are averaged
+ZeRO-1            DDP, but each parameter has one rank that keeps its optimizer state and updates it
+ZeRO-2            shards of everything; parameters stay gathered from forward to backward
+ZeRO-3            shards of everything; parameters are gathered twice, for forward and for backward
+ZeRO-3, offload   the same, with shards and optimizer in CPU memory
+HSDP              ZeRO-3 within each row of ranks, a copy in each of two rows (4, 6, 8, ... ranks)
+
+Here is how each is built, what a rank then holds, and what it sends, by formula. The names are
+those of S. Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter
+models, SC 2020, arXiv:1910.02054. (There, stage 2 cuts gradients and optimizer state only;
+fully_shard also cuts the parameters, from the end of backward to the next forward.)
+"""
+
+import math
+from itertools import chain
+
+import torch
+from sharding import shard
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+STRATEGIES = ("one process", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, offload", "HSDP")
+ROWS = 2  # of HSDP's mesh
+
+Shapes = list[torch.Size]
+
+
+def make_meshes(device_type: str, world_size: int) -> dict[str, DeviceMesh]:
+    """Strategy -> the mesh of ranks it runs on; without HSDP where it has no two rows of two.
+
+    A collective. It makes process groups: call it once, not for each model.
+    """
+    line = init_device_mesh(device_type, (world_size,))
+    meshes = dict.fromkeys(STRATEGIES[:-1], line)
+    if world_size >= 2 * ROWS and world_size % ROWS == 0:
+        meshes["HSDP"] = init_device_mesh(
+            device_type, (ROWS, world_size // ROWS), mesh_dim_names=("replicate", "shard")
+        )
+    return meshes
+
+
+def build(name: str, model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Prepare a VisionTransformer for the strategy; it is on its device, the same on every rank.
+
+    Returns what the training loop calls, and AdamW in the form that the strategy needs.
+    """
+    if name == "one process":
+        return model, torch.optim.AdamW(model.parameters())
+    if name in ("DDP", "ZeRO-1"):
+        model = DistributedDataParallel(
+            model, process_group=mesh.get_group(), gradient_as_bucket_view=True
+        )
+        if name == "DDP":
+            return model, torch.optim.AdamW(model.parameters())
+        return model, ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, process_group=mesh.get_group()
+        )
+    shard(model, mesh, reshard_after_forward=name != "ZeRO-2", offload=name == "ZeRO-3, offload")
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def units_of(model: nn.Module) -> list[Shapes]:
+    """The shapes of what is gathered together: one list per block, and last the root's."""
+    blocks = [[p.shape for p in block.parameters()] for block in model.blocks]
+    rest = [p.shape for name, p in model.named_parameters() if not name.startswith("blocks.")]
+    return [*blocks, rest]
+
+
+# ---- what a rank holds
+
+
+def expected_memory(name: str, units: list[Shapes], rank: int, ranks: int) -> dict[str, int]:
+    """Bytes on rank `rank` of `ranks`, for float32 and AdamW, which keeps two numbers a parameter.
+
+    P = bytes of all parameters, N = ranks (in HSDP: of a row). If all divides:
+
+                   parameters   gathered (end of forward)   gradients (end of backward)   optimizer
+    DDP                     P                           -                             P          2P
+    ZeRO-1                  P                           -                             P        2P/N
+    ZeRO-2                P/N                           P                           P/N        2P/N
+    ZeRO-3, HSDP          P/N            the root's share                           P/N        2P/N
+
+    Exactly: a tensor is cut by rows, ceil(rows / N) for each rank, so the last ranks may have fewer
+    or none. The memory of a shard, and of its gradient, is that of the first rank everywhere
+    (padding), because a collective moves pieces of one size. The optimizer state has no padding,
+    but 4 bytes more for each tensor: its step count.
+    ZeRO-1 deals whole tensors: 2P/N is the mean over ranks, and no rank has more than 2P/N and the
+    state of one tensor.
+    """
+    shapes = list(chain.from_iterable(units))
+    whole = 4 * sum(shape.numel() for shape in shapes)
+    if name in ("one process", "DDP", "ZeRO-1"):
+        mine = deal(shapes, ranks)[rank] if name == "ZeRO-1" else shapes
+        optimizer = sum(8 * shape.numel() + 4 for shape in mine)
+        return {"parameters": whole, "gathered": 0, "gradients": whole, "optimizer": optimizer}
+    parts = ranks // ROWS if name == "HSDP" else ranks
+    place = rank % parts
+    shards = 4 * padded(shapes, parts)
+    kept = shapes if name == "ZeRO-2" else units[-1]
+    optimizer = sum(8 * rows_of(s, parts, place) * s[1:].numel() + 4 for s in shapes)
+    return {
+        "parameters": shards,
+        "gathered": 4 * parts * padded(kept, parts),
+        "gradients": shards,
+        "optimizer": optimizer,
+    }
+
+
+def rows_of(shape: torch.Size, ranks: int, rank: int) -> int:
+    """How many rows of the tensor are rank `rank`'s, as torch.chunk cuts it."""
+    most = math.ceil(shape[0] / ranks)
+    return max(0, min(shape[0] - rank * most, most))
+
+
+def padded(shapes: Shapes, ranks: int) -> int:
+    """The numbers that each rank has memory for: as many as the first rank needs."""
+    return sum(rows_of(shape, ranks, 0) * shape[1:].numel() for shape in shapes)
+
+
+def deal(shapes: Shapes, ranks: int) -> list[Shapes]:
+    """As ZeroRedundancyOptimizer does: the largest first, each to the rank that has least."""
+    hands, sizes = [[] for _ in range(ranks)], [0] * ranks
+    for shape in sorted(shapes, key=torch.Size.numel, reverse=True):
+        rank = sizes.index(min(sizes))
+        hands[rank].append(shape)
+        sizes[rank] += shape.numel()
+    return hands
+
+
+# ---- what a rank sends
+
+
+def expected_traffic(name: str, units: list[Shapes], ranks: int) -> dict[str, tuple[int, int]]:
+    """Collective -> (calls, bytes that a rank sends) in one step; calls is 0 where DDP decides.
+
+    With P bytes of parameters and N ranks, a ring sends per rank (N-1)/N P for an all_gather or a
+    reduce_scatter, twice that for an all_reduce, and on average (N-1)/N P for a broadcast. Hence
+
+    DDP     2(N-1)/N P    an all_reduce of the gradients
+    ZeRO-1  3(N-1)/N P    the same, and a broadcast of each updated parameter by its owner
+    ZeRO-2  2(N-1)/N P    an all_gather for forward, a reduce_scatter of the gradients
+    ZeRO-3  3(N-1)/N P    another all_gather for backward, except for the root's unit
+    HSDP    as ZeRO-3 with the N of a row, and an all_reduce of each shard between the rows
+
+    For shards P includes the padding. Nothing is sent between fewer than two ranks.
+    """
+    shapes = list(chain.from_iterable(units))
+    whole = 4 * sum(shape.numel() for shape in shapes)
+    if name == "one process" or ranks == 1:
+        return {}
+    if name in ("DDP", "ZeRO-1"):
+        traffic = {"all_reduce": (0, 2 * (ranks - 1) * whole // ranks)}
+        if name == "ZeRO-1":
+            traffic["broadcast"] = (len(shapes), (ranks - 1) * whole // ranks)
+        return traffic
+    parts = ranks // ROWS if name == "HSDP" else ranks
+    once = [4 * (parts - 1) * padded(unit, parts) for unit in units]
+    again = [] if name == "ZeRO-2" else once[:-1]
+    traffic = {
+        "all_gather": (len(once + again), sum(once + again)),
+        "reduce_scatter": (len(once), sum(once)),
+    }
+    if name == "HSDP":
+        shards = 4 * padded(shapes, parts)
+        traffic["all_reduce"] = (len(units), 2 * (ROWS - 1) * shards // ROWS)
+    return traffic

@@ -1,0 +1,311 @@
+"""fsdp_basics: checkpoints under faults, on other numbers of ranks, and the exit."""
+
+import contextlib
+import os
+import random
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import warm
+from checkpoint import checksum, folders, newest
+from convert_checkpoint import read_model
+from helpers import ROOT, Job, read_metrics, torchrun, torchrun_command
+
+TRAIN = ROOT / "fsdp_basics/train.py"
+SMALL = ("--dim", 32, "--depth", 2, "--log-every", 1)  # 22 steps an epoch
+ARGS = (*SMALL, "--epochs", 6)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    warm.run(TRAIN, *ARGS, "--output-dir", folder, ranks=2).check()
+    return folder
+
+
+def assert_same_end(actual, expected):
+    """Model, optimizer, schedule and generators equal bit for bit; each loss too."""
+    a, b = (newest(f / "checkpoint")[1] for f in (actual, expected))
+    for state in (a, b):
+        state.pop("checksums")
+        state["generators"] = [g["cpu"].tolist() for g in state["generators"]]
+    assert a == b
+    one, other = (everything(f / "checkpoint") for f in (actual, expected))
+    assert one.keys() == other.keys()
+    assert any(name.startswith("optimizer.") for name in one)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+    assert read_metrics(actual) == read_metrics(expected)
+
+
+def everything(path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest save, whole."""
+    folder = folders(path)[-1]
+    listed = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in listed.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def reached(folder, step):
+    """True once metrics.jsonl has a whole line for `step`."""
+    path = folder / "metrics.jsonl"
+    return path.exists() and f'{{"step": {step},' in path.read_text()
+
+
+def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):
+    """An epoch of 22 steps is saved, the next is half done: a rank dies, torchrun restarts both."""
+    command = torchrun_command(
+        TRAIN, *ARGS, "--output-dir", tmp_path, options=("--max-restarts=1",)
+    )
+    with Job(command) as job:
+        job.wait_until(lambda: reached(tmp_path, 40))
+        job.ranks()[1].kill()
+        result = job.wait(120).check()
+    assert result.output.count("continuing from") == 1
+    assert_same_end(tmp_path, uninterrupted)
+
+
+def test_sigterm_saves_and_the_same_command_continues(tmp_path, uninterrupted):
+    with Job(torchrun_command(TRAIN, *ARGS, "--output-dir", tmp_path)) as job:
+        job.wait_until(lambda: reached(tmp_path, 30))
+        job.process.terminate()
+        result = job.wait(60)
+    assert result.returncode != 0
+    assert result.output.count("stopped by SIGTERM after step") == 1
+    step = newest(tmp_path / "checkpoint")[1]["step"]
+    assert 30 <= step < 132
+    assert f"after step {step} of 132: saved to" in result.output
+    warm.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2).check()
+    assert_same_end(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1), (1, 2), (2, 3)])
+def test_continues_on_another_number_of_ranks(tmp_path, halves, before, after):
+    """Resharding loses nothing: what is loaded is what was saved, and training goes on from it."""
+    shutil.copytree(halves[before], tmp_path / "run")
+    args = (*SMALL, "--batch-size", 48, "--epochs", 2, "--output-dir", tmp_path / "run")
+    result = warm.run(TRAIN, *args, ranks=after).check()
+    assert "continuing from" in result.output
+    assert "steps 29 of 58" in result.output
+    # The global batches are those of one process. In fp32 rounding grows with the steps.
+    for a, b in zip(read_metrics(tmp_path / "run"), read_metrics(halves["whole"]), strict=True):
+        assert a == pytest.approx(b, abs=1e-5 if a["step"] < 10 else 2e-2), (a, b)
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """Runs of two epochs stopped after one, on 1, 2, 4 ranks; and a whole one, in one process."""
+    found = {}
+    for ranks in (1, 2, 4, "whole"):
+        folder = found[ranks] = tmp_path_factory.mktemp(f"half{ranks}")
+        script = TRAIN
+        if ranks != "whole":
+            script = folder / "half.py"
+            script.write_text(HALF.format(directory=str(TRAIN.parent)))
+        args = (*SMALL, "--batch-size", 48, "--epochs", 2, "--output-dir", folder)
+        result = warm.run(script, *args, ranks=1 if ranks == "whole" else ranks)
+        assert result.returncode == (0 if ranks == "whole" else 143), result.output
+    return found
+
+
+# Asks itself to stop while it writes the metrics of step 28; at the next look, after 29, it saves.
+HALF = """
+import os, signal, sys
+sys.path.insert(0, {directory!r})
+import metrics, train
+write = metrics.Metrics.write
+
+def write_and_stop(self, step, *args, **values):
+    write(self, step, *args, **values)
+    if step == 28:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+metrics.Metrics.write = write_and_stop
+train.main()
+"""
+
+
+# ---- broken saves
+
+
+SAVER = """
+import sys
+sys.path.insert(0, {directory!r})
+from pathlib import Path
+import torch
+from checkpoint import save_checkpoint
+from runtime import distributed_worker
+from sharding import shard
+from torch.distributed.device_mesh import init_device_mesh
+
+def save_forever(worker):
+    model = torch.nn.Linear(1000, 1000)
+    model.blocks = []
+    shard(model, init_device_mesh("cpu", (worker.world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(1, 10_000):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        save_checkpoint(
+            Path(sys.argv[1]), {{"model": model, "optimizer": optimizer}}, step, {{}}, worker
+        )
+
+with distributed_worker("cpu") as worker:
+    save_forever(worker)
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_kill_9_during_a_save_leaves_a_whole_one(tmp_path, attempt):
+    """Two ranks that do nothing but save are killed while their temporary files grow."""
+    script, path = tmp_path / "saver.py", tmp_path / "checkpoint"
+    script.write_text(SAVER.format(directory=str(TRAIN.parent)))
+    share = random.Random(attempt).random()  # how far into a file of 2 MB
+
+    def in_the_middle():
+        with contextlib.suppress(FileNotFoundError):
+            size = os.path.getsize(path / "unfinished/__1_0.distcp")
+            return folders(path) and max(2_000, share * 2e6) < size < 2e6
+        return False
+
+    with Job(torchrun_command(script, path)) as job:
+        job.wait_until(in_the_middle)
+        for rank in job.ranks():
+            rank.kill()
+        job.kill()
+    folder, state = newest(path)
+    for name, expected in state["checksums"].items():
+        assert checksum(folder / name) == expected, name
+    assert torch.all(read_model(path)["weight"] == state["step"])
+
+
+def damage(folder, kind: str) -> str:
+    """Break the save in `folder`; return what must be said about it."""
+    shard_file, run = folder / "__1_0.distcp", folder / "run.pt"
+    content = shard_file.read_bytes()
+    half = len(content) // 2
+    if kind == "truncated":
+        shard_file.write_bytes(content[:half])
+    elif kind == "flipped":
+        shard_file.write_bytes(content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :])
+    elif kind == "missing":
+        shard_file.unlink()
+        return f"{shard_file} is missing"
+    elif kind == "no metadata":
+        (folder / ".metadata").unlink()
+        return f"{folder / '.metadata'} is missing"
+    elif kind == "no run":
+        run.unlink()
+        return f"{run} is no readable checkpoint"
+    elif kind == "foreign run":
+        torch.save({"weights": torch.zeros(3)}, run)
+        return f"{run} is no readable checkpoint"
+    return f"{shard_file} is broken"
+
+
+@pytest.mark.parametrize(
+    "kind", ["truncated", "flipped", "missing", "no metadata", "no run", "foreign run"]
+)
+def test_a_broken_save_stops_the_job_and_is_not_overwritten(tmp_path, uninterrupted, kind):
+    shutil.copytree(uninterrupted / "checkpoint", tmp_path / "checkpoint")
+    sentence = damage(folders(tmp_path / "checkpoint")[-1], kind)
+    before = listing(tmp_path)
+    start = torchrun if kind == "truncated" else warm.run  # one of them, to see it said once
+    result = start(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2)
+    assert result.returncode != 0
+    assert result.output.count("train.py: error: ") == 1, result.output
+    assert f"train.py: error: {sentence}" in result.output
+    assert listing(tmp_path) == before
+
+
+def listing(folder) -> dict[str, bytes]:
+    return {str(f): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--dim", 64), "was trained with --dim 32, not 64"),
+        (("--lr", 0.1), "was trained with --lr 0.002, not 0.1"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path, uninterrupted, options, sentence):
+    shutil.copytree(uninterrupted / "checkpoint", tmp_path / "checkpoint")
+    before = listing(tmp_path)
+    result = warm.run(TRAIN, *ARGS, *options, "--output-dir", tmp_path, ranks=2)
+    assert f"{sentence}: choose another --output-dir" in result.output
+    assert result.output.count("train.py: error: ") == 1
+    assert listing(tmp_path) == before
+
+
+def test_a_save_of_another_model_is_refused(tmp_path, uninterrupted):
+    """The settings are the same, the model is not: somebody has edited model.py."""
+    shutil.copytree(uninterrupted / "checkpoint", tmp_path / "checkpoint")
+    script = tmp_path / "edited.py"
+    script.write_text(EDITED.format(directory=str(TRAIN.parent)))
+    result = warm.run(script, *ARGS, "--output-dir", tmp_path, ranks=2)
+    assert "does not fit this model: choose another --output-dir" in result.output
+    assert result.output.count("error: ") == 1
+
+
+EDITED = """
+import sys
+sys.path.insert(0, {directory!r})
+import torch, train
+
+class Edited(train.VisionTransformer):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.head = torch.nn.Linear(self.head.in_features, 11)
+
+train.VisionTransformer = Edited
+train.main()
+"""
+
+
+def test_finished_run_is_left_as_it_is(tmp_path, uninterrupted):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    before = listing(tmp_path)
+    result = warm.run(TRAIN, *ARGS, "--output-dir", tmp_path / "run", ranks=2).check()
+    assert "steps 0 of 132" in result.output
+    assert listing(tmp_path) == before
+
+
+def test_full_disk_keeps_the_previous_save(tmp_path, halves):
+    """A limit on the size of files stands in for the full disk: the write fails part of the way."""
+    shutil.copytree(halves[2], tmp_path / "run")
+    before = listing(tmp_path / "run/checkpoint")
+    wrapper = tmp_path / "limited.py"
+    wrapper.write_text(
+        "import resource, signal, sys\n"
+        f"sys.path.insert(0, {str(TRAIN.parent)!r})\n"
+        "import train\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "train.main()\n"
+    )
+    args = (*SMALL, "--batch-size", 48, "--epochs", 2, "--output-dir", tmp_path / "run")
+    result = warm.run(wrapper, *args, ranks=2)
+    assert result.returncode == 2, result.output
+    assert "the one before is untouched" in result.output
+    assert result.output.count("error: cannot write") == 1
+    kept = listing(tmp_path / "run/checkpoint")
+    assert {name: data for name, data in kept.items() if "unfinished" not in name} == before
+
+
+# ---- the exit
+
+
+def test_runs_end_with_status_0():
+    """REPEAT=100 repeats the proof for sharded models: see test_ddp_basics_faults.py."""
+    for _ in range(int(os.environ.get("REPEAT", "1"))):
+        torchrun(TRAIN, *SMALL, "--epochs", 1).check()
