@@ -86,8 +86,8 @@ def make_sharded_model(config: T5Config, args, worker: Worker) -> T5ForCondition
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     shard(model, mesh, torch.bfloat16 if args.precision == "bf16" else None)
     model.to_empty(device=worker.device)  # memory for this rank's shards
-    # T5 has one matrix in four places: `shared`, both embeddings, the output. to_empty() has made
-    # four of it, which the optimizer would train apart.
+    # T5 has one matrix in four places: `shared`, both embeddings, the output. to_empty() makes four
+    # of it in a plain model. A sharded one keeps it whole (torch 2.13): this line makes sure.
     model.tie_weights()
 
     def whole() -> T5ForConditionalGeneration:
@@ -139,7 +139,7 @@ def export(model, config: T5Config, tokenizer, folder: Path, worker: Worker) -> 
         with torch.device("meta"):  # a plain model around the values: no second copy
             plain = T5ForConditionalGeneration(config)
         plain.load_state_dict(values, assign=True)
-        plain.tie_weights()  # the shared matrix is written once
+        plain.tie_weights()  # assign=True has made four matrices of one
         temporary, old = folder.with_name("model.tmp"), folder.with_name("model.old")
         try:
             for part in (plain, tokenizer):
