@@ -39,9 +39,7 @@ check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 
 # Anew whenever a requirements file has changed. The empty file says what is installed.
 $(INSTALLED): $(wildcard requirements*.txt) | .venv/bin/pip
-	.venv/bin/python -m pip install --no-compile -r $(REQUIREMENTS)
-	@# pip would compile on one core. A few files of torch's are for newer Pythons: not our concern.
-	.venv/bin/python -m compileall -qq -j 0 .venv/lib || true
+	.venv/bin/python -m pip install -r $(REQUIREMENTS)
 	@rm -f .venv/installed-*
 	@touch $@
 
