@@ -306,7 +306,7 @@ def test_bad_argument_is_said_once_under_torchrun():
 
 def test_cuda_with_too_few_gpus_is_refused():
     ranks = torch.cuda.device_count() + 1
-    result = torchrun(TRAIN, "--device", "cuda", ranks=ranks)
+    result = warm.run(TRAIN, "--device", "cuda", ranks=ranks)
     sentence = f"--device cuda needs a GPU per rank: {ranks} rank(s), {ranks - 1} GPU(s) here"
     assert_one_sentence(result, sentence)
 
