@@ -127,8 +127,9 @@ def print_report(args, worst, everyone, events) -> None:
     phase, words = "forward", []
     for event, name, _ in (*events, ("end", "", 0)):
         if event in ("backward", "end"):
-            text = ", ".join(words)
-            print(textwrap.fill(f"{phase:10}{text}", 100, subsequent_indent=" " * 10))
+            text = ", ".join(words).replace(" ", "~").replace(",~", ", ")  # lines break at commas
+            lines = textwrap.fill(text, 90, subsequent_indent=" " * 10).replace("~", " ")
+            print(f"{phase:10}{lines}")
             phase, words = event, []
         else:
             words.append(f"{event} {name.replace('blocks.', 'block ')}")

