@@ -14,16 +14,33 @@ EXAMPLES = sorted(path.parent for path in TESTS.parent.glob("*/runtime.py"))
 sys.path.insert(0, str(TESTS))  # helpers
 
 
+modules = {}  # example directory -> its modules by name, while another one's are in use
+in_use = [None]
+
+
+def use(test_file: Path) -> None:
+    """Let imports in `test_ddp_basics*.py` find ddp_basics/: train, model exist elsewhere, too."""
+    own = next((d for d in EXAMPLES if test_file.stem.startswith(f"test_{d.name}")), None)
+    if own == in_use[0]:
+        return
+    for name, module in list(sys.modules.items()):
+        folder = Path(getattr(module, "__file__", None) or "").parent
+        if folder in EXAMPLES:
+            modules.setdefault(folder, {})[name] = sys.modules.pop(name)
+    sys.modules.update(modules.get(own, {}))
+    others = {str(directory) for directory in EXAMPLES}
+    sys.path[:] = [str(own)] * (own is not None) + [p for p in sys.path if p not in others]
+    in_use[0] = own
+
+
 def pytest_collectstart(collector):
-    """train, model and others exist in several example directories: test_ddp_basics_faults.py
-    imports those of ddp_basics/. (At its top: later imports may find another directory's.)"""
     if isinstance(collector, pytest.Module):
-        folders = {str(path) for path in EXAMPLES}
-        for name, module in list(sys.modules.items()):
-            if str(Path(getattr(module, "__file__", None) or "").parent) in folders:
-                del sys.modules[name]
-        own = [str(p) for p in EXAMPLES if collector.path.stem.startswith(f"test_{p.name}")]
-        sys.path[:] = own + [entry for entry in sys.path if entry not in folders]
+        use(collector.path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    use(item.path)
 
 
 def unit(nodeid: str) -> str:

@@ -39,6 +39,7 @@ def matrix(tmp_path_factory):
     return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 3, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp_equals_one_process(matrix, case, ranks):
@@ -71,6 +72,7 @@ def close(actual, expected, tolerance, what):
     )
 
 
+@pytest.mark.slow
 def test_matrix_compares_something(matrix):
     """The gradients are far above the tolerances, clipping clips, frozen and idle layers stay."""
     one = {case: matrix[1][case] for case in CASES}
@@ -103,6 +105,7 @@ def saved_model(folder) -> dict[str, torch.Tensor]:
     return read_model(folder / "checkpoint")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_script_equals_one_process(runs, ranks):
     """1,437 training images divide neither by 2 nor by 3; 3 ranks also accumulate over 2 parts."""
@@ -119,6 +122,7 @@ def test_script_equals_one_process(runs, ranks):
     assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.slow
 def test_each_rank_holds_its_shards(runs):
     held = {}
     for ranks, (_, output) in runs.items():
@@ -132,6 +136,7 @@ def test_each_rank_holds_its_shards(runs):
     assert held[3] == (count, sum(math.ceil(d / 3) * row for d, row in rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_test_image_counts_once(runs, ranks):
     """360 test images: at 2 and 3 ranks all in one global batch."""
