@@ -51,8 +51,8 @@ class Block(nn.Module):
         self.heads = heads
         self.recompute = False  # True: keep no activations, compute them again in backward
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        # No bias: a key's would add the same number to all scores of a query, which softmax ignores.
-        # Its gradient is zero but for rounding, which AdamW would blow up to full steps.
+        # No bias: a key's would add one number to all scores of a query, which softmax ignores. Its
+        # gradient is zero but for rounding, which AdamW would blow up to full steps.
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.attention_out = nn.Linear(dim, dim)
         self.expand, self.contract = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
