@@ -33,6 +33,7 @@ notebooks: check ## execute the notebooks and save their outputs
 bench: check ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/collectives.py
 	.venv/bin/python benchmarks/ddp.py
+	.venv/bin/python benchmarks/fsdp.py
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py
