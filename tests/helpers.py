@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+REPEAT = int(os.environ.get("REPEAT", "1"))  # how often what once failed rarely is tried
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import warm
 from checkpoint import read_file
-from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
+from helpers import REPEAT, ROOT, Job, python, read_metrics, torchrun, torchrun_command
 from runtime import UserError
 
 TRAIN = ROOT / "ddp_basics/train.py"
@@ -252,7 +252,6 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
 
 # ---- restarts and exits, many times: REPEAT=100 pytest -k "restarts_join or status_0"
 
-REPEAT = int(os.environ.get("REPEAT", "1"))
 
 DIE = """
 import os, signal, sys
@@ -270,6 +269,7 @@ with distributed_worker("cpu") as worker:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120 + 10 * REPEAT)
 def test_restarts_join_every_time(tmp_path):
     """The restart race of torchrun (see runtime.py) let about one restart in eight come through."""
     script = tmp_path / "die.py"
@@ -279,6 +279,7 @@ def test_restarts_join_every_time(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120 + 30 * REPEAT)
 def test_runs_end_with_status_0():
     """Two at a time: on a busy machine the abort at exit struck in a quarter of the runs.
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import warm
 from checkpoint import checksum, folders, newest
 from convert_checkpoint import read_model
-from helpers import ROOT, Job, read_metrics, torchrun, torchrun_command
+from helpers import REPEAT, ROOT, Job, read_metrics, torchrun, torchrun_command
 
 TRAIN = ROOT / "fsdp_basics/train.py"
 SMALL = ("--dim", 32, "--depth", 2, "--log-every", 1)  # 22 steps an epoch
@@ -305,7 +306,9 @@ def test_full_disk_keeps_the_previous_save(tmp_path, halves):
 # ---- the exit
 
 
+@pytest.mark.timeout(120 + 30 * REPEAT)
 def test_runs_end_with_status_0():
     """REPEAT=100 repeats the proof for sharded models: see test_ddp_basics_faults.py."""
-    for _ in range(int(os.environ.get("REPEAT", "1"))):
-        torchrun(TRAIN, *SMALL, "--epochs", 1).check()
+    with ThreadPoolExecutor(2) as pool:
+        for run in [pool.submit(torchrun, TRAIN, *SMALL, "--epochs", 1) for _ in range(REPEAT)]:
+            run.result().check()
