@@ -33,8 +33,12 @@ class Sample(NamedTuple):
     target: list[int]
 
 
-def python_pairs(worker: Worker) -> tuple[list[Pair], list[Pair]]:
-    """(train, eval): functions of Python's standard library, and the first line of the docstring.
+def python_pairs(worker: Worker) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """(train, eval, names): functions of Python's standard library and what they are called.
+
+    In train and eval, a pair is a function's source and the first line of its docstring. In names,
+    where functions without docstrings count too, it is the first two lines of the source and the
+    name, if that has several words. Modules in eval are in nothing else.
 
     Each rank reads its share of the files and gets the others' pairs: all return the same.
     """
@@ -45,15 +49,23 @@ def python_pairs(worker: Worker) -> tuple[list[Pair], list[Pair]]:
     everyone = [None] * worker.world_size
     dist.all_gather_object(everyone, mine)
     pairs = sorted((pair for part in everyone for pair in part), key=lambda pair: pair.name)
-    if len(pairs) < 1000:
+    documented = [pair for pair in pairs if pair.summary]
+    if len(documented) < 1000:
         raise UserError(
-            f"only {len(pairs)} documented functions in {library}, Python's own library: "
+            f"only {len(documented)} documented functions in {library}, Python's own library: "
             "use --train-file and --eval-file"
         )
-    return split(pairs)
+    train, held_out = split(documented)
+    unseen, names = {module(pair) for pair in held_out}, []
+    for text, _, name in pairs:
+        pair = Pair("\n".join(text.split("\n")[:2]), re.split(r"[.:]", name)[-1].strip("_"), name)
+        if re.search(r"[a-z0-9](_[^_]|[A-Z])", pair.summary) and module(pair) not in unseen:
+            names.append(pair)
+    return train, held_out, names
 
 
 def pairs_in(path: Path, name: str) -> Iterator[Pair]:
+    """Each function with the first line of its docstring, "" if it has none that is a sentence."""
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
@@ -61,18 +73,24 @@ def pairs_in(path: Path, name: str) -> Iterator[Pair]:
         return  # the library has some that are broken on purpose
     lines = source.split("\n")  # as ast counts; splitlines() would also split at form feeds
     for node, qualified in functions(tree):
-        docstring = ast.get_docstring(node) or ""
-        first, _, rest = docstring.partition("\n")
-        whole = first.endswith(".") or not rest.split("\n")[0].strip()  # not cut in mid-sentence
-        if not whole or not 3 <= len(first.split()) <= 16 or not first.isascii() or ">>>" in first:
-            continue
-        doc, *body = node.body
-        before = lines[doc.lineno - 1][: doc.col_offset]
-        if before.strip() or not body or body[0].lineno <= doc.end_lineno:
-            continue  # nothing but a docstring, or it shares a line with code
         # Line slices: ast.get_source_segment() splits the file anew for each function.
-        code = lines[node.lineno - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
-        yield Pair("\n".join(code), first, f"{name}:{qualified}")
+        code, summary = lines[node.lineno - 1 : node.end_lineno], ""
+        if docstring := ast.get_docstring(node):
+            doc, *body = node.body
+            before = lines[doc.lineno - 1][: doc.col_offset]
+            if before.strip() or not body or body[0].lineno <= doc.end_lineno:
+                continue  # nothing but a docstring, or it shares a line with code
+            code = lines[node.lineno - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
+            summary = first_sentence(docstring)
+        yield Pair("\n".join(code), summary, f"{name}:{qualified}")
+
+
+def first_sentence(docstring: str) -> str:
+    """The first line, if it is a sentence of 3 to 16 words and no example; otherwise ""."""
+    first, _, rest = docstring.partition("\n")
+    whole = first.endswith(".") or not rest.split("\n")[0].strip()  # not cut in mid-sentence
+    fits = whole and 3 <= len(first.split()) <= 16 and first.isascii() and ">>>" not in first
+    return first if fits else ""
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[ast.AST, str]]:
@@ -214,6 +232,8 @@ def encode(
     tokenizer, pairs: list[Pair], max_source: int, max_target: int, prefix: str = ""
 ) -> list[Sample]:
     """Token ids of each pair, `prefix` put before the text; what is longer is cut."""
+    if not pairs:
+        return []  # the tokenizer cannot take nothing
     parts = [
         tokenizer(texts, max_length=longest, truncation=True)["input_ids"]
         for texts, longest in (

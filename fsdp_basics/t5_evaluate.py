@@ -13,6 +13,9 @@ from t5_data import collate, equal_shares
 from t5_model import gathered
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
+# The likeliest token each time, but no three tokens twice, as in t5-small's configuration: a model
+# that has learnt little falls into loops, "the name of the name of the name of".
+SEARCH = {"do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 3}
 
 
 def loss_sum(model, samples: list, pad: int, worker: Worker) -> torch.Tensor:
@@ -49,8 +52,7 @@ def generate(model, samples: list, tokenizer, args, worker: Worker) -> list[str]
                 input_ids=source,
                 attention_mask=mask,
                 max_new_tokens=args.max_target,
-                do_sample=False,
-                num_beams=1,
+                **SEARCH,
                 # Each token is a forward pass: a rank that is ready runs on until all are.
                 synced_gpus=worker.world_size > 1,
             )
