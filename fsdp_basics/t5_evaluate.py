@@ -13,9 +13,10 @@ from t5_data import collate, equal_shares
 from t5_model import gathered
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
-# The likeliest token each time, but no three tokens twice, as in t5-small's configuration: a model
-# that has learnt little falls into loops, "the name of the name of the name of".
-SEARCH = {"do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 3}
+# The likeliest token each time, those that were written already made less likely: a model that has
+# learnt little falls into loops, "the current current current". The penalty is that of Keskar et
+# al., "CTRL: A Conditional Transformer Language Model for Controllable Generation", 2019.
+SEARCH = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.5}
 
 
 def loss_sum(model, samples: list, pad: int, worker: Worker) -> torch.Tensor:
