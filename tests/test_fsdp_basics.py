@@ -11,7 +11,7 @@ import train
 import warm
 from convert_checkpoint import read_model, write_model
 from data import load_dataset
-from helpers import ROOT, read_metrics, torchrun
+from helpers import ROOT, python, read_metrics, torchrun
 from model import VisionTransformer
 from runtime import UserError, Worker
 from safetensors.torch import load_file
@@ -87,7 +87,7 @@ def test_matrix_compares_something(matrix):
 # ---- the whole script, on any number of ranks
 
 
-ARGS = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--dim", 64, "--depth", 4)
+ARGS = ("--epochs", 2, "--batch-size", 96, "--log-every", 1, "--dim", 64, "--depth", 4)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_script_equals_one_process(runs, ranks):
     """1,437 training images divide neither by 2 nor by 3; 3 ranks also accumulate over 2 parts."""
     one, many = (read_metrics(runs[r][0]) for r in (1, ranks))
     assert [line["step"] for line in one] == [line["step"] for line in many]
-    assert sum("loss" in line for line in one) == 42  # every step: 14 full batches, 3 epochs
+    assert sum("loss" in line for line in one) == 28  # every step: 14 full batches, 2 epochs
     # In fp32 rounding grows with the steps (in fp64 it does not). Other processors round in other
     # places, hence the margins.
     for a, b in zip(one, many, strict=True):
@@ -220,10 +220,10 @@ def test_options_follow_the_plain_run(runs, tmp_path, option):
 
 @pytest.mark.slow
 def test_compiled_model_gives_the_same(runs, tmp_path):
-    result = torchrun(TRAIN, *ARGS, "--output-dir", tmp_path, "--compile", timeout=280)
-    result.check()
-    for a, b in zip(read_metrics(tmp_path), read_metrics(runs[2][0]), strict=True):
-        # Fused kernels round in other places; 42 steps of AdamW let that grow.
+    # One rank: FSDP's hooks run there too, and two would compile the same twice.
+    python(TRAIN, *ARGS, "--output-dir", tmp_path, "--compile", timeout=280).check()
+    for a, b in zip(read_metrics(tmp_path), read_metrics(runs[1][0]), strict=True):
+        # Fused kernels round in other places; 28 steps of AdamW let that grow.
         assert a == pytest.approx(b, abs=2e-3 if a["step"] <= 14 else 5e-2)
 
 
