@@ -1,6 +1,6 @@
 """What sharding costs and saves, measured: the strategies alternate in one run.
 
-    python benchmarks/fsdp.py              # all of it, a quarter of an hour; writes results/fsdp.md
+    python benchmarks/fsdp.py              # all of it, most of an hour; writes results/fsdp.md
     python benchmarks/fsdp.py --repeats 2 --sizes tiny --no-write    # a quick look
 
 (a) images per second   (b) peak memory and bytes held per rank   (c) how long a save stops training
