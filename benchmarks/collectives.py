@@ -12,11 +12,8 @@
 """
 
 import argparse
-import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "collectives"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
+import private_network
 import report
 import torch
 import torch.distributed as dist
@@ -38,57 +36,32 @@ LOOPBACK, SLOW = (8, 4.0), (8, 1.0)  # buckets, and the size of each in 2^20 byt
 FRAMES = (1500, 9000)  # bytes: Ethernet's usual maximum, and that of "jumbo frames"
 
 
-class Skip(Exception):
-    """This machine cannot do it; the message says why."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
-    parser.add_argument("--frame", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.part == "two_namespaces":
-        return two_namespaces(args.repeats, args.frame)
     if args.part:
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats)
             if worker.is_main:
-                print("SAMPLES", json.dumps(samples))
-        return None
+                report.say(samples)
+        return
+    options = (__file__, "--repeats", args.repeats, "--part")
     sections = []
     for ranks in (2, 4):
-        sections += ring_text(measure(torchrun(ranks, "against_gloo"), args.repeats), ranks)
-    results = measure(torchrun(2, "loopback"), args.repeats)
+        results = report.measure(*report.torchrun(ranks), *options, "against_gloo")
+        sections += ring_text(results, ranks)
+    results = report.measure(*report.torchrun(2), *options, "loopback")
     sections += ["## (b) Overlap over loopback", *overlap_text(results, *LOOPBACK)]
     sections.append("## (c) Overlap over a link of 100 Mbit/s")
-    try:
-        for frame in FRAMES:
-            results = measure(private_network(frame), args.repeats)
-            sections += slow_text(results, frame)
-    except Skip as reason:
-        sections.append(f"Not measured: {reason}")
+    for frame in FRAMES:
+        if reason := private_network.why_not():
+            sections.append(f"Not measured: {reason}")
+            break
+        ranks = private_network.two_ranks(frame, sys.executable, *options, "slow")
+        sections += slow_text(report.measure(*ranks), frame)
     report.write("collectives", "What communication costs", sections)
-
-
-def torchrun(ranks: int, part: str) -> list:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
-    return [sys.executable, *launcher, __file__, "--part", part]
-
-
-def measure(command: list, repeats: int) -> dict:
-    """Run one part in processes of its own and return its samples."""
-    done = subprocess.run(
-        [*command, "--repeats", str(repeats)], capture_output=True, text=True, timeout=600
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("SAMPLES "):
-            return json.loads(line.removeprefix("SAMPLES "))
-        if line.startswith("SKIP "):
-            raise Skip(line.removeprefix("SKIP "))
-    if done.stderr.startswith("unshare:"):
-        raise Skip(f"no namespace could be made ({done.stderr.strip()})")
-    raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
 
 
 # ---- (a) seconds per call of the slowest rank
@@ -168,70 +141,7 @@ def ratio_of(results: dict) -> float:
     return statistics.median(results["compute"]) / statistics.median(results["communicate"])
 
 
-def private_network(frame: int) -> list:
-    """The command that runs two_namespaces() as process 1 of namespaces of its own.
-
-    When it ends, however it ends, the kernel ends all its children, and with the last process of a
-    network namespace go its devices. --kill-child: the same if unshare itself is stopped.
-    """
-    missing = [name for name in ("unshare", "ip", "tc") if not shutil.which(name)]
-    if missing:
-        raise Skip(f"needs {' and '.join(missing)}, which this machine lacks")
-    new = ["--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    child = [sys.executable, __file__, "--part", "two_namespaces", "--frame", str(frame)]
-    return ["unshare", *root, *new, *child]
-
-
-SLOWED = "tc qdisc add dev {} root tbf rate 100mbit burst 64kb latency 400ms"
-BELOW = f"""
-echo here && read frame && ip link set lo up && ip addr add 10.77.0.2/24 dev v1 &&
-ip link set v1 mtu $frame up && {SLOWED.format("v1")} && exec "$@"
-"""
-
-
-def two_namespaces(repeats: int, frame: int) -> None:
-    """Rank 0 in this process's network namespace, rank 1 in another; a slowed link between them."""
-
-    def shell(line: str) -> None:
-        done = subprocess.run(line.split(), capture_output=True, text=True, timeout=10)
-        if done.returncode:
-            print(f"SKIP `{line}` failed: {done.stderr.strip()}")
-            sys.exit()
-
-    def environment(rank: int) -> dict[str, str]:
-        job = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        job |= {"GROUP_WORLD_SIZE": 2, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29500}
-        job |= {"GLOO_SOCKET_IFNAME": f"v{rank}"}
-        return os.environ | {name: str(value) for name, value in job.items()}
-
-    command = [sys.executable, __file__, "--part", "slow", "--repeats", str(repeats)]
-    shell("ip link set lo up")
-    shell("ip link add v0 type veth peer name v1")
-    other = subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", BELOW, "sh", *command],
-        env=environment(1),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    other.stdout.readline()  # it is in its namespace now
-    shell(f"ip link set v1 netns {other.pid}")
-    shell("ip addr add 10.77.0.1/24 dev v0")
-    shell(f"ip link set v0 mtu {frame} up")
-    shell(SLOWED.format("v0"))
-    other.stdin.write(f"{frame}\n")
-    other.stdin.flush()
-    done = subprocess.run(command, env=environment(0), timeout=400)
-    sys.exit(done.returncode or other.wait(30))
-
-
-PARTS = {
-    "against_gloo": against_gloo,
-    "loopback": loopback,
-    "slow": slow,
-    "two_namespaces": two_namespaces,
-}
+PARTS = {"against_gloo": against_gloo, "loopback": loopback, "slow": slow}
 
 
 # ---- the report

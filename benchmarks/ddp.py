@@ -10,7 +10,6 @@
 import argparse
 import contextlib
 import io
-import json
 import os
 import statistics
 import subprocess
@@ -37,7 +36,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+TORCHRUN = report.torchrun(ranks=2)
 ARGS = SimpleNamespace(
     optimizer="adamw", lr=2e-3, clip=1.0, accumulate=1, precision="fp32", batch_size=64
 )
@@ -52,24 +51,14 @@ def main() -> None:
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats)
             if worker.is_main:
-                print("SAMPLES", json.dumps(samples))
+                report.say(samples)
         return
-    a = measure([sys.executable, __file__, "--part", "template"], args.repeats)
-    b = measure([*TORCHRUN, __file__, "--part", "scaling"], args.repeats)
-    c = measure([*TORCHRUN, __file__, "--part", "from_scratch"], args.repeats)
+    options = (__file__, "--repeats", args.repeats, "--part")
+    a = report.measure(sys.executable, *options, "template")
+    b = report.measure(*TORCHRUN, *options, "scaling")
+    c = report.measure(*TORCHRUN, *options, "from_scratch")
     d = start_up(args.repeats)
     report.write("ddp", "What DDP costs", [*template_text(a), *text(b, c), *start_up_text(d)])
-
-
-def measure(command: list[str], repeats: int) -> dict[str, list[float]]:
-    """Run one part in processes of its own and return its samples."""
-    done = subprocess.run(
-        [*command, "--repeats", str(repeats)], capture_output=True, text=True, timeout=1800
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("SAMPLES "):
-            return json.loads(line.removeprefix("SAMPLES "))
-    raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
 
 
 # ---- (a) the template's loop against the barest one: images per second of one process
@@ -98,19 +87,7 @@ def template(worker: Worker, repeats: int) -> dict[str, list[float]]:
             optimizer.step()
         return len(loader) * 64 / (time.perf_counter() - started)
 
-    return alternate(repeats, {"template": with_template, "barest": barest})
-
-
-def alternate(repeats: int, sides: dict) -> dict[str, list[float]]:
-    """One warm-up of each side, then `repeats` rounds in which the sides take turns."""
-    for side in sides.values():
-        side()
-    samples = {name: [] for name in sides}
-    for i in range(repeats):
-        order = list(sides) if i % 2 == 0 else list(sides)[::-1]
-        for name in order:
-            samples[name].append(sides[name]())
-    return samples
+    return report.alternate(repeats, {"template": with_template, "barest": barest})
 
 
 # ---- (b) and (c): images per second of two ranks
@@ -129,7 +106,7 @@ def scaling(worker: Worker, repeats: int) -> dict[str, list[float]]:
         model = DistributedDataParallel(SmallCNN(image_size=28), gradient_as_bucket_view=True)
         return steps(model, batch, batch // 2, 6)
 
-    return alternate(repeats, {"one": one, "two": two})
+    return report.alternate(repeats, {"one": one, "two": two})
 
 
 def from_scratch(worker: Worker, repeats: int) -> dict[str, list[float]]:
@@ -146,7 +123,7 @@ def from_scratch(worker: Worker, repeats: int) -> dict[str, list[float]]:
         "bucketed": lambda: BucketedDDP(build()),
         "naive": lambda: NaiveDDP(build()),
     }
-    return alternate(
+    return report.alternate(
         repeats,
         {name: lambda wrap=wrap: steps(wrap(), 64, 32, 5) for name, wrap in wrappers.items()},
     )
@@ -198,7 +175,7 @@ def start_up(repeats: int) -> dict[str, list[float]]:
                 run / "metrics.jsonl", [*TORCHRUN, ROOT / "ddp_basics/train.py", *options]
             )
 
-        return alternate(repeats, {"train.py": full, "bare": bare})
+        return report.alternate(repeats, {"train.py": full, "bare": bare})
 
 
 def seconds_until(mark: Path, command: list) -> float:

@@ -7,9 +7,7 @@
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -51,7 +49,7 @@ def main() -> None:
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats, args.sizes)
             if worker.is_main:
-                print("SAMPLES", json.dumps(samples))
+                report.say(samples)
         return
     results = {(part, n): measure(part, n, args) for n in args.ranks for part in ("speed", "held")}
     sections = [*text(results, args), *save_text(measure("save", args.ranks[0], args))]
@@ -62,30 +60,8 @@ def main() -> None:
 
 
 def measure(part: str, ranks: int, args) -> dict:
-    """Run one part in processes of its own and return its samples."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
-    options = ("--part", part, "--repeats", str(args.repeats), "--sizes", *args.sizes)
-    done = subprocess.run(
-        [sys.executable, *torchrun, __file__, *options],
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("SAMPLES "):
-            return json.loads(line.removeprefix("SAMPLES "))
-    raise RuntimeError(f"{part} failed:\n{done.stdout}\n{done.stderr}")
-
-
-def alternate(repeats: int, sides: dict) -> dict[str, list]:
-    """One warm-up of each side, then `repeats` rounds in which the sides take turns."""
-    for side in sides.values():
-        side()
-    samples = {name: [] for name in sides}
-    for i in range(repeats):
-        for name in list(sides) if i % 2 == 0 else list(sides)[::-1]:
-            samples[name].append(sides[name]())
-    return samples
+    options = ("--part", part, "--repeats", args.repeats, "--sizes", *args.sizes)
+    return report.measure(*report.torchrun(ranks), __file__, *options)
 
 
 # ---- (a) images per second, over all ranks
@@ -94,7 +70,7 @@ def alternate(repeats: int, sides: dict) -> dict[str, list]:
 def speed(worker: Worker, repeats: int, sizes: list[str]) -> dict:
     meshes = make_meshes("cpu", worker.world_size)
     return {
-        size: alternate(
+        size: report.alternate(
             repeats,
             {
                 name: lambda name=name, size=size: images_per_second(name, size, meshes[name])
@@ -147,7 +123,7 @@ def held(worker: Worker, repeats: int, sizes: list[str]) -> dict:
     names = [name for name in COMPARED if name in meshes]
     repeats = min(repeats, 3)  # they hardly differ
     return {
-        size: alternate(repeats, {n: lambda n=n, size=size: sample(n, size) for n in names})
+        size: report.alternate(repeats, {n: lambda n=n, size=size: sample(n, size) for n in names})
         for size in sizes
     }
 

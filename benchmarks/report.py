@@ -1,15 +1,49 @@
-"""What benchmarks share: median and spread of repeats, and a header that makes them readable."""
+"""What benchmarks share: parts that run in processes of their own, repeats, readable reports."""
 
+import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+MARK = "SAMPLES "  # begins the line in which a part says what it has measured
+
+
+def torchrun(ranks: int) -> list[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
+    return [sys.executable, *launcher]
+
+
+def measure(*command, timeout: float = 3600) -> dict:
+    """Run one part of a benchmark in processes of its own; return what it said, see `say`."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout)
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
+
+
+def say(samples: dict) -> None:
+    """Hand the samples, which JSON can express, to the process that called `measure`."""
+    print(MARK + json.dumps(samples), flush=True)
+
+
+def alternate(repeats: int, sides: dict[str, Callable]) -> dict[str, list]:
+    """One warm-up of each side, then `repeats` rounds in which the sides take turns."""
+    for side in sides.values():
+        side()
+    samples = {name: [] for name in sides}
+    for i in range(repeats):
+        for name in list(sides) if i % 2 == 0 else list(sides)[::-1]:
+            samples[name].append(sides[name]())
+    return samples
 
 
 def summary(samples: list[float]) -> str:

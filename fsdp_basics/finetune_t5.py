@@ -222,7 +222,7 @@ def parse_args():
     add("--layers", type=int, default=2, help="of its encoder, and of its decoder")
     add("--vocab-size", type=int, default=4096, help="tokens to learn for the new T5, at most")
     add("--epochs", type=int, default=8)
-    add("--name-epochs", type=int, default=7, help="of a new T5, before: names of functions")
+    add("--name-epochs", type=int, default=7, help="before, on names of functions: for a new T5")
     add("--patience", type=int, default=3, help="stop after so many epochs without a better one")
     add("--batch-size", type=int, default=32, help="pairs per optimizer step, over all ranks")
     add("--accumulate", type=int, default=1, help="parts in which a rank works through its share")

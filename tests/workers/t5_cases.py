@@ -169,13 +169,15 @@ def exported(model, config, tokenizer, eval_set, worker) -> dict:
     }
 
 
-def stop_and_resume(worker) -> list[bool]:
+def stop_and_resume(worker) -> dict:
     """Train once without a break, and once with a SIGTERM to one rank in the middle of an epoch.
 
-    The first of three epochs is on "names", as if the pairs were from Python's own library.
+    The first of three epochs is on "names", as if the pairs were from Python's own library. Also
+    returned: how many steps the run without a break had done at each export of the best model.
     """
     options = ["--name-epochs=1", "--epochs=2", "--log-every=1", "--dropout=0.1", "--patience=9"]
-    real, finished = finetune_t5.train_step, []
+    real, export, finished = finetune_t5.train_step, finetune_t5.export, []
+    exports = {"straight": [], "stopped": []}
     for name, stops in (("straight", 0), ("stopped", 3), ("stopped", 0)):
         args = arguments(*options, "--eval-samples=5", "--output-dir", FOLDER / name)
         pairs = [read_json_lines(file) for file in (args.train_file, args.eval_file)]
@@ -190,9 +192,14 @@ def stop_and_resume(worker) -> list[bool]:
                 os.kill(os.getpid(), signal.SIGTERM)
             return real(*values)
 
-        finetune_t5.train_step = step
+        def count(*values, done=done, exports=exports[name]):
+            exports.append(len(done))
+            return export(*values)
+
+        finetune_t5.train_step, finetune_t5.export = step, count
         finished.append(finetune_t5.train(args, args.output_dir, worker))
-    return finished
+    finetune_t5.train_step, finetune_t5.export = real, export
+    return {"finished": finished, "exports": exports["straight"]}
 
 
 def measure(worker) -> dict:
