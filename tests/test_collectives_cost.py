@@ -1,9 +1,9 @@
 """collectives: bandwidth.py and async_work.py. What is measured, never how fast it is."""
 
-import importlib.util
 import re
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import async_work
 import bandwidth
@@ -341,24 +341,26 @@ def test_bad_arguments(monkeypatch, capsys, module, arguments, message):
     assert capsys.readouterr().err.startswith(f"{module.__name__}.py: error: {message}")
 
 
-def test_benchmark_says_why_it_leaves_the_slow_link_out(monkeypatch):
-    path = ROOT / "benchmarks/collectives.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_collectives", path)
-    benchmark = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(benchmark)
-    refused = [
-        sys.executable,
-        "-c",
-        "import sys; sys.exit('unshare: unshare failed: not permitted')",
-    ]
-    with pytest.raises(benchmark.Skip, match="not permitted"):
-        benchmark.measure(refused, 1)
-    no_rights = [sys.executable, "-c", "print('SKIP `tc` failed: Unknown qdisc')"]
-    with pytest.raises(benchmark.Skip, match="`tc` failed: Unknown qdisc"):
-        benchmark.measure(no_rights, 1)
-    with pytest.raises(RuntimeError, match="boom"):  # any other failure is one
-        benchmark.measure([sys.executable, "-c", "raise ValueError('boom')"], 1)
-    monkeypatch.setattr(benchmark.shutil, "which", lambda name: None if name == "tc" else name)
-    with pytest.raises(benchmark.Skip, match="needs tc, which this machine lacks"):
-        benchmark.private_network(1500)
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import private_network
+    import report
+
+    return SimpleNamespace(network=private_network, report=report)
+
+
+def test_benchmark_says_why_it_leaves_the_slow_link_out(benchmarks, monkeypatch):
+    network = benchmarks.network
+    refused = [sys.executable, "-c", "import sys; sys.exit('unshare: not permitted')"]
+    monkeypatch.setattr(network, "UNSHARE", refused)
+    assert network.why_not() == "no slow link could be made (unshare: not permitted)"
+    monkeypatch.setattr(network.shutil, "which", lambda name: None if name == "tc" else name)
+    assert network.why_not() == "needs tc, which this machine lacks"
+
+
+def test_benchmark_reads_what_a_part_says_or_fails(benchmarks):
+    said = "print('a line'); print('SAMPLES {\"gloo\": [1.5]}')"
+    assert benchmarks.report.measure(sys.executable, "-c", said) == {"gloo": [1.5]}
+    with pytest.raises(RuntimeError, match="boom"):
+        benchmarks.report.measure(sys.executable, "-c", "raise ValueError('boom')")
