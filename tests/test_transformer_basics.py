@@ -4,7 +4,7 @@ import pytest
 import torch
 import warm
 from helpers import ROOT
-from workers.gpt_equivalence import CASES, STEPS
+from workers.gpt_equivalence import CASES, KINDS, LR, STEPS
 
 TRAIN = ROOT / "transformer_basics/train.py"
 
@@ -18,22 +18,27 @@ def matrix(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, mesh, kind", CASES)
+@pytest.mark.parametrize(("ranks", "mesh", "kind"), CASES)
 def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     expected, actual = matrix[1][kind], matrix[ranks][mesh, kind]
-    assert len(actual) == len(expected) == STEPS
+    assert len(actual["loss"]) == STEPS
     # fp32 sums in another order: about 1e-7 for numbers of order one, times 5 for other machines.
-    # AdamW divides by the root of small squares, which magnifies that in the parameters. bf16 has 8
-    # bits: an error of 4e-3 in each number on the way.
-    tolerance = {"loss": 2e-6, "gradients": 1e-6, "parameters": 5e-6}
+    # AdamW divides by the root of small squares, which magnifies that: a hundredth of a step of its
+    # lr is allowed. bf16 has 8 bits: an error of 4e-3 in each number on the way.
+    tolerance = {"loss": 2e-6, "norm": 2e-6, "gradients": 1e-6, "parameters": 1e-6}
+    if KINDS[kind][1] == "adamw":
+        tolerance["parameters"] = 1e-2 * LR
     if kind == "bf16":
         tolerance = {"loss": 1e-2, "gradients": 1e-2, "parameters": 1e-2}
-    for step, (one, many) in enumerate(zip(expected, actual, strict=True)):
-        close(many["loss"], one["loss"], tolerance["loss"], f"loss in step {step}")
-        for part in ("gradients", "parameters"):
-            assert many[part].keys() == one[part].keys()
-            for name, tensor in one[part].items():
-                close(many[part][name], tensor, tolerance[part], f"{part} {name} in step {step}")
+    for part in ("loss", "norm"):
+        assert len(actual[part]) == len(expected[part])
+        for step, (a, b) in enumerate(zip(actual[part], expected[part], strict=True)):
+            close(a, b, tolerance[part], f"{part} in step {step}")
+    for part in ("gradients", "parameters"):  # of the first and the last step, at the end
+        for found, wanted in zip(actual[part], expected[part], strict=True):
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                close(found[name], tensor, tolerance[part], f"{part} {name}")
 
 
 def close(actual, expected, tolerance, what):

@@ -4,6 +4,8 @@ Applied in this order, each to what the one before left: tensor parallelism cuts
 checkpointing and compilation wrap blocks, FSDP shards what a rank then holds.
 """
 
+import warnings
+
 import torch
 from model import GPT
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,6 +123,8 @@ def apply_fsdp(
     blocks = list(model.blocks.values())
     for i in range(0, len(blocks), group):
         fully_shard(blocks[i : i + group], reshard_after_forward=reshard_after_forward, **options)
+    # What tensor parallelism returns is a view; we change no output in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     # Last, the root takes embeddings, norm and head. Its parameters are the first that backward
     # needs, right after forward: to free them in between would save nothing.
     fully_shard(model, reshard_after_forward=False, **options)

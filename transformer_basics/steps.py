@@ -10,6 +10,7 @@ from runtime import Worker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.utils import get_total_norm
 
 
 def train_step(model, stages, x_BT, y_BT, optimizer, mesh: DeviceMesh, args) -> torch.Tensor:
@@ -31,29 +32,34 @@ def train_step(model, stages, x_BT, y_BT, optimizer, mesh: DeviceMesh, args) -> 
                 part.backward()
                 loss += local(part.detach())
     if args.clip:
-        clip_gradients(model, args.clip, mesh["pp"])
+        clip_gradients(model, args.clip, mesh)
     optimizer.step()
     return local(loss)
 
 
-def clip_gradients(model, max_norm: float, pp_mesh: DeviceMesh) -> torch.Tensor:
+def clip_gradients(model, max_norm: float, mesh: DeviceMesh) -> torch.Tensor:
     """Scale all gradients so that the norm of them all is at most `max_norm`; returns the norm.
 
-    A DTensor knows how it is cut: the norm of several is one sum over their mesh. Layers that
-    tensor parallelism does not cut lie on another mesh, other layers on other stages.
+    Each rank adds the squares of what it holds. What several ranks of a stage hold alike counts in
+    parts: all ranks together then have each number once, and one sum over them gives the norm.
+    (clip_grad_norm_ cannot: the DTensors lie on different meshes, and on other stages.)
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    by_mesh = {}
-    for gradient in gradients:
-        by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
-    norms = [torch.nn.utils.get_total_norm(g).full_tensor() for g in by_mesh.values()]
-    squares = torch.stack(norms).square().sum()
-    if pp_mesh.size() > 1:
-        dist.all_reduce(squares, group=pp_mesh.get_group())
+    ranks = mesh.size() // mesh["pp"].size()
+    by_copies = {}
+    for p in model.parameters():
+        if p.grad is not None:
+            axes = zip(p.grad.placements, p.grad.device_mesh.shape, strict=True)
+            # Whatever is not a copy is a cut. (FSDP on top of tensor parallelism has a placement of
+            # its own, for which is_shard() is False.)
+            parts = math.prod(size for placement, size in axes if not placement.is_replicate())
+            by_copies.setdefault(ranks // parts, []).append(p.grad.to_local())
+    squares = sum(get_total_norm(g) ** 2 / copies for copies, g in by_copies.items())
+    dist.all_reduce(squares)
     norm = squares.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-    for gradient in gradients:
-        gradient.to_local().mul_(scale)
+    for gradients in by_copies.values():
+        for gradient in gradients:
+            gradient.mul_(scale)
     return norm
 
 
