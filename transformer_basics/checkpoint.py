@@ -111,6 +111,30 @@ def resume(path: Path, parts: dict, run: dict, worker: Worker) -> int:
     return state["step"]
 
 
+def load_model(path: Path, make: Callable[[dict], torch.nn.Module]) -> tuple[torch.nn.Module, dict]:
+    """All ranks call this. The model of the newest save in `path`, and the settings of its run.
+
+    make: the settings -> the model, spread over the mesh of those who load it.
+    Raises `UserError` if there is no save, or a broken or foreign one.
+    """
+    found = newest(path)
+    if found is None:
+        raise UserError(f"there is no checkpoint in {path}")
+    folder, state = found
+    verify(folder, state["checksums"].items())
+    try:
+        model = make(state["run"])
+    except KeyError:
+        raise UserError(f"{folder} is of another script") from None
+    weights = {"model": get_model_state_dict(model)}
+    try:
+        dcp.load(weights, checkpoint_id=folder)
+    except dcp.api.CheckpointException:
+        raise UserError(f"{folder} does not hold this model") from None
+    set_model_state_dict(model, weights["model"])
+    return model, state["run"]
+
+
 def sharded_state(parts: dict) -> dict:
     """What the ranks hold different parts of, by the names that the unsharded model would use."""
     model, optimizer = parts["model"], parts["optimizer"]

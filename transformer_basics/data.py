@@ -163,7 +163,7 @@ def windows(tokens: np.ndarray, numbers: Tensor, length: int) -> tuple[Tensor, T
     return rows[:, :-1], rows[:, 1:]
 
 
-def bigram_loss(train: np.ndarray, targets_BT: Tensor, inputs_BT: Tensor, vocab_size: int) -> float:
+def bigram_loss(train: np.ndarray, inputs_BT: Tensor, targets_BT: Tensor, vocab_size: int) -> float:
     """What a model that sees one token reaches on these windows, in nats per token.
 
     Counts of pairs in the training text, plus one for each pair (Laplace's rule).

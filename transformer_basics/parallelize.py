@@ -8,6 +8,7 @@ import warnings
 
 import torch
 from model import GPT
+from runtime import UserError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -36,12 +37,12 @@ def apply_tensor_parallel(
         (Korthikanti et al., arXiv 2205.05198).
     loss_parallel: the logits stay cut by vocabulary, as a DTensor; compute the loss, and call its
         backward, inside `torch.distributed.tensor.parallel.loss_parallel()`.
-    Raises ValueError if heads or vocabulary do not divide by the number of ranks.
+    Raises `UserError` if heads or vocabulary do not divide by the number of ranks.
     """
     ranks, config = mesh.size(), model.config
     for name, value in (("heads", config.heads), ("vocab_size", config.vocab_size)):
         if value % ranks:
-            raise ValueError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
+            raise UserError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
     # What lies between the pairs: each rank has all of it, or its share of the tokens.
     between = Shard(1) if sequence_parallel else Replicate()
     plan = {}

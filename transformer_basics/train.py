@@ -20,20 +20,14 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from arguments import AXES, PRECISIONS, parse_args
+from build import build_model, make_mesh
 from checkpoint import resume, save_checkpoint
 from data import Batches, bigram_loss, load_corpus, windows
 from flops import matmul_peak
 from generate import generate
 from metrics import Metrics
-from model import GPT, GPTConfig, cross_entropy, initialize
-from parallelize import (
-    apply_activation_checkpointing,
-    apply_compile,
-    apply_fsdp,
-    apply_tensor_parallel,
-)
+from model import GPTConfig
 from runtime import UserError, Worker, distributed_worker
-from stages import Stages
 from steps import (
     all_sum,
     data_parallel,
@@ -42,14 +36,14 @@ from steps import (
     make_optimizer,
     train_step,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 # What a run is: a checkpoint continues only under the same values. The mesh is not among them.
 RUN_KEYS = (
     "steps", "batch_size", "block_size", "layers", "heads", "dim", "tied", "lr", "warmup", "clip",
-    "weight_decay", "precision", "seed",
+    "weight_decay", "precision", "seed", "tokenizer",
 )  # fmt: skip
 
 
@@ -70,10 +64,7 @@ def train(args, worker: Worker) -> bool:
     config = GPTConfig(
         corpus.vocab_size, args.block_size, args.layers, args.heads, args.dim, args.tied
     )
-    # The mesh gives every rank a coordinate on each axis; ranks that differ in that coordinate only
-    # are the axis' group. Neighbours on the last axis are neighbours in rank, so on one node.
-    shape = tuple(getattr(args, axis) for axis in AXES)
-    mesh = init_device_mesh(worker.device.type, shape, mesh_dim_names=AXES)
+    mesh = make_mesh(args, worker)
     model, stages = build_model(config, mesh, args, worker)
     optimizer = make_optimizer(model, args)
     held_out = held_out_windows(corpus.validation, args)
@@ -134,37 +125,6 @@ def train(args, worker: Worker) -> bool:
         return False
     write_sample(model, stages, corpus, args, worker)
     return True
-
-
-def build_model(config: GPTConfig, mesh: DeviceMesh, args, worker: Worker):
-    """This rank's part of the model, and the pipeline it is a stage of, if there is one."""
-    dtype = PRECISIONS[args.precision]
-    with torch.device("meta"):  # shapes without memory: no rank needs room for the whole model
-        model = GPT(config, stage_layers(config.layers, mesh["pp"]))
-    if args.tp > 1:
-        apply_tensor_parallel(model, mesh["tp"], args.sequence_parallel, args.loss_parallel)
-    if args.activation_checkpointing:
-        apply_activation_checkpointing(model)
-    if args.compile:
-        apply_compile(model)
-    apply_fsdp(
-        model, mesh["dp_replicate", "dp_shard"], dtype, not (args.keep_gathered or args.pp > 1)
-    )
-    initialize(model, args.seed, worker.device)
-    if args.pp == 1:
-        return model, None
-    split = args.tp if args.sequence_parallel else 1
-    stages = Stages(model, mesh["pp"], args.accumulate, cross_entropy, worker.device, dtype, split)
-    return model, stages
-
-
-def stage_layers(layers: int, mesh: DeviceMesh) -> range:
-    """The blocks of this rank's stage: equally many for all, or one more for the first ones."""
-    stages, stage = mesh.size(), mesh.get_local_rank()
-    ends = [
-        sum(layers // stages + (i < layers % stages) for i in range(n)) for n in range(stages + 1)
-    ]
-    return range(ends[stage], ends[stage + 1])
 
 
 def held_out_windows(tokens, args) -> tuple[torch.Tensor, torch.Tensor]:

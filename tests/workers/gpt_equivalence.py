@@ -60,7 +60,7 @@ MESHES = {  # ranks -> flags -> kinds
         "--pp 2 --accumulate 4 " + ALL.format(2): ("clip",),
     },
     8: {
-        "--pp 2 --dp-shard 2 " + TP.format(2): ("clip", "adamw"),
+        "--pp 2 --dp-shard 2 " + TP.format(2): ("clip",),
         "--pp 2 --dp-shard 2 --accumulate 4 " + ALL.format(2): ("sgd",),
         "--dp-replicate 2 --dp-shard 2 " + ALL.format(2): ("tied",),
     },
