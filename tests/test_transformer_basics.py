@@ -22,30 +22,11 @@ from workers.gpt_equivalence import CASES, KINDS, LR, STEPS
 FOLDER = ROOT / "transformer_basics"
 TRAIN = FOLDER / "train.py"
 # A small run: the corpus is two files of the reader's own.
-TINY = [
-    "--layers",
-    "2",
-    "--heads",
-    "2",
-    "--dim",
-    "16",
-    "--block-size",
-    "16",
-    "--batch-size",
-    "8",
-    "--steps",
-    "8",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "4",
-    "--eval-batches",
-    "2",
-    "--checkpoint-every",
-    "4",
-    "--sample",
-    "12",
-]
+TINY = (
+    *("--layers", 2, "--heads", 2, "--dim", 16, "--block-size", 16, "--batch-size", 8),
+    *("--steps", 8, "--log-every", 1, "--eval-every", 4, "--eval-batches", 2),
+    *("--checkpoint-every", 4, "--sample", 12),
+)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +102,7 @@ def test_it_is_gpt2(hugging_face):
     expected = hugging_face(tokens).logits
     ours = GPT(CONFIG)
     ours.load_state_dict(from_hugging_face(hugging_face.state_dict(), CONFIG))
-    assert expected.abs().max() > 1
+    assert expected.abs().max() > 0.5
     torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=0)
     hugging_face.load_state_dict(to_hugging_face(ours.state_dict(), CONFIG))
     torch.testing.assert_close(hugging_face(tokens).logits, expected, atol=1e-5, rtol=0)
@@ -315,6 +296,10 @@ def losses(folder) -> list[float]:
     return [line["loss"] for line in read_metrics(folder) if "loss" in line]
 
 
+def held_out(folder) -> list[float]:
+    return [line["validation_loss"] for line in read_metrics(folder) if "validation_loss" in line]
+
+
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
@@ -338,12 +323,7 @@ def test_a_run_moves_to_another_mesh(corpus, straight, tmp_path, first, second):
     said = run(corpus, tmp_path, second[1], second[0])
     assert "after step 3" in said
     assert losses(tmp_path) == pytest.approx(losses(straight[0]), abs=2e-5)
-    held_out = [
-        [m["validation_loss"] for m in read_metrics(f) if "validation_loss" in m]
-        for f in (tmp_path, straight[0])
-    ]
-    assert held_out[0] == pytest.approx(held_out[1], abs=2e-5)
-    # The likeliest tokens, drawn with equal numbers: the sample is the same text.
+    assert held_out(tmp_path) == pytest.approx(held_out(straight[0]), abs=2e-5)
     assert said.partition("----")[2] == straight[1].partition("----")[2] != ""
 
 
@@ -430,7 +410,7 @@ def test_script(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_tp_fsdp_counts_what_the_formula_says():
-    output = torchrun(FOLDER / "tp_fsdp.py", ranks=4, timeout=240).check().output
+    output = warm.run(FOLDER / "tp_fsdp.py", ranks=4, timeout=240).check().output
     rows = re.findall(r"^(\d) x (\d) +([\d, ]+)$", output, flags=re.MULTILINE)
     assert [row[:2] for row in rows] == [("4", "1"), ("2", "2"), ("1", "4")]
     for shards, tp, numbers in rows:
@@ -447,7 +427,7 @@ def test_tp_fsdp_counts_what_the_formula_says():
 
 @pytest.mark.slow
 def test_three_dimensions():
-    output = torchrun(FOLDER / "three_dimensions.py", ranks=8, timeout=280).check().output
+    output = warm.run(FOLDER / "three_dimensions.py", ranks=8, timeout=280).check().output
     assert_differences(output, rows=1)
     places = re.findall(r"^ +(\d) +(\d) +(\d) +(\d)   (\S.*?)  ", output, flags=re.MULTILINE)
     assert [tuple(map(int, place[1:4])) for place in places] == [
