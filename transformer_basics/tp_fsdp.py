@@ -142,7 +142,7 @@ class CountByAxis(TorchDispatchMode):
             known = (o for o in OPERATIONS if name.startswith(o.replace("_", "")))
             operation = next(known, "send" if name == "send" else None)
             if operation:
-                key = self.axes[group_name(args)], operation
+                key = self.axes.get(group_name(args), "all ranks"), operation
                 self.calls[key] += 1
                 self.nbytes[key] += max(map(total_bytes, (*args[:2], result)))
         return result
