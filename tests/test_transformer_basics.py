@@ -446,3 +446,41 @@ def assert_differences(output: str, rows: int) -> None:
         loss, norm, gradient, parameter = map(float, line.split()[-4:])
         assert max(loss, norm, gradient) < 1e-5
         assert parameter < 5e-4
+
+
+@pytest.mark.slow
+def test_benchmark():
+    script = FOLDER / "benchmark.py"
+    args = ("--size", "tiny", "--repeats", 1, "--steps", 1)
+    output = warm.run(script, *args, ranks=4, timeout=200).check().output
+    rows = re.findall(
+        r"^(\S+=4|dp_shard=2 tp=2) .* (\d+)% +(\d+) +([\d.]+) +([\d.]+)$", output, re.M
+    )
+    assert [row[0] for row in rows] == ["dp_replicate=4", "dp_shard=4", "tp=4", "dp_shard=2 tp=2"]
+    parameters = sum(p.numel() for p in GPT(GPTConfig(256, 64, 2, 4, 64)).parameters())
+    held = {row[0]: float(row[4]) for row in rows}
+    sent = {row[0]: float(row[3]) for row in rows}
+    # Parameter, gradient and AdamW's two averages, 4 bytes each.
+    assert held["dp_replicate=4"] == pytest.approx(16 * parameters / 1e6, abs=0.01)
+    assert held["dp_shard=4"] == pytest.approx(16 * parameters / 4 / 1e6, abs=0.01)
+    assert sent["dp_replicate=4"] == pytest.approx(4 * parameters * 2 * 3 / 4 / 1e6, abs=0.02)
+    wrong = python(script, "--mesh", "tp=2")
+    assert wrong.returncode == 2
+    assert "does not multiply to the 1 rank(s)" in wrong.output
+
+
+# ---- one GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [("", 5e-3), ("--precision bf16", 1e-1), ("--compile", 1e-2), ("--tied", None)],
+)
+def test_gpu_loss_equals_cpu(corpus, straight, tmp_path, flags, tolerance):
+    args = (*TINY, "--device", "cuda", "--output-dir", tmp_path, "--data", *corpus)
+    result = torchrun(TRAIN, *args, *flags.split(), ranks=1, timeout=280).check()
+    assert "1 rank(s) on cuda, nccl" in result.output
+    assert np.isfinite(losses(tmp_path)).all()
+    if tolerance:
+        assert losses(tmp_path) == pytest.approx(losses(straight[0]), abs=tolerance)
