@@ -85,7 +85,7 @@ def apply_activation_checkpointing(model: GPT, every: int = 1) -> GPT:
     """Every `every`-th block keeps only its input, and computes the rest again in backward.
 
     A third more computation for activations of one block instead of all (Chen et al., arXiv
-    1604.06174). Under tensor parallelism the block's sums are communicated again, too.
+    1604.06174). Under tensor parallelism the sum after attention is communicated again, too.
     """
     for i, block in enumerate(model.blocks.values()):
         block.recompute = i % every == 0
