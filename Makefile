@@ -34,6 +34,7 @@ bench: check ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/collectives.py
 	.venv/bin/python benchmarks/ddp.py
 	.venv/bin/python benchmarks/fsdp.py
+	.venv/bin/python benchmarks/gpt.py
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py

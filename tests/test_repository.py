@@ -510,7 +510,7 @@ def test_make_other_targets(project):
     assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
     assert make(project, "test")[1] == [CHECK, PYTEST]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
-    benchmarks = [f"python benchmarks/{name}.py" for name in ("collectives", "ddp", "fsdp")]
+    benchmarks = [f"python benchmarks/{name}.py" for name in ("collectives", "ddp", "fsdp", "gpt")]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     status, calls, output = make(project)
     assert (status, calls) == (0, [])

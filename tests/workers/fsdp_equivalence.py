@@ -107,7 +107,7 @@ def run_case(
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     generator = torch.Generator().manual_seed(1)
     steps = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
         labels = torch.randint(10, (GLOBAL_BATCH,), generator=generator)
         share = slice(worker.rank, None, worker.world_size)
@@ -122,9 +122,12 @@ def run_case(
                 "loss": train.all_sum([loss], worker)[0] / worker.world_size,
                 "gradients": gradients,
                 "norm": torch.nn.utils.get_total_norm(gradients.values()),
-                "parameters": {n: whole(p.detach()) for n, p in module.named_parameters()},
+                "parameters": {},
             }
         )
+        if step == STEPS - 1:  # all steps led to them
+            parameters = {n: whole(p.detach()) for n, p in module.named_parameters()}
+            steps[-1]["parameters"] = parameters
     return steps
 
 

@@ -1,0 +1,268 @@
+"""How fast the GPT trains, measured: the sides of every comparison take turns in one run.
+
+    python benchmarks/gpt.py               # all of it, about half an hour; writes results/gpt.md
+    python benchmarks/gpt.py --repeats 1 --sizes tiny --no-write     # a quick look
+
+(a) one process, one thread: train.py's step, a bare loop, transformers' GPT-2; and MFU
+(b) bf16 against fp32   (c) two data-parallel ranks against one; FSDP2 against DDP
+(d) tensor parallelism on two ranks against one process with two threads
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "transformer_basics"), str(ROOT / "benchmarks")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
+
+import report
+import torch
+import torch.distributed as dist
+from benchmark import SIZES, Side, config_of
+from flops import matmul_peak, wait
+from model import GPT, cross_entropy, initialize
+from runtime import Worker, distributed_worker
+from tensor_parallel_layers import cut_model, vocab_parallel_cross_entropy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium"])
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
+    args = parser.parse_args()
+    if args.part:
+        with distributed_worker(args.device) as worker:
+            samples = {size: PARTS[args.part](worker, args.repeats, size) for size in args.sizes}
+            if worker.is_main:
+                report.say(samples)
+        return
+    options = (__file__, "--repeats", args.repeats, "--device", args.device)
+    options += ("--sizes", *args.sizes, "--part")
+    one = report.measure(sys.executable, *options, "one_process")
+    sections = one_process_text(one)
+    if args.device == "cpu" or torch.cuda.device_count() > 1:
+        torchrun = report.torchrun(ranks=2)
+        sections += data_parallel_text(report.measure(*torchrun, *options, "data_parallel"))
+        sections += tensor_parallel_text(report.measure(*torchrun, *options, "tensor_parallel"))
+    if args.no_write:
+        print("\n\n".join(sections))
+    else:
+        report.write("gpt", "How fast the GPT trains", sections)
+
+
+# ---- sides: functions that train a few steps and return tokens per second
+
+
+def template(mesh: str, size: str, worker: Worker, batch: int, **more) -> Callable[[], float]:
+    """train.py's own step on this mesh."""
+    usual = {"size": size, "precision": "fp32", "compile": False, "keep_gathered": True}
+    args = usual | {"sequence_parallel": False, "batch_size": batch} | more
+    side = Side(mesh, SimpleNamespace(**args), worker)
+    return lambda: side.tokens_per_second(STEPS)
+
+
+def bare(size: str, worker: Worker, batch: int, wrap=lambda model: model, loss=cross_entropy):
+    """The plainest loop, with whatever `wrap` makes of the model; `batch` sequences per rank."""
+    config = config_of(size)
+    model = wrap(initialize(GPT(config), 0).to(worker.device))
+    return loop(model, lambda x, y: loss(model(x), y), config, worker, batch)
+
+
+def hugging_face(size: str, worker: Worker, batch: int):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = config_of(size)
+    theirs = GPT2Config(
+        vocab_size=config.vocab_size,
+        n_positions=config.block_size,
+        n_layer=config.layers,
+        n_head=config.heads,
+        n_embd=config.dim,
+        tie_word_embeddings=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(theirs).to(worker.device)
+    return loop(model, lambda x, y: cross_entropy(model(x).logits, y), config, worker, batch)
+
+
+def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int) -> Callable[[], float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (batch, config.block_size + 1), generator=generator)
+    x, y = tokens[:, :-1].to(worker.device), tokens[:, 1:].to(worker.device)
+
+    def tokens_per_second() -> float:
+        started = wait(worker.device)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(x, y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        wait(worker.device)
+        return STEPS * x.numel() / (time.perf_counter() - started)
+
+    return tokens_per_second
+
+
+STEPS = 3  # of a sample
+
+
+def alone(side: Callable[[], float], worker: Worker, threads: int = 1) -> Callable[[], float]:
+    """Rank 0 works, the others wait."""
+
+    def run() -> float:
+        torch.set_num_threads(threads)
+        rate = side() if worker.is_main else 0.0
+        torch.set_num_threads(1)
+        dist.barrier()
+        return rate
+
+    return run
+
+
+def together(side: Callable[[], float], worker: Worker, shares: int = 1) -> Callable[[], float]:
+    """All ranks work, from a common start to the end of the last; `shares` of the data at once."""
+
+    def run() -> float:
+        dist.barrier()
+        rate = torch.tensor(side() * shares)
+        dist.all_reduce(rate, op=dist.ReduceOp.MIN)
+        return rate.item()
+
+    return run
+
+
+# ---- the parts
+
+
+def one_process(worker: Worker, repeats: int, size: str) -> dict:
+    batch, mesh = SIZES[size][1], "dp_shard=1"
+    sides = {
+        "train.py's step": template(mesh, size, worker, batch),
+        "bare loop": bare(size, worker, batch),
+        "transformers": hugging_face(size, worker, batch),
+        "bf16": template(mesh, size, worker, batch, precision="bf16"),
+    }
+    peaks = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        peaks[f"{name} peak"] = lambda dtype=dtype: matmul_peak(worker.device, dtype)
+    return report.alternate(repeats, sides | peaks)
+
+
+def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
+    """One rank with its batch against two with twice as many sequences; then two kinds of FSDP."""
+    batch = SIZES[size][1]
+    both = (size, worker, 2 * batch)
+    ddp = bare(size, worker, batch, wrap_ddp)
+    sides = {
+        "one rank": alone(bare(size, worker, batch), worker),
+        "DDP": together(ddp, worker, shares=2),
+        "copies": template("dp_replicate=2", *both),
+        "ZeRO-2": template("dp_shard=2", *both),
+        "ZeRO-3": template("dp_shard=2", *both, keep_gathered=False),
+    }
+    return report.alternate(repeats, sides)
+
+
+def wrap_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
+    batch = SIZES[size][1]
+    by_hand = bare(size, worker, batch, cut_model, vocab_parallel_cross_entropy)
+    sides = {
+        "one process, two threads": alone(bare(size, worker, batch), worker, threads=2),
+        "by hand": together(by_hand, worker),
+        "DTensor": template("tp=2", size, worker, batch),
+        "DTensor, sequence parallel": template("tp=2", size, worker, batch, sequence_parallel=True),
+    }
+    return report.alternate(repeats, sides)
+
+
+PARTS = {f.__name__: f for f in (one_process, data_parallel, tensor_parallel)}
+
+
+# ---- the report: tokens per second, and ratios pair by pair
+
+
+def table(samples: dict, names: list[str], ratios: dict[str, tuple[str, str]]) -> str:
+    sizes = list(samples)
+    rows = [("tokens/s: median (min ... max)", *map(describe, sizes))]
+    rows += [(name, *(report.summary(samples[s][name]) for s in sizes)) for name in names]
+    for title, (a, b) in ratios.items():
+        pairs = [report.ratio_of_pairs(samples[s][a], samples[s][b]) for s in sizes]
+        rows.append((title, *map(report.summary, pairs)))
+    return report.table(rows)
+
+
+def describe(size: str) -> str:
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT(config_of(size)).parameters())
+    return f"{size}: {parameters / 1e6:.1f} M parameters, {SIZES[size][1]} sequences a rank"
+
+
+def one_process_text(samples: dict) -> list[str]:
+    names = ["train.py's step", "bare loop", "transformers", "bf16"]
+    ratios = {
+        "train.py / transformers": (names[0], names[2]),
+        "train.py / bare loop": (names[0], names[1]),
+        "bf16 / fp32, both train.py": ("bf16", names[0]),
+    }
+    rows = [("share of the matmul peak (MFU)", *map(describe, samples))]
+    for title, rate, peak in (
+        ("fp32", names[0], "fp32 peak"),
+        ("bf16", "bf16", "bf16 peak"),
+    ):
+        cells = []
+        for size, found in samples.items():
+            flops = config_of(size).flops_per_token(config_of(size).block_size)
+            best = statistics.median(found[peak])
+            shares = [r * flops / best for r in found[rate]]
+            cells.append(f"{report.summary(shares)} of {best / 1e9:.0f} GFLOP/s")
+        rows.append((title, *cells))
+    heading = "## (a), (b) One process, one thread"
+    return [heading, table(samples, names, ratios), report.table(rows)]
+
+
+def data_parallel_text(samples: dict) -> list[str]:
+    names = ["one rank", "DDP", "copies", "ZeRO-2", "ZeRO-3"]
+    ratios = {
+        "DDP / one rank": ("DDP", "one rank"),
+        "copies / one rank": ("copies", "one rank"),
+        "ZeRO-2 / DDP": ("ZeRO-2", "DDP"),
+        "ZeRO-3 / DDP": ("ZeRO-3", "DDP"),
+    }
+    text = (
+        "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
+        "--dp-shard 2. One rank has one thread and half of the sequences; the other rank waits."
+    )
+    heading = "## (c) Two data-parallel ranks"
+    return [heading, table(samples, names, ratios), text]
+
+
+def tensor_parallel_text(samples: dict) -> list[str]:
+    names = list(next(iter(samples.values())))
+    one = names[0]
+    ratios = {f"{name} / one process": (name, one) for name in names[1:]}
+    heading = "## (d) Two tensor-parallel ranks against one process with two threads"
+    return [heading, table(samples, names, ratios)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,486 @@
+"""transformer_basics/train.py: every mesh takes the steps of one process."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import arguments
+import data
+import numpy as np
+import pytest
+import torch
+import warm
+from build import stage_layers
+from data import Batches, bigram_loss
+from helpers import ROOT, python, read_metrics, torchrun
+from model import GPT, GPTConfig, from_hugging_face, initialize, to_hugging_face
+from runtime import UserError, Worker
+from steps import learning_rate
+from workers.gpt_equivalence import CASES, KINDS, LR, STEPS
+
+FOLDER = ROOT / "transformer_basics"
+TRAIN = FOLDER / "train.py"
+# A small run: the corpus is two files of the reader's own.
+TINY = (
+    *("--layers", 2, "--heads", 2, "--dim", 16, "--block-size", 16, "--batch-size", 8),
+    *("--steps", 8, "--log-every", 1, "--eval-every", 4, "--eval-batches", 2),
+    *("--checkpoint-every", 4, "--sample", 12),
+)
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory):
+    script, folder = ROOT / "tests/workers/gpt_equivalence.py", tmp_path_factory.mktemp("matrix")
+    for ranks in (1, 2, 4, 8):
+        warm.run(script, folder / str(ranks), ranks=ranks, timeout=240).check()
+    return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 4, 8)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "mesh", "kind"), CASES)
+def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
+    expected, actual = matrix[1][kind], matrix[ranks][mesh, kind]
+    assert len(actual["loss"]) == STEPS
+    # fp32 sums in another order: about 1e-7 for numbers of order one, times 5 for other machines.
+    # AdamW divides by the root of small squares, which magnifies that: a hundredth of a step of its
+    # lr is allowed. bf16 has 8 bits: an error of 4e-3 in each number on the way.
+    tolerance = {"loss": 2e-6, "norm": 2e-6, "gradients": 1e-6, "parameters": 1e-6}
+    if KINDS[kind][1] == "adamw":
+        tolerance["parameters"] = 1e-2 * LR
+    if kind == "bf16":
+        tolerance = {"loss": 1e-2, "gradients": 1e-2, "parameters": 1e-2}
+    for part in ("loss", "norm"):
+        assert len(actual[part]) == len(expected[part])
+        for step, (a, b) in enumerate(zip(actual[part], expected[part], strict=True)):
+            close(a, b, tolerance[part], f"{part} in step {step}")
+    for part in ("gradients", "parameters"):  # of the first and the last step, at the end
+        for found, wanted in zip(actual[part], expected[part], strict=True):
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                close(found[name], tensor, tolerance[part], f"{part} {name}")
+
+
+def close(actual, expected, tolerance, what):
+    actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
+
+
+@pytest.mark.slow
+def test_matrix_compares_something(matrix):
+    one = matrix[1]
+    assert all(abs(norm - 0.1) > 1e-3 for norm in one["clip"]["norm"])  # so clipping clips
+    gradients = one["clip"]["gradients"][0].values()
+    assert sum(g.square().sum() for g in gradients).sqrt() == pytest.approx(0.1, rel=1e-4)
+    assert "head.weight" not in one["tied"]["parameters"][0]  # it is token_embedding.weight
+    assert matrix[2]["--tp 2", "bf16"]["loss"] != matrix[2]["--tp 2", "sgd"]["loss"]
+
+
+# ---- the model
+
+
+CONFIG = GPTConfig(vocab_size=50, block_size=32, layers=2, heads=4, dim=24)
+
+
+@pytest.fixture(scope="module")
+def hugging_face():
+    """transformers' GPT-2 of the same size, with random values everywhere, key biases too."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+def test_it_is_gpt2(hugging_face):
+    tokens = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
+    expected = hugging_face(tokens).logits
+    ours = GPT(CONFIG)
+    ours.load_state_dict(from_hugging_face(hugging_face.state_dict(), CONFIG))
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=0)
+    hugging_face.load_state_dict(to_hugging_face(ours.state_dict(), CONFIG))
+    torch.testing.assert_close(hugging_face(tokens).logits, expected, atol=1e-5, rtol=0)
+    again = from_hugging_face(hugging_face.state_dict(), CONFIG)
+    assert again.keys() == ours.state_dict().keys()
+    assert all(torch.equal(again[name], value) for name, value in ours.state_dict().items())
+
+
+def test_flops_are_those_of_the_matrix_products():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, tokens = GPT(CONFIG), torch.zeros(2, 32, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    # The counter has attention's products on this device or it has not: all else is 6 a weight.
+    weights = sum(
+        p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n
+    )
+    attention = 12 * CONFIG.layers * 32 * CONFIG.dim
+    assert CONFIG.flops_per_token(32) == 6 * weights + attention
+    assert counter.get_total_flops() >= 0.9 * 64 * 6 * weights
+
+
+def test_stages_together_are_the_model():
+    whole = initialize(GPT(CONFIG), seed=3)
+    parts = [initialize(GPT(CONFIG, layers), seed=3) for layers in (range(1), range(1, 2))]
+    named = {name: p for part in parts for name, p in part.named_parameters()}
+    assert named.keys() == dict(whole.named_parameters()).keys()
+    assert all(torch.equal(named[name], p) for name, p in whole.named_parameters())
+    tokens = torch.arange(20)[None]
+    assert torch.equal(parts[1](parts[0](tokens)), whole(tokens))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_layers_of_stages(stages):
+    class Axis:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def size(self):
+            return stages
+
+        def get_local_rank(self):
+            return self.rank
+
+    ranges = [stage_layers(5, Axis(rank)) for rank in range(stages)]
+    assert [i for layers in ranges for i in layers] == list(range(5))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+# ---- the data
+
+
+def test_ranks_share_the_batches_of_one_process():
+    tokens = np.arange(1000, dtype=np.uint16)
+    one, ranks = Batches(tokens, 9, 6, seed=0), [Batches(tokens, 9, 6, seed=0) for _ in range(3)]
+    seen = []
+    for step in range(2 * one.per_epoch):
+        x, y = one.get(step, 0, 1)
+        assert x.shape == y.shape == (6, 9)
+        assert torch.equal(x + 1, y)
+        parts = [rank.get(step, i, 3) for i, rank in enumerate(ranks)]
+        for i, (a, b) in enumerate(parts):
+            assert torch.equal(a, x[i::3])
+            assert torch.equal(b, y[i::3])
+        seen.append(x[:, 0].tolist())
+    first, second = (sum(seen[i * one.per_epoch :][: one.per_epoch], []) for i in range(2))  # noqa: RUF017
+    assert len(set(first)) == len(first) == one.per_epoch * 6  # none twice in an epoch
+    assert first != second
+    assert torch.equal(one.get(3, 0, 1)[0], Batches(tokens, 9, 6, seed=0).get(3, 0, 1)[0])
+
+
+def test_split_by_document():
+    documents = [(f"{i}.py", b"x" * i) for i in range(1, 50)]
+    train, held_out = data.split(documents)
+    assert len(held_out) == 3
+    assert sorted(map(len, train + held_out)) == list(range(1, 50))
+    (train,), (held_out,) = data.split([("one", b"a line\n" * 100)])
+    assert train + held_out == b"a line\n" * 100
+    assert train.endswith(b"\n")
+    assert 30 <= len(held_out) < 50
+
+
+def test_bigram_loss_by_hand():
+    tokens = np.array([0, 1, 0, 1, 0, 2], dtype=np.uint8)
+    x, y = torch.tensor([[0, 1]]), torch.tensor([[1, 0]])
+    # After 0: 1 twice and 2 once, and one for each of three: 3/6. After 1: 0 twice: 3/5.
+    expected = -(np.log(3 / 6) + np.log(3 / 5)) / 2
+    assert bigram_loss(tokens, x, y, 3) == pytest.approx(expected)
+
+
+@pytest.fixture
+def one_rank(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(data, "together", lambda action: action())
+    return Worker(0, 0, 1, torch.device("cpu"))
+
+
+def test_tokens_are_mapped_and_written_once(one_rank, tmp_path):
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text(f"text of {file.name}: \u00e4")
+    corpus = data.load_corpus(files, None, one_rank)
+    assert isinstance(corpus.train, np.memmap)
+    both = bytes(corpus.train) + bytes(corpus.validation)
+    assert sorted(both.split(b"\0")[:2]) == [file.read_bytes() for file in files]
+    assert corpus.decode(corpus.encode("x \u00e4")) == "x \u00e4"
+    before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "cache").iterdir())]
+    data.load_corpus(files, None, one_rank)
+    assert before == [path.stat().st_mtime_ns for path in sorted((tmp_path / "cache").iterdir())]
+    files[0].write_text("another text")
+    assert b"another" in bytes((again := data.load_corpus(files, None, one_rank)).train) + bytes(
+        again.validation
+    )
+
+
+def test_bad_data(one_rank, tmp_path):
+    (tmp_path / "empty").touch()
+    for name, message in (("nowhere", "there is no file"), ("empty", "is empty")):
+        with pytest.raises(UserError, match=message):
+            data.load_corpus([tmp_path / name], None, one_rank)
+    with pytest.raises(UserError, match="cannot load --tokenizer"):
+        data.load_tokenizer(str(tmp_path / "no tokenizer"))
+    with pytest.raises(UserError, match="too short: 100 tokens are no batch of 8"):
+        Batches(np.zeros(100, np.uint8), 16, 8, 0)
+
+
+# ---- the arguments
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ("--tp 2", 3, "--pp 1 x --dp-replicate 1 x --dp-shard 1 x --tp 2 do not multiply to the 3"),
+        ("--tp 2", 1, "do not multiply to the 1 rank"),
+        ("--pp 2 --dp-shard 2 --tp 2 --dp-replicate 2", 8, "do not multiply to the 8"),
+        ("--tp 3", 3, "--heads 4 does not divide by 3"),
+        ("--pp 2 --accumulate 1", 2, "--accumulate 1 micro-batches do not fill --pp 2 stages"),
+        ("--pp 4 --layers 3", 4, "--layers 3 are too few for --pp 4"),
+        ("--pp 2 --tied", 2, "--tied does not work with --pp"),
+        ("--dp-shard 3", 3, "--batch-size 16 does not divide by 3"),
+        ("--dim 30", 1, "--dim 30 does not divide by 4"),
+        ("--tp 2 --sequence-parallel --block-size 33", 2, "--block-size 33 does not divide by 2"),
+        ("--loss-parallel", 2, "need --tp"),
+        ("--steps 0", 1, "--steps must be at least 1"),
+        ("--profile", 1, "need an --output-dir"),
+    ],
+)
+def test_what_does_not_fit_is_refused(monkeypatch, capsys, flags, ranks, message):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    with pytest.raises(SystemExit) as exit_:
+        arguments.parse_args()
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_learning_rate():
+    class Args:
+        lr, warmup, steps = 0.5, 0.1, 100
+
+    rates = [learning_rate(step, Args) for step in range(100)]
+    assert rates[0] == 0.05
+    assert max(rates) == rates[9] == 0.5
+    assert 0.05 < rates[-1] < 0.051
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+# ---- the whole script
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for name in ("argparse", "json.decoder", "textwrap"):
+        text = Path(sys.modules[name].__file__).read_bytes()[:9000]
+        (folder / f"{name}.py").write_bytes(text)
+    return sorted(folder.iterdir())
+
+
+def run(corpus, folder, flags: str, ranks: int, stop: int = 0) -> str:
+    script = ROOT / "tests/workers/gpt_resume.py"
+    args = (*TINY, "--output-dir", folder, "--data", *corpus, *flags.split())
+    return warm.run(script, stop, *args, ranks=ranks).check().output
+
+
+def losses(folder) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder) if "loss" in line]
+
+
+def held_out(folder) -> list[float]:
+    return [line["validation_loss"] for line in read_metrics(folder) if "validation_loss" in line]
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, run(corpus, folder, "", ranks=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, "--tp 2 --sequence-parallel"), (2, "--tp 2 --sequence-parallel")),
+        ((2, "--pp 2"), (2, "--dp-shard 2")),
+        ((4, "--dp-shard 2 --tp 2"), (1, "")),
+        ((1, ""), (4, "--pp 2 --tp 2 --loss-parallel")),
+    ],
+)
+def test_a_run_moves_to_another_mesh(corpus, straight, tmp_path, first, second):
+    """Stopped by SIGTERM after 3 steps on one mesh, continued on another: the same run."""
+    said = run(corpus, tmp_path, first[1], first[0], stop=3)
+    assert "stopped by SIGTERM after step 3 of 8: saved" in said
+    said = run(corpus, tmp_path, second[1], second[0])
+    assert "after step 3" in said
+    assert losses(tmp_path) == pytest.approx(losses(straight[0]), abs=2e-5)
+    assert held_out(tmp_path) == pytest.approx(held_out(straight[0]), abs=2e-5)
+    assert said.partition("----")[2] == straight[1].partition("----")[2] != ""
+
+
+@pytest.mark.slow
+def test_resumed_run_equals_the_straight_one(corpus, tmp_path):
+    """On one mesh, bit for bit."""
+    flags, states = "--tp 2 --clip 0.2", []
+    for name, stops in (("straight", [0]), ("stopped", [5, 0])):
+        for stop in stops:
+            run(corpus, tmp_path / name, flags, ranks=2, stop=stop)
+        states.append(saved_parameters(tmp_path / name))
+    assert losses(tmp_path / "straight") == losses(tmp_path / "stopped")
+    assert len(losses(tmp_path / "straight")) == 8
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def saved_parameters(folder) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    model = GPT(GPTConfig(256, 16, 2, 2, 16))
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder / "checkpoint/step_00000008", no_dist=True)
+    return state["model"]
+
+
+@pytest.mark.slow
+def test_export_and_generate(straight, tmp_path):
+    """The saved run, in transformers and in one process and on two meshes: the same greedy text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _ = straight
+    exported = tmp_path / "exported"
+    said = python(FOLDER / "export_hugging_face.py", folder, exported).check().output
+    assert float(re.search(r"differ by (\S+) at most", said)[1]) < 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    inputs = tokenizer("def \u00e4", return_tensors="pt")
+    assert inputs.input_ids[0].tolist() == list("def \u00e4".encode())
+    tokens = model.generate(**inputs, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    expected = tokenizer.decode(tokens[0])
+    options = (folder, "--prompt", "def \u00e4", "--tokens", 9, "--temperature", 0)
+    for mesh, ranks in (("", 1), ("--tp 2", 2), ("--pp 2", 2)):
+        result = warm.run(FOLDER / "generate.py", *options, *mesh.split(), ranks=ranks).check()
+        assert result.output.rstrip("\n").endswith(expected), (mesh, result.output)
+    again = python(FOLDER / "export_hugging_face.py", folder, exported)
+    assert again.returncode == 2
+    assert "is not empty" in again.output
+
+
+@pytest.mark.slow
+def test_broken_checkpoints(straight, tmp_path):
+    import shutil
+
+    missing = warm.run(FOLDER / "generate.py", tmp_path)
+    assert missing.returncode == 2
+    assert "there is no checkpoint in" in missing.output
+    shutil.copytree(straight[0], tmp_path / "broken")
+    (file,) = (tmp_path / "broken").rglob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    flipped = warm.run(FOLDER / "generate.py", tmp_path / "broken")
+    assert flipped.returncode == 2
+    assert "is broken" in flipped.output
+
+
+@pytest.mark.slow
+def test_script(corpus, tmp_path):
+    flags = ("--profile", "--steps", 14, "--tensorboard", "--output-dir", tmp_path)
+    result = torchrun(TRAIN, *TINY, *flags, "--data", *corpus, timeout=240).check()
+    assert "pp 1   dp_replicate 2   dp_shard 1   tp 1" in result.output
+    assert re.search(r"held out, on which a bigram model has a loss of [\d.]+\n", result.output)
+    assert "---- 12 tokens after 'def ':\ndef " in result.output
+    for word in ("Warning", "Traceback", "redistribut"):
+        assert word not in result.output
+    for rank in (0, 1):
+        events = json.loads((tmp_path / f"trace_{rank}.json").read_text())["traceEvents"]
+        assert any("all_reduce" in str(event.get("name")) for event in events)
+    measured = [m for m in read_metrics(tmp_path) if "mfu" in m]
+    assert all(m["tokens_per_second"] > 0 and 0 < m["mfu"] < 1 for m in measured)
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+def test_tp_fsdp_counts_what_the_formula_says():
+    output = warm.run(FOLDER / "tp_fsdp.py", ranks=4, timeout=240).check().output
+    rows = re.findall(r"^(\d) x (\d) +([\d, ]+)$", output, flags=re.MULTILINE)
+    assert [row[:2] for row in rows] == [("4", "1"), ("2", "2"), ("1", "4")]
+    for shards, tp, numbers in rows:
+        held, gathered, dp_calls, dp, dp_formula, tp_calls, sent, formula = (
+            int(n.replace(",", "")) for n in numbers.split()
+        )
+        assert dp == dp_formula
+        assert sent == formula
+        assert (dp_calls > 0, tp_calls > 0) == (shards != "1", tp != "1")
+        assert 1881088 / 4 <= held < 1.1 * 1881088 / 4
+        assert gathered < 1.1 * 1881088 / int(tp)
+    assert_differences(output, rows=3)
+
+
+@pytest.mark.slow
+def test_three_dimensions():
+    output = warm.run(FOLDER / "three_dimensions.py", ranks=8, timeout=280).check().output
+    assert_differences(output, rows=1)
+    places = re.findall(r"^ +(\d) +(\d) +(\d) +(\d)   (\S.*?)  ", output, flags=re.MULTILINE)
+    assert [tuple(map(int, place[1:4])) for place in places] == [
+        (pp, dp, tp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)
+    ]
+    assert [place[4] for place in places[::4]] == ["embeddings, block 0", "block 1, norm, head"]
+    # Two micro-batches of two sequences of 64 tokens, each 128 numbers of 4 bytes.
+    assert re.search(r"^pp +group of 2 +2 +131,072 ", output, flags=re.MULTILINE)
+
+
+def assert_differences(output: str, rows: int) -> None:
+    """The table of differences: loss, norm, gradient, parameter (AdamW with a rate of 1e-3)."""
+    table = output.partition("largest difference of")[2].splitlines()[1:]
+    assert len(table) == rows
+    for line in table:
+        loss, norm, gradient, parameter = map(float, line.split()[-4:])
+        assert max(loss, norm, gradient) < 1e-5
+        assert parameter < 5e-4
+
+
+@pytest.mark.slow
+def test_benchmark():
+    script = FOLDER / "benchmark.py"
+    args = ("--size", "tiny", "--repeats", 1, "--steps", 1)
+    output = warm.run(script, *args, ranks=4, timeout=200).check().output
+    rows = re.findall(
+        r"^(\S+=4|dp_shard=2 tp=2) .* (\d+)% +(\d+) +([\d.]+) +([\d.]+)$", output, re.M
+    )
+    assert [row[0] for row in rows] == ["dp_replicate=4", "dp_shard=4", "tp=4", "dp_shard=2 tp=2"]
+    parameters = sum(p.numel() for p in GPT(GPTConfig(256, 64, 2, 4, 64)).parameters())
+    held = {row[0]: float(row[4]) for row in rows}
+    sent = {row[0]: float(row[3]) for row in rows}
+    # Parameter, gradient and AdamW's two averages, 4 bytes each.
+    assert held["dp_replicate=4"] == pytest.approx(16 * parameters / 1e6, abs=0.01)
+    assert held["dp_shard=4"] == pytest.approx(16 * parameters / 4 / 1e6, abs=0.01)
+    assert sent["dp_replicate=4"] == pytest.approx(4 * parameters * 2 * 3 / 4 / 1e6, abs=0.02)
+    wrong = python(script, "--mesh", "tp=2")
+    assert wrong.returncode == 2
+    assert "does not multiply to the 1 rank(s)" in wrong.output
+
+
+# ---- one GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [("", 5e-3), ("--precision bf16", 1e-1), ("--compile", 1e-2), ("--tied", None)],
+)
+def test_gpu_loss_equals_cpu(corpus, straight, tmp_path, flags, tolerance):
+    args = (*TINY, "--device", "cuda", "--output-dir", tmp_path, "--data", *corpus)
+    result = torchrun(TRAIN, *args, *flags.split(), ranks=1, timeout=280).check()
+    assert "1 rank(s) on cuda, nccl" in result.output
+    assert np.isfinite(losses(tmp_path)).all()
+    if tolerance:
+        assert losses(tmp_path) == pytest.approx(losses(straight[0]), abs=tolerance)

@@ -1,0 +1,187 @@
+"""Ring attention, and a GPT with it, on rings of 1 to 4 ranks: every rank saves what it found.
+
+Started by test_transformer_basics_context.py as one job of 4 ranks. Rings of fewer ranks are
+subgroups that do not begin with rank 0, so that a rank's number in its ring is another than in the
+job. The reference, one process with whole sequences, is computed by rank 0 alone, with the model as
+it is.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+
+import context_parallel_from_scratch as script
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from model import GPT, GPTConfig, initialize
+from ring_attention import Ring, apply_context_parallel, own_tokens, ring_attention
+from runtime import distributed_worker
+
+STEPS, BATCH, LENGTH, VOCABULARY = 3, 4, 24, 11
+RINGS = {1: [2], 2: [1, 3], 3: [1, 2, 3], 4: [0, 1, 2, 3]}
+FLOATS = {"double": torch.float64, "float": torch.float32, "bf16": torch.bfloat16}
+ATTENTION = {  # kind -> dtype, factor on the queries
+    "double": ("double", 1.0),
+    "float": ("float", 1.0),
+    "large": ("float", 200.0),  # exp(score) alone would be infinite
+    "bf16": ("bf16", 1.0),
+}
+# In float64 on all rings; the others on those that do not divide by two.
+ATTENTIONS = [(kind, size) for kind in ATTENTION for size in RINGS if kind == "double" or size == 3]
+MODELS = {  # (ranks of a ring, balanced, what differs)
+    (1, True, "sgd"),
+    (2, True, "sgd"),
+    (2, False, "adamw"),
+    (2, False, "sgd double"),
+    (2, True, "adamw double tied recompute"),
+    (3, False, "sgd"),
+    (3, True, "adamw double"),
+    (4, True, "sgd"),
+    (4, True, "adamw tied"),
+    (4, False, "sgd double recompute"),
+    (4, True, "adamw double"),
+    (2, True, "sgd data"),  # two rings, each with half of the batch
+    (2, False, "adamw double tied data"),
+}
+# The script's sizes for what it counts, on 4 ranks.
+SIZES = SimpleNamespace(batch_size=2, heads=2, length=256, dim=16)
+
+
+def qkv(kind: str) -> list[torch.Tensor]:
+    """Queries, keys, values of whole sequences, and a gradient of the output."""
+    dtype, factor = ATTENTION[kind]
+    generator = torch.Generator().manual_seed(3)
+    tensors = torch.randn(4, 2, 3, LENGTH, 5, generator=generator, dtype=torch.float64)
+    tensors[0] *= factor
+    return list(tensors.to(FLOATS[dtype]))
+
+
+def attention(kind: str, ring: Ring) -> dict:
+    q, k, v, dout = (
+        own_tokens(t, 2, ring.rank, ring.size, ring.balanced).requires_grad_() for t in qkv(kind)
+    )
+    out = ring_attention(q, k, v, ring)
+    out.backward(dout.detach())
+    return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def build(how: str) -> GPT:
+    """Odd heads, more positions than tokens, weights large enough that attention is not uniform."""
+    config = GPTConfig(VOCABULARY, LENGTH + 5, 2, 3, 15, tied="tied" in how)
+    model = initialize(GPT(config), seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    for block in model.blocks.values():
+        block.recompute = "recompute" in how
+    return model.double() if "double" in how else model
+
+
+def loss_of(logits, targets):
+    """model.py's is computed in float32, whatever the logits are."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batches() -> list[tuple]:
+    generator = torch.Generator().manual_seed(2)
+    shape = (BATCH, LENGTH + 1)
+    tokens = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(STEPS)]
+    return [(t[:, :-1], t[:, 1:]) for t in tokens]
+
+
+def optimizer(how: str, parameters) -> torch.optim.Optimizer:
+    if "adamw" in how:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def one_process(how: str) -> list[dict]:
+    """An ordinary loop."""
+    model, steps = build(how), []
+    step_of = optimizer(how, model.parameters())
+    for x, y in batches():
+        step_of.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        named = list(model.named_parameters())
+        steps.append({"loss": loss.detach()})
+        steps[-1] |= {f"gradient of {n}": p.grad.clone() for n, p in named}
+        step_of.step()
+        steps[-1] |= {f"value of {n}": p.detach().clone() for n, p in named}
+    return steps
+
+
+def with_ring(how: str, balanced: bool, group, share: int, shares: int) -> list[dict]:
+    """The script's loop. share: of the batch, if several rings divide it."""
+    model = apply_context_parallel(build(how), group, balanced)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = [
+        [own_tokens(t[share::shares], 1, rank, size, balanced) for t in batch]
+        for batch in batches()
+    ]
+    args = SimpleNamespace(optimizer=how.split()[0])
+    everyone = None if shares > 1 else group  # the gradients are summed over both rings
+    return script.train(model, own, args, everyone, context_parallel=True)
+
+
+def collect(worker) -> dict:
+    found = {}
+    for size, ranks in RINGS.items():
+        group = dist.new_group(ranks)
+        if worker.rank not in ranks:
+            continue
+        for balanced in (True, False):
+            for causal in (True, False):
+                ring = Ring(group, causal, balanced)
+                key = (size, balanced, causal)
+                found["visible", *key] = [list(ring.visible(step)) for step in range(size)]
+                for kind, _ in (a for a in ATTENTIONS if a[1] == size):
+                    found["attention", kind, *key] = attention(kind, ring)
+        for case in sorted(MODELS):
+            if case[0] == size and "data" not in case[2]:
+                found["model", case] = with_ring(case[2], case[1], group, 0, 1)
+    dist.barrier()
+    rings = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for case in sorted(MODELS):
+        if "data" in case[2]:
+            mine = worker.rank % 2
+            found["model", case] = with_ring(case[2], case[1], rings[mine], mine, 2)
+    for balanced in (True, False):
+        found["counts", balanced] = script.measure(SIZES, worker, balanced)
+    found["refusals"] = refusals(rings[worker.rank % 2])
+    if worker.is_main:
+        for how in {how for _, _, how in MODELS}:
+            found["one process", how] = one_process(how)
+        for kind in ("softmax(q k) v", "fused kernel"):
+            found["counts", kind] = script.measure(SIZES, worker, kind=kind)
+    return found
+
+
+def refusals(group) -> list[str]:
+    """Before anything is sent."""
+    said = []
+    odd = torch.zeros(1, 1, 3, 2)
+    for attempt in (
+        lambda: own_tokens(torch.arange(10), 0, 1, 4),
+        lambda: ring_attention(odd, odd, odd, Ring(group)),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def main() -> None:
+    script.cross_entropy = loss_of
+    script.OPTIMIZERS = {name: lambda p, name=name: optimizer(name, p) for name in ("sgd", "adamw")}
+    with distributed_worker("cpu") as worker:
+        torch.save(collect(worker), Path(sys.argv[1]) / f"{worker.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Run transformer_basics/train.py's own step on every mesh of the matrix and save what came out.
+
+Started by test_transformer_basics.py with 2, 4 and 8 ranks, and as one process: then the model is
+bare, in a loop that knows nothing of this repository. The global batches are the same in all.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+
+import steps
+import torch
+import torch.distributed as dist
+import train
+from arguments import AXES, parse_args
+from model import GPT, GPTConfig, cross_entropy, initialize
+from runtime import distributed_worker
+from steps import clip_gradients, data_parallel, make_optimizer
+from torch.distributed.device_mesh import init_device_mesh
+
+STEPS, BATCH, LENGTH, VOCABULARY, LR = 5, 16, 12, 44, 0.01
+SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
+# What changes the result, and so has a reference of its own.
+KINDS = {
+    "sgd": ("--clip 0", "sgd"),
+    "adamw": ("--clip 0", "adamw"),
+    "clip": ("--clip 0.1", "sgd"),
+    "tied": ("--clip 0.1 --tied", "adamw"),
+    "deep": ("--clip 0.1 --layers 5", "sgd"),
+    "bf16": ("--clip 0 --precision bf16", "sgd"),
+}
+TP, SP, LP = "--tp {}", "--tp {} --sequence-parallel", "--tp {} --loss-parallel"
+ALL = SP + " --loss-parallel"
+MESHES = {  # ranks -> flags -> kinds
+    2: {
+        "": ("sgd", "adamw", "tied", "bf16"),
+        "--activation-checkpointing --accumulate 4": ("sgd",),
+        "--dp-shard 2": ("adamw", "clip", "tied", "bf16"),
+        "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
+        TP.format(2): ("sgd", "adamw", "clip", "tied", "bf16"),
+        SP.format(2): ("sgd",),
+        LP.format(2): ("clip",),
+        ALL.format(2): ("adamw", "tied", "bf16"),
+        ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip",),
+        "--pp 2": ("sgd", "adamw", "clip", "bf16"),
+        "--pp 2 --accumulate 8": ("deep",),
+        "--pp 2 --accumulate 4 --activation-checkpointing": ("clip",),
+    },
+    4: {
+        TP.format(4): ("clip",),
+        ALL.format(4): ("tied",),
+        "--dp-replicate 2 --dp-shard 2": ("adamw", "clip"),
+        "--dp-shard 2 " + TP.format(2): ("adamw", "clip"),
+        "--dp-shard 2 " + ALL.format(2): ("sgd", "tied"),
+        "--dp-replicate 2 " + TP.format(2): ("clip",),
+        "--dp-replicate 2 " + ALL.format(2): ("adamw",),
+        "--pp 4": ("deep",),
+        "--pp 2 --dp-shard 2": ("adamw",),
+        "--pp 2 --accumulate 4 " + ALL.format(2): ("clip",),
+    },
+    8: {
+        "--pp 2 --dp-shard 2 " + TP.format(2): ("clip",),
+        "--pp 2 --dp-shard 2 --accumulate 4 " + ALL.format(2): ("sgd",),
+        "--dp-replicate 2 --dp-shard 2 " + ALL.format(2): ("tied",),
+    },
+}
+CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def arguments(flags: str):
+    sys.argv = ["train.py", *SIZES.split(), *flags.split()]
+    return parse_args()
+
+
+def config_of(args) -> GPTConfig:
+    return GPTConfig(VOCABULARY, LENGTH, args.layers, args.heads, args.dim, args.tied)
+
+
+def optimizer_of(name: str, model, args):
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return make_optimizer(model, args)
+
+
+def whole(tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def one_process(kind: str) -> dict:
+    flags, name = KINDS[kind]
+    args = arguments(flags.replace("bf16", "fp32"))
+    model = initialize(GPT(config_of(args)), seed=0)
+    for p in model.parameters():
+        p.device_mesh = None  # read by make_optimizer
+    optimizer, found = optimizer_of(name, model, args), {"loss": [], "norm": [], "gradients": []}
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or torch.inf)
+        if args.clip:
+            found["norm"].append(norm.item())
+        found["loss"].append(loss.item())
+        found["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+    found["gradients"] = found["gradients"][:: STEPS - 1]
+    return found | {"parameters": [{name: p.detach() for name, p in model.named_parameters()}]}
+
+
+def on_mesh(flags: str, kind: str, worker) -> dict:
+    more, name = KINDS[kind]
+    args = arguments(f"{flags} {more}")
+    shape = tuple(getattr(args, axis) for axis in AXES)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+    model, stages = train.build_model(config_of(args), mesh, args, worker)
+    optimizer, (share, shares) = optimizer_of(name, model, args), data_parallel(mesh)
+    found = {"loss": [], "norm": [], "gradients": []}
+    steps.clip_gradients = lambda *values: found["norm"].append(clip_gradients(*values).item())
+    for step, (x, y) in enumerate(batches()):
+        x, y = x[share::shares], y[share::shares]
+        loss = steps.train_step(model, stages, x, y, optimizer, mesh, args)
+        found["loss"] += steps.all_sum([loss / (shares * args.tp)], worker)
+        if step in (0, STEPS - 1):
+            found["gradients"].append(of_all_stages(model, lambda p: p.grad))
+    return found | {"parameters": [of_all_stages(model, torch.Tensor.detach)]}
+
+
+def of_all_stages(model, get) -> dict:
+    """Parameter name -> whole tensor, of all pipeline stages."""
+    everywhere = [None] * dist.get_world_size()
+    own = {name: whole(get(p)) for name, p in model.named_parameters()}
+    dist.all_gather_object(everywhere, own)
+    return {name: tensor for found in everywhere for name, tensor in found.items()}
+
+
+def main() -> None:
+    with distributed_worker("cpu") as worker:
+        if worker.world_size == 1:
+            results = {kind: one_process(kind) for kind in KINDS}
+        else:
+            meshes = MESHES[worker.world_size].items()
+            results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
+        if worker.is_main:
+            torch.save(results, OUTPUT)
+
+
+if __name__ == "__main__":
+    OUTPUT = Path(sys.argv[1])
+    main()

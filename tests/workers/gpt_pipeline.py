@@ -1,0 +1,154 @@
+"""Train cases of transformer_basics' pipelines on 2 and 4 ranks; each rank saves what it found.
+
+Started by test_transformer_basics_pipeline.py as one job of 4 ranks; 2 ranks are a subgroup of it.
+A rank has what its own stages have; one process trains the whole model, on rank 0.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+
+import pipeline_from_scratch as by_hand
+import pipeline_parallel as by_torch
+import torch
+import torch.distributed as dist
+from model import GPT, GPTConfig, cross_entropy, initialize
+from pipeline_tools import Activations, TimerStage, cut, text_batch, timer_loss
+from runtime import distributed_worker
+
+STEPS, BATCH, LENGTH, SECONDS = 3, 12, 16, 0.02
+CONFIG = GPTConfig(block_size=LENGTH, layers=9, heads=2, dim=16)  # 9 divide by no number of stages
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
+}
+COUNTS = {2: (1, 2, 3, 12), 4: (1, 2, 4, 6, 12)}  # ranks -> micro-batches; also fewer than stages
+TORCH_COUNTS = {2: (2, 12), 4: (4, 6, 12)}
+BY_HAND = [
+    (p, name, m, "adamw" if m == p else "sgd")
+    for p, counts in COUNTS.items()
+    for name in by_hand.SCHEDULES
+    for m in counts
+]
+BY_TORCH = [
+    (p, name, m, "adamw" if m == p else "sgd")
+    for p, counts in TORCH_COUNTS.items()
+    for name in by_torch.SCHEDULES
+    for m in counts
+]
+
+
+def build(stage: int = 0, stages: int = 1) -> GPT:
+    """GPT-2's first values are so small that some gradients would be below the tolerance."""
+    model = initialize(GPT(CONFIG, cut(CONFIG.layers, stages)[stage]), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(8)
+    return model
+
+
+def train(models, step, optimizer: str) -> dict:
+    """Loss, gradients and parameters of `models` (this rank's stages) in each step.
+
+    All numbers of a step are in one tensor: thousands of small ones take long to save.
+    """
+    named = [pair for model in models for pair in model.named_parameters()]
+    optim = OPTIMIZERS[optimizer]([p for _, p in named])
+    steps = []
+    for number in range(STEPS):
+        optim.zero_grad()
+        loss = step(*text_batch(number, BATCH, LENGTH, "cpu"))
+        gradients = torch.cat([p.grad.flatten() for _, p in named])
+        optim.step()
+        steps.append((loss, gradients, torch.cat([p.detach().flatten() for _, p in named])))
+    return {"sizes": {name: p.numel() for name, p in named}, "steps": steps}
+
+
+def one_process(optimizer: str) -> dict:
+    model = build()
+
+    def step(x, y):
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    return train([model], step, optimizer)
+
+
+def run_by_hand(groups, name: str, m: int, optimizer: str) -> dict:
+    rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+    model = build(rank, p)
+    pipeline = by_hand.Pipeline(model, cross_entropy, groups)
+    order = by_hand.SCHEDULES[name](rank, p, m)
+    found = train([model], lambda x, y: pipeline.step(order, x, y)[0], optimizer)
+    return {**found, **what_is_kept([model], lambda *a: pipeline.step(order, *a))}
+
+
+def run_by_torch(group, name: str, m: int, optimizer: str) -> dict:
+    pipeline = by_torch.Pipeline(name, m, build, cross_entropy, torch.device("cpu"), group)
+    found = train(pipeline.models, lambda x, y: pipeline.step(x, y)[0], optimizer)
+    return {**found, **what_is_kept(pipeline.models, pipeline.step)}
+
+
+def what_is_kept(models, step) -> dict:
+    activations = Activations(*models)
+    _, timeline = step(*text_batch(0, BATCH, LENGTH, "cpu"), activations)
+    return {"kept": activations.most, "left": len(activations.kept), "timeline": timeline}
+
+
+def accumulated(groups) -> dict:
+    """Gradients of two batches without zero_grad() in between: ours, and those of one process."""
+    rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+    model = build(rank, p)
+    pipeline = by_hand.Pipeline(model, cross_entropy, groups)
+    whole = build()
+    for number in range(2):
+        x, y = text_batch(number, BATCH, LENGTH, "cpu")
+        pipeline.step(by_hand.one_f_one_b(rank, p, 4), x, y)
+        cross_entropy(whole(x), y).backward()
+    expected = dict(whole.named_parameters())
+    return {n: (q.grad, expected[n].grad) for n, q in model.named_parameters()}
+
+
+def timers_by_hand(groups, name: str, m: int) -> list[list]:
+    """The timelines of this rank in some steps of stages that only wait."""
+    rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+    stage = TimerStage(CONFIG, rank, p, SECONDS)
+    pipeline, order = (
+        by_hand.Pipeline(stage, timer_loss, groups),
+        by_hand.SCHEDULES[name](rank, p, m),
+    )
+    batch, timelines = text_batch(0, m, LENGTH, "cpu"), []
+    for _ in range(4):
+        dist.barrier()
+        timelines.append(pipeline.step(order, *batch)[1])
+    return timelines[1:]
+
+
+def main() -> None:
+    with distributed_worker("cpu") as worker:
+        torch.save(collect(worker), f"{sys.argv[1]}.{worker.rank}")
+
+
+def collect(worker) -> dict:
+    results = {}
+    for optimizer in OPTIMIZERS if worker.is_main else ():
+        results["one process", optimizer] = one_process(optimizer)
+    groups = {p: by_hand.connect(list(range(p))) for p in COUNTS}
+    for p, name, m, optimizer in BY_HAND:
+        if worker.rank < p:
+            results["by hand", p, name, m] = run_by_hand(groups[p], name, m, optimizer)
+    for p, name, m, optimizer in BY_TORCH:
+        if worker.rank < p:
+            results["by torch", p, name, m] = run_by_torch(groups[p][0], name, m, optimizer)
+    results["accumulated"] = accumulated(groups[4])
+    for name in by_hand.SCHEDULES:
+        results["timers", name] = timers_by_hand(groups[4], name, 4)
+    dist.barrier()
+    return results
+
+
+if __name__ == "__main__":
+    main()

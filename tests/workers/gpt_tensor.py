@@ -1,0 +1,207 @@
+"""Tensor and sequence parallelism in every way of the matrix; saves what came out.
+
+Started by test_transformer_basics_tensor.py with 4 ranks; some cases use the first 2 or 3 of them.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from comparing import as_it_is, norm_of, train
+from counting import CountCollectives
+from model import GPT, GPTConfig, cross_entropy, initialize
+from parallelize import apply_activation_checkpointing
+from runtime import distributed_worker
+from sequence_parallel import measure_kept, sum_gradients
+from tensor_parallel import run
+from tensor_parallel_layers import (
+    Share,
+    Sum,
+    cut_dim,
+    cut_model,
+    gradient_norm,
+    part,
+    vocab_parallel_cross_entropy,
+    whole,
+)
+
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 256, "length": 12, "layers": 2, "heads": 4, "dim": 32}
+ODD = {"vocab_size": 258, "length": 7, "layers": 3, "heads": 6, "dim": 30}
+CASES = {  # name -> (ranks, sizes, tied, optimizer)
+    "2 sgd": (2, SMALL, False, "sgd"),
+    "2 adamw": (2, SMALL, False, "adamw"),
+    "2 tied sgd": (2, SMALL, True, "sgd"),
+    "2 tied adamw": (2, SMALL, True, "adamw"),
+    "2 recompute": (2, SMALL, False, "sgd"),
+    "3 odd sgd": (3, ODD, False, "sgd"),
+    "4 sgd": (4, SMALL, False, "sgd"),
+    "4 tied adamw": (4, SMALL, True, "adamw"),
+}
+DTENSORS = {  # name -> (sequence parallel, logits cut, optimizer, gradients summed by hand)
+    "gathered sgd": (False, False, "sgd", False),
+    "gathered adamw": (False, False, "adamw", False),
+    "cut sgd": (False, True, "sgd", False),
+    "cut adamw": (False, True, "adamw", False),
+    "sequence gathered sgd": (True, False, "sgd", False),
+    "sequence sgd": (True, True, "sgd", True),
+    "sequence adamw": (True, True, "adamw", True),
+    "sequence lazy adamw": (True, True, "adamw", False),
+}
+
+
+def arguments(sizes: dict, optimizer: str) -> SimpleNamespace:
+    return SimpleNamespace(**sizes, optimizer=optimizer, steps=4, batch_size=3, seed=1)
+
+
+def config_of(sizes: dict, tied: bool = False) -> GPTConfig:
+    names = ("vocab_size", "length", "layers", "heads", "dim")
+    return GPTConfig(*(sizes[name] for name in names), tied)
+
+
+def one_process(sizes: dict, optimizer: str, tied: bool = False) -> list[dict]:
+    model = initialize(GPT(config_of(sizes, tied)), seed=1)
+    return train(model, cross_entropy, norm_of, as_it_is, arguments(sizes, optimizer), CPU)
+
+
+def by_hand(name: str, group) -> dict:
+    _, sizes, tied, optimizer = CASES[name]
+    model = cut_model(initialize(GPT(config_of(sizes, tied)), seed=1), group)
+    if "recompute" in name:
+        apply_activation_checkpointing(model)
+    count = CountCollectives(model)
+    steps = train(
+        model,
+        partial(vocab_parallel_cross_entropy, group=group),
+        partial(gradient_norm, group=group),
+        partial(whole, group=group),
+        arguments(sizes, optimizer),
+        CPU,
+        count,
+    )
+    named = dict(model.named_parameters())
+    copies = {n: p.detach().clone() for n, p in named.items() if cut_dim(n) is None}
+    own = {
+        "held": {n: tuple(p.shape) for n, p in named.items()},
+        "memory": {n: p.untyped_storage().nbytes() for n, p in named.items()},
+        "copies": copies,
+        "sent": (count.calls, count.nbytes),
+    }
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return {"steps": steps, "ranks": everyone}
+
+
+def with_dtensors(name: str, worker) -> dict:
+    sequence, cut_logits, optimizer, by_hand = DTENSORS[name]
+    args, config = arguments(SMALL, optimizer), config_of(SMALL)
+    finish = sum_gradients if by_hand else None
+    model, steps, count = run(config, args, worker, sequence, cut_logits, finish)
+    found = {"steps": steps, "sent": (count.calls, count.nbytes)}
+    if cut_logits:
+        found["kept"] = measure_kept(model, args, worker)
+    return found
+
+
+def operators(rank: int) -> dict:
+    """f and g: results and gradients on each rank."""
+    x = torch.full((2,), 10.0**rank, requires_grad=True)
+    shared, summed = Share.apply(x, None), Sum.apply(x * 1, None)
+    (to_share,) = torch.autograd.grad(shared, x, torch.full((2,), 2.0 * 10**rank))
+    (to_sum,) = torch.autograd.grad(summed, x, torch.full((2,), 3.0))
+    return {"f": shared.detach(), "f back": to_share, "g": summed.detach(), "g back": to_sum}
+
+
+def losses() -> list[dict]:
+    """Cross-entropy over cut logits, next to torch's over whole ones; extreme ones, too."""
+    found = []
+    for scale, shift, dtype in (
+        (1, 0, torch.float32),
+        (30, 1e4, torch.float32),
+        (5, 0, torch.bfloat16),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        logits = (torch.randn(5, 7, 20, generator=generator) * scale + shift).to(dtype)
+        targets = torch.randint(20, (5, 7), generator=generator)
+        logits.requires_grad_()
+        expected = 3 * F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        expected.backward()
+        mine = part(logits.detach(), 2).requires_grad_()
+        loss = 3 * vocab_parallel_cross_entropy(mine, targets)
+        loss.backward()
+        gradient = whole("", mine.grad) if dist.get_world_size() == 1 else gathered(mine.grad)
+        found.append({"loss": (loss.detach(), expected.detach())})
+        found[-1]["gradient"] = (gradient, logits.grad)
+    return found
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts, -1)
+
+
+def outputs() -> dict:
+    """What the cut model returns, without gradients, and what its embedding finds."""
+    tokens = torch.arange(24).view(2, 12) * 10
+    with torch.no_grad():
+        one = initialize(GPT(config_of(SMALL)), seed=1)
+        ours = cut_model(initialize(GPT(config_of(SMALL)), seed=1))
+        embedded = (ours.token_embedding(tokens), one.token_embedding(tokens))
+        logits = ours(tokens)
+        return {
+            "embedded": embedded,
+            "logits": (gathered(logits), one(tokens)),
+            "here": logits.shape,
+        }
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    for name, config in (
+        ("heads", GPTConfig(heads=6, dim=36)),
+        ("vocab_size", GPTConfig(vocab_size=258)),
+    ):
+        try:
+            cut_model(GPT(config))
+            found[name] = "accepted"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def collect(worker) -> dict:
+    groups = {n: dist.new_group(list(range(n))) for n in (2, 3, 4)}
+    results = {"refusals": refusals(), "outputs": outputs(), "losses": losses()}
+    everyone = [None] * worker.world_size
+    dist.all_gather_object(everyone, operators(worker.rank))
+    results["operators"] = everyone
+    for name, (ranks, *_) in CASES.items():
+        if worker.rank < ranks:
+            results["by hand", name] = by_hand(name, groups[ranks])
+    dist.barrier()
+    for name in DTENSORS:
+        results["dtensors", name] = with_dtensors(name, worker)
+    if worker.is_main:
+        for _, sizes, tied, optimizer in CASES.values():
+            key = (sizes["dim"], tied, optimizer)
+            if key not in results:
+                results[key] = one_process(sizes, optimizer, tied)
+    return results
+
+
+def main() -> None:
+    with distributed_worker("cpu") as worker:
+        results = collect(worker)
+        if worker.is_main:
+            torch.save(results, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Speed, traffic and memory of train.py's own step, on a list of meshes, taking turns in one run.
+
+    torchrun --standalone --nproc_per_node=2 transformer_basics/benchmark.py
+    torchrun --standalone --nproc_per_node=4 transformer_basics/benchmark.py --size medium \\
+        --mesh dp_shard=4 --mesh "dp_shard=2 tp=2" --mesh "pp=2 tp=2"
+    torchrun --standalone --nproc_per_node=8 transformer_basics/benchmark.py --size 124M \\
+        --precision bf16 --compile --batch-size 16
+
+Look at MFU, the share of what the device can compute at most that goes into training. What is
+missing from it is spent on small layers, on bytes, and on waiting: the other columns say on which.
+MFU = tokens/s x FLOP per token / (ranks x measured matmul peak of one rank), where
+FLOP per token = 6 x weights that are multiplied with + 12 x layers x tokens x width (attention).
+"""
+
+import math
+import os
+import statistics
+import time
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from arguments import AXES, PRECISIONS, check_mesh
+from build import build_model, make_mesh
+from flops import matmul_peak, wait
+from generate import UNUSED
+from model import GPTConfig
+from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from steps import data_parallel, make_optimizer, train_step
+from torch.distributed.elastic.multiprocessing.errors import record
+from tp_fsdp import CountByAxis
+
+SIZES = {  # layers, heads, width, tokens of a sequence, size of the vocabulary; sequences per rank
+    "tiny": ((2, 4, 64, 64, 256), 2),
+    "small": ((4, 4, 128, 256, 256), 8),
+    "medium": ((6, 6, 384, 256, 256), 4),
+    "large": ((16, 8, 512, 256, 256), 2),
+    "124M": ((12, 12, 768, 1024, 50304), 8),
+    "350M": ((24, 16, 1024, 1024, 50304), 8),
+}
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        compare(args, worker)
+
+
+def compare(args, worker: Worker) -> None:
+    sides = {mesh: Side(mesh, args, worker) for mesh in args.mesh or usual(worker.world_size, args)}
+    samples, counts = {mesh: [] for mesh in sides}, {}
+    for i in range(args.repeats + 1):
+        for mesh in list(sides) if i % 2 else list(sides)[::-1]:
+            rate = sides[mesh].tokens_per_second(args.steps)
+            if i:  # the first round warms up
+                samples[mesh].append(rate)
+    for mesh, side in sides.items():
+        counts[mesh] = side.counted()
+    peak = matmul_peak(worker.device, PRECISIONS[args.precision])
+    if not worker.is_main:
+        return
+    config, batch = config_of(args.size), batch_size(args, worker.world_size)
+    flops = config.flops_per_token(config.block_size)
+    print(f"{args.size}: {config}, batch {batch}, {args.precision}")
+    print(f"{flops:,} FLOP per token; matmul peak of a rank {peak / 1e9:.1f} GFLOP/s")
+    print(f"{'mesh':28}{'tokens/s: median (min ... max)':34}{'MFU':>5}", end="")
+    print(f"{'calls':>7}{'MB sent':>9}{'MB held':>9}")
+    for mesh, rates in samples.items():
+        rate, (calls, sent, held) = statistics.median(rates), counts[mesh]
+        spread = f"{rate:,.0f} ({min(rates):,.0f} ... {max(rates):,.0f})"
+        mfu = rate * flops / peak / worker.world_size
+        print(f"{mesh:28}{spread:34}{mfu:5.0%}{calls:7}{sent / 1e6:9.2f}{held / 1e6:9.2f}")
+    print("calls, MB sent: rank 0, a step, in rings. MB held: parameters, gradients, optimizer.")
+
+
+class Side:
+    """A model with its optimizer on one mesh, and a batch of random tokens."""
+
+    def __init__(self, mesh: str, args, worker: Worker):
+        axes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
+        config, batch = config_of(args.size), batch_size(args, worker.world_size)
+        sizes = {"layers": config.layers, "heads": config.heads, "dim": config.dim}
+        sizes |= {"block_size": config.block_size, "tied": False, "batch_size": batch}
+        more = {"precision": args.precision, "compile": args.compile, "seed": 0, "clip": 1.0}
+        more |= {"lr": 1e-4, "weight_decay": 0.1, "loss_parallel": axes["tp"] > 1}
+        more |= {"keep_gathered": args.keep_gathered, "sequence_parallel": args.sequence_parallel}
+        more["accumulate"] = axes["pp"] * 2 if axes["pp"] > 1 else 1
+        if axes["tp"] == 1:
+            more["sequence_parallel"] = False
+        self.settings = SimpleNamespace(**UNUSED | sizes | more | axes)
+        check_mesh(self.settings, ArgumentParser(), worker.world_size)
+        self.worker, self.mesh = worker, make_mesh(self.settings, worker)
+        self.model, self.stages = build_model(config, self.mesh, self.settings, worker)
+        self.optimizer = make_optimizer(self.model, self.settings)
+        share, shares = data_parallel(self.mesh)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(256, (batch, config.block_size + 1), generator=generator)
+        tokens = tokens[share::shares].to(worker.device)
+        self.batch, self.tokens = (tokens[:, :-1], tokens[:, 1:]), batch * config.block_size
+
+    def step(self) -> None:
+        train_step(self.model, self.stages, *self.batch, self.optimizer, self.mesh, self.settings)
+
+    def tokens_per_second(self, steps: int) -> float:
+        """Of all ranks, from a common start to the end of the last one."""
+        dist.barrier()
+        started = wait(self.worker.device)
+        for _ in range(steps):
+            self.step()
+        wait(self.worker.device)
+        dist.barrier()
+        return steps * self.tokens / (time.perf_counter() - started)
+
+    def counted(self) -> tuple[int, int, int]:
+        """Calls and bytes sent in one step by this rank; bytes that it holds between steps."""
+        with CountByAxis(self.mesh) as sent:
+            self.step()
+        over = [sent.over(axis) for axis in AXES]
+        held = [p.to_local() for p in self.model.parameters()]
+        held += [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
+        for state in self.optimizer.state.values():
+            held += [t.to_local() for t in state.values() if hasattr(t, "to_local")]
+        return sum(c for c, _ in over), sum(b for _, b in over), sum(t.nbytes for t in held)
+
+
+def usual(ranks: int, args) -> list[str]:
+    """Each axis alone with all ranks, as far as the model can be cut so often, and the middle."""
+    meshes = [f"dp_replicate={ranks}", f"dp_shard={ranks}"]
+    config = config_of(args.size)
+    if ranks > 1 and config.heads % ranks == 0:
+        meshes.append(f"tp={ranks}")
+    if 1 < ranks <= config.layers:
+        meshes.append(f"pp={ranks}")
+    if ranks > 2 and ranks % 2 == 0:
+        meshes.append(f"dp_shard={ranks // 2} tp=2")
+    return meshes
+
+
+def config_of(size: str) -> GPTConfig:
+    layers, heads, dim, block_size, vocab_size = SIZES[size][0]
+    return GPTConfig(vocab_size, block_size, layers, heads, dim)
+
+
+def batch_size(args, ranks: int) -> int:
+    return args.batch_size or SIZES[args.size][1] * ranks
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """ "dp_shard=2 tp=2" -> {"dp_shard": 2, "tp": 2}. Raises `UserError` for anything else."""
+    try:
+        axes = {name: int(size) for name, size in (part.split("=") for part in text.split())}
+    except ValueError:
+        axes = {}
+    if not axes or set(axes) - set(AXES) or min(axes.values()) < 1:
+        raise UserError(f"--mesh {text!r} is not like 'dp_shard=2 tp=2' (axes: {', '.join(AXES)})")
+    return axes
+
+
+def parse_args():
+    parser = ArgumentParser(description="Speed, traffic and memory of a GPT on a list of meshes.")
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="small")
+    add("--mesh", action="append", help="such as 'dp_shard=2 tp=2', repeated; default: usual ones")
+    add("--batch-size", type=int, help="sequences per step, over all ranks; default: by size")
+    add("--precision", choices=PRECISIONS, default="fp32")
+    add("--compile", action="store_true", help="torch.compile each block")
+    add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
+    add("--sequence-parallel", action="store_true", help="on meshes with tp")
+    add("--steps", type=int, default=2, help="of a sample")
+    add("--repeats", type=int, default=3, help="samples of each mesh")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    for name in ("steps", "repeats", "batch_size"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    for mesh in args.mesh or ():
+        try:
+            axes = parse_mesh(mesh)
+        except UserError as error:
+            parser.error(str(error))
+        if math.prod(axes.values()) != ranks:
+            parser.error(f"--mesh {mesh!r} does not multiply to the {ranks} rank(s) of this job")
+    return args
+
+
+if __name__ == "__main__":
+    main()

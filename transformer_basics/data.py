@@ -1,0 +1,177 @@
+"""Text as one long row of tokens in a memory-mapped file, and batches that every rank finds alike.
+
+Files become two rows: most documents for training, every twentieth for validation. One process per
+node writes them once; all ranks then map the same pages of memory, no rank has a copy of its own.
+"""
+
+import hashlib
+import json
+import os
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from checkpoint import together
+from runtime import UserError, Worker
+from torch import Tensor
+
+CACHE = Path(tempfile.gettempdir()) / "gpt_tokens"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    train: np.ndarray  # one row of token ids, mapped from a file
+    validation: np.ndarray
+    vocab_size: int
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+
+
+def load_corpus(files: list[Path], tokenizer: str | None, worker: Worker) -> Corpus:
+    """All ranks call this and get the same corpus.
+
+    files: each one document; none: the modules of Python's own standard library.
+    tokenizer: id on the Hugging Face hub or a directory; None: one token per byte.
+    Raises `UserError` if a file is missing or empty, or if the tokenizer cannot be loaded.
+    """
+    documents = [Path(file) for file in files] or standard_library()
+    for file in documents:
+        if not file.is_file():
+            raise UserError(f"there is no file {file}: --data takes text files")
+        if files and not file.stat().st_size:
+            raise UserError(f"{file} is empty: --data takes text files")
+    encode, decode, vocab_size, end = load_tokenizer(tokenizer)
+    dtype = np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32
+    seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in documents]
+    key = hashlib.sha256(json.dumps([tokenizer, seen]).encode()).hexdigest()[:16]
+    paths = [CACHE / f"{key}.{part}" for part in ("train", "validation")]
+
+    def write() -> None:
+        if worker.local_rank == 0 and not all(path.exists() for path in paths):
+            parts = split([(file.name, file.read_bytes()) for file in documents])
+            for path, part in zip(paths, parts, strict=True):
+                tokens = (np.array([*ids(text, encode), end], dtype) for text in part)
+                replace_file(path, tokens)
+
+    together(write)
+    train, validation = (np.memmap(path, dtype, mode="r") for path in paths)
+    return Corpus(train, validation, vocab_size, encode, decode)
+
+
+def standard_library() -> list[Path]:
+    """The source files of this Python's standard library, its tests too: tens of MB."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (file for file in root.rglob("*.py") if file.stat().st_size)
+    return sorted(f for f in files if "site-packages" not in f.relative_to(root).parts)
+
+
+def split(documents: list[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
+    """Documents (name, text) for training, and one in twenty, chosen by name, for validation.
+
+    By document: what a model has seen half of is no test for it. A single one gives its last part.
+    """
+    if len(documents) == 1:
+        text = documents[0][1]
+        cut = text.rfind(b"\n", 0, len(text) * 19 // 20) + 1 or len(text) * 19 // 20
+        return [text[:cut]], [text[cut:]]
+    ordered = sorted(documents, key=lambda d: zlib.crc32(d[0].encode()))
+    held_out = -(-len(ordered) // 20)
+    return [text for _, text in ordered[held_out:]], [text for _, text in ordered[:held_out]]
+
+
+def load_tokenizer(name: str | None) -> tuple[Callable, Callable, int, int]:
+    """(encode, decode, size of the vocabulary, the token that ends a document)."""
+    if name is None:
+
+        def decode(tokens: list[int]) -> str:
+            return bytes(tokens).decode(errors="replace")
+
+        return lambda text: list(text.encode()), decode, 256, 0
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"cannot load --tokenizer {name}: {reason}") from None
+    # Rounded up: GPT-2's 50,257 rows would divide by no number of ranks.
+    size = -(-len(found) // 64) * 64
+    encode = lambda text: found.encode(text, add_special_tokens=False)  # noqa: E731
+    return encode, found.decode, size, found.eos_token_id or 0
+
+
+def ids(text: bytes, encode: Callable) -> list[int] | bytes:
+    return encode(text.decode(errors="replace"))
+
+
+def replace_file(path: Path, pieces: Iterator[np.ndarray]) -> None:
+    """Write the pieces one after another; the file gets its name when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    with open(temporary, "wb") as file:
+        for piece in pieces:
+            file.write(piece.tobytes())
+    os.replace(temporary, path)
+
+
+class Batches:
+    """Global batches of windows of a row of tokens: batch `step` is the same for any mesh.
+
+    Nothing moves on here: a step's number says which windows are in its batch, so that the number
+    of steps done is all that a checkpoint has to know. Each epoch has an order of its own.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, batch_size: int, seed: int):
+        """length: tokens of a window. batch_size: windows per optimizer step, over all ranks.
+
+        Raises `UserError` if the text is too short for one batch.
+        """
+        self.tokens, self.length, self.batch_size, self.seed = tokens, length, batch_size, seed
+        self.windows = (len(tokens) - 1) // length
+        self.per_epoch, self.epoch = self.windows // batch_size, None
+        if not self.per_epoch:
+            raise UserError(
+                f"the text is too short: {len(tokens):,} tokens are no batch of {batch_size} "
+                f"windows of {length} tokens"
+            )
+
+    def get(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
+        """The share `part` of `parts` of the batch: inputs and targets, int64, each (B, T).
+
+        Data-parallel ranks take different parts; the ranks that hold pieces of one model, tensor
+        or pipeline parallel, take the same.
+        """
+        epoch, batch = divmod(step, self.per_epoch)
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self.order, self.epoch = torch.randperm(self.windows, generator=generator), epoch
+        first = batch * self.batch_size
+        return windows(
+            self.tokens, self.order[first + part : first + self.batch_size : parts], self.length
+        )
+
+
+def windows(tokens: np.ndarray, numbers: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The windows with these numbers, and the same one token later."""
+    rows = [tokens[i * length : (i + 1) * length + 1] for i in numbers.tolist()]
+    rows = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def bigram_loss(train: np.ndarray, inputs_BT: Tensor, targets_BT: Tensor, vocab_size: int) -> float:
+    """What a model that sees one token reaches on these windows, in nats per token.
+
+    Counts of pairs in the training text, plus one for each pair (Laplace's rule).
+    """
+    counts = torch.ones(vocab_size**2, dtype=torch.float64)
+    for start in range(0, len(train), 1 << 20):
+        piece = torch.from_numpy(train[start : start + (1 << 20) + 1].astype(np.int64))
+        counts += torch.bincount(piece[:-1] * vocab_size + piece[1:], minlength=vocab_size**2)
+    counts = counts.view(vocab_size, vocab_size)
+    probability = counts / counts.sum(1, keepdim=True)
+    return -probability[inputs_BT, targets_BT].log().mean().item()

@@ -1,0 +1,147 @@
+"""What DTensor sends: counted as it happens, and by formula. Used by dtensor.py.
+
+A placement is named R (Replicate), S0 or S1 (Shard of that dim) or P (Partial: a sum over ranks).
+Everything here is about meshes with one axis. Bytes are those that one rank sends if a collective
+runs as a ring.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode  # sees the tensors that are sent
+
+PLACEMENTS = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
+COLLECTIVES = {  # as PyTorch's operators are called
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "shard_dim_alltoall": "all_to_all",
+}
+
+
+def place(whole: Tensor, name: str, mesh: DeviceMesh) -> DTensor:
+    """`whole`, the same on every rank, as a DTensor. Nothing is sent. A Partial gets summands."""
+    whole = whole.to(mesh.device_type)
+    if name != "P":
+        return distribute_tensor(whole, mesh, [PLACEMENTS[name]], src_data_rank=None)
+    generator = torch.Generator().manual_seed(whole.numel())
+    summands = torch.randn((mesh.size() - 1, *whole.shape), generator=generator).to(whole.device)
+    summands = torch.cat([summands, (whole - summands.sum(0))[None]])
+    return DTensor.from_local(summands[mesh.get_local_rank()], mesh, [Partial()])
+
+
+def name_of(tensor: DTensor) -> str:
+    """Its placement on the one axis of its mesh: R, S0, P, P(avg) and so on."""
+    (placement,) = tensor.placements
+    if isinstance(placement, Partial):
+        kind = placement.reduce_op
+        return "P" if kind == "sum" else f"P({kind})"
+    return f"S{placement.dim}" if isinstance(placement, Shard) else "R"
+
+
+# ---- counted
+
+
+@dataclass(frozen=True)
+class Traffic:
+    calls: dict[str, int]  # collective -> how often
+    bytes: int  # that this rank sends
+
+    def __str__(self) -> str:
+        several = {c: f"{n} {c}" if n > 1 else c for c, n in self.calls.items()}
+        return ", ".join(several.values()) or "-"
+
+
+def measure(mesh: DeviceMesh, function, *args) -> tuple:
+    """Call `function(*args)`; return what it returns, and the traffic on the axis of `mesh`."""
+    with CountBytes(mesh.size()) as count, CommDebugMode() as comm:
+        result = function(*args)
+    counts = {operator.__name__: n for operator, n in comm.get_comm_counts().items() if n}
+    calls = {COLLECTIVES.get(name, name): n for name, n in counts.items()}
+    return result, Traffic(calls, count.bytes)
+
+
+class CountBytes(TorchDispatchMode):
+    """Sees each operator that a rank runs on its own tensors, collectives among them."""
+
+    def __init__(self, ranks: int):
+        super().__init__()
+        self.ranks, self.bytes = ranks, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor takes it apart into local operators, which come here
+        result = function(*args, **(kwargs or {}))
+        collective = COLLECTIVES.get(function.overloadpacket.__name__)
+        if collective:
+            passes = 2 if collective == "all_reduce" else 1  # a reduce_scatter and an all_gather
+            whole = max(args[0].nbytes, result.nbytes)
+            self.bytes += round(passes * (self.ranks - 1) / self.ranks * whole)
+        return result
+
+
+# ---- by formula
+
+
+def collective_for(source: str, target: str, device: str = "cuda") -> str | None:
+    """What leads from one placement to another; None: each rank can do it on its own."""
+    if source == target or source == "R":
+        return None  # every rank takes its part of the whole
+    if source == "P":
+        return "all_reduce" if target == "R" else "reduce_scatter"
+    if target == "R" or device == "cpu":
+        return "all_gather"  # on CPU instead of an all_to_all: then each rank takes its part
+    return "all_to_all"
+
+
+def bytes_sent(collective: str | None, shape, ranks: int, *placements: str) -> int:
+    """By one of `ranks` ranks, for a float32 tensor of `shape`.
+
+    placements: before and after: each dim that one of them shards is padded to a multiple of ranks.
+    """
+    sizes = list(shape)
+    for dim in [int(name[1]) for name in placements if name[0] == "S"]:
+        sizes[dim] = -(-sizes[dim] // ranks) * ranks
+    whole = 4 * torch.Size(sizes).numel()
+    factor = {"all_reduce": 2 * (ranks - 1) / ranks, "all_to_all": (ranks - 1) / ranks**2}
+    return 0 if collective is None else round(factor.get(collective, (ranks - 1) / ranks) * whole)
+
+
+# Placements of x and y with which each rank can compute alone, and the placement of x @ y.
+MATMUL_RULES = [
+    ("R", "R", "R"),
+    ("S0", "R", "S0"),  # some rows of x give these rows of the product
+    ("R", "S1", "S1"),  # likewise columns of y
+    ("S1", "S0", "P"),  # some columns of x with the matching rows of y give a summand
+    ("P", "R", "P"),  # a summand of x gives a summand of the product
+    ("R", "P", "P"),
+]
+
+
+def matmul_plan(x: str, y: str, sizes: tuple[int, int, int], mesh: DeviceMesh) -> list[tuple]:
+    """How x and y are best brought to one of the rules: [(source, target, shape)], what moves.
+
+    sizes: (rows of x, columns of x, columns of y).
+    """
+    rows, inner, columns = sizes
+    plans = []
+    for to_x, to_y, _ in MATMUL_RULES:
+        steps = [(x, to_x, (rows, inner)), (y, to_y, (inner, columns))]
+        steps = [step for step in steps if collective_for(*step[:2])]
+        if not any(target == "P" for _, target, _ in steps):  # nothing becomes a summand
+            plans.append((sum(microseconds(*step, mesh) for step in steps), steps))
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+def microseconds(source: str, target: str, shape, mesh: DeviceMesh) -> float:
+    """DTensor's estimate. It knows NVLink and Ethernet, and takes each CPU for a machine."""
+    local = mesh.device_type == "cuda" and mesh.size() <= torch.cuda.device_count()
+    per_hop, bytes_per_microsecond = (0.6, 87.7e3) if local else (2.7, 0.22 * 87.7e3)
+    collective = collective_for(source, target)
+    hops = (mesh.size() - 1) * (2 if collective == "all_reduce" else 1)
+    latency = 6.6 + per_hop * hops + (collective == "all_to_all")
+    return latency + bytes_sent(collective, shape, mesh.size()) / bytes_per_microsecond

@@ -1,0 +1,102 @@
+"""A checkpoint of train.py, from whatever mesh, as a model of Hugging Face's transformers.
+
+    python transformer_basics/export_hugging_face.py runs/gpt exported
+
+One process reads all shards. Then this works anywhere, and writes what generate.py writes:
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained("exported")
+    model = AutoModelForCausalLM.from_pretrained("exported")
+    tokens = model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50)
+    print(tokenizer.decode(tokens[0]))
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from checkpoint import load_model
+from model import GPT, GPTConfig, initialize, to_hugging_face
+from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker("cpu") as worker:
+        export(args.run / "checkpoint", args.folder, worker)
+
+
+def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
+    """Write config.json, model.safetensors and the tokenizer into `folder`.
+
+    Raises `UserError` in a job of several ranks, and if `folder` holds something.
+    """
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    if worker.world_size > 1:
+        raise UserError("one process reads all shards: start it with python, not with torchrun")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty")
+
+    def make(run: dict) -> GPT:
+        config = GPTConfig(**{field.name: run[field.name] for field in fields(GPTConfig)})
+        return initialize(GPT(config), seed=0)
+
+    model, run = load_model(checkpoint, make)
+    config = model.config
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.block_size,
+            n_layer=config.layers,
+            n_head=config.heads,
+            n_embd=config.dim,
+            tie_word_embeddings=config.tied,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+    theirs.load_state_dict(to_hugging_face(model.state_dict(), config))
+    named = run["tokenizer"]
+    tokenizer = AutoTokenizer.from_pretrained(named) if named else byte_tokenizer()
+    logging.disable_progress_bar()
+    theirs.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    tokens = torch.arange(min(config.block_size, config.vocab_size))[None]
+    with torch.no_grad():
+        difference = (model(tokens) - theirs.eval()(tokens).logits).abs().max().item()
+    print(f"{folder}: the logits of both models differ by {difference:.1g} at most")
+
+
+def byte_tokenizer():
+    """A tokenizer of transformers with one token per byte, whose number is the byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # Byte-level tokenizers write each byte as a character that can be seen: as GPT-2 did, the
+    # printable ones stand for themselves, the others for characters from 256 on.
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    vocabulary = {chr(byte): byte for byte in seen}
+    vocabulary |= {chr(256 + i): byte for i, byte in enumerate(unseen)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def parse_args():
+    parser = ArgumentParser(description="Export a GPT to Hugging Face's format.")
+    parser.add_argument("run", type=Path, help="--output-dir of train.py")
+    parser.add_argument("folder", type=Path, help="new or empty")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

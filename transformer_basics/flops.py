@@ -1,0 +1,27 @@
+"""What this device can compute at most: the fastest matrix product, measured."""
+
+import time
+
+import torch
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """Floating-point operations per second of one rank, of the best of several products.
+
+    Model FLOP/s utilization (MFU) is the share of it that training reaches.
+    """
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best, until = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < until or not best:
+        started = wait(device)
+        a @ b
+        best = max(best, 2 * size**3 / (wait(device) - started))
+    return best
+
+
+def wait(device: torch.device) -> float:
+    """The time when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,251 @@
+"""Ring attention by hand, for context_parallel_from_scratch.py: each rank has T / N of the tokens.
+
+A token's query needs the keys and values of all earlier tokens, and most are on other ranks. So the
+ranks form a ring: each computes what its queries see of the keys and values that it has, while
+these are on their way to the next rank, and others come from the previous one. After N steps every
+query has met every key, and no rank ever had more than two blocks of keys and values, or more
+scores than those of one block.
+
+A softmax that comes in parts is put together by the log of its denominator. Over some of the keys,
+let out = softmax(scores) @ v and lse = log(sum(exp(scores))). Then, for two sets of keys,
+
+    lse = log(exp(lse_1) + exp(lse_2))
+    out = exp(lse_1 - lse) * out_1 + exp(lse_2 - lse) * out_2
+
+Liu et al., Ring Attention (arXiv 2310.01889); Milakov and Gimelshein, Online normalizer calculation
+for softmax (arXiv 1805.02867); backward as in Dao et al., FlashAttention (arXiv 2205.14135).
+
+Shapes, besides those of model.py:    S = T / N  tokens of a sequence on one rank
+                                      L          tokens of a chunk: S, or S / 2 if balanced
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from model import GPT, Attention
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# ---- which tokens are whose
+
+
+def chunks_of(rank: int, ranks: int, balanced: bool) -> tuple[int, ...]:
+    """The chunks of a sequence that `rank` has.
+
+    In order: one of N. With a causal mask, the first rank's queries see one chunk, the last's all.
+    Balanced: two of 2 N, one from the front and its mirror image from the back. What one of the two
+    sees less of, the other sees more of: all ranks have equal work.
+    """
+    return (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
+
+
+def own_tokens(x: Tensor, dim: int, rank: int, ranks: int, balanced: bool = True) -> Tensor:
+    """The part of `x`, whose dim `dim` is a whole sequence, that belongs to `rank`.
+
+    Raises ValueError if the sequence does not divide into chunks of one size.
+    """
+    count = ranks * len(chunks_of(rank, ranks, balanced))
+    if x.shape[dim] % count:
+        raise ValueError(f"{x.shape[dim]} tokens do not divide into {count} chunks")
+    chunks = x.chunk(count, dim)
+    return torch.cat([chunks[i] for i in chunks_of(rank, ranks, balanced)], dim)
+
+
+class Ring:
+    """The ranks of `group`, each with a neighbour on either side."""
+
+    def __init__(self, group=None, causal: bool = True, balanced: bool = True):
+        self.group, self.causal, self.balanced = group, causal, balanced
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def chunks(self, x: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
+        return x.chunk(len(chunks_of(self.rank, self.size, self.balanced)), dim)
+
+    def visible(self, step: int) -> Iterator[tuple[int, int, bool]]:
+        """Which pairs of chunks have scores to compute in `step`.
+
+        Yields (i, j, masked): my i-th chunk looks at the j-th one of the rank whose keys are here
+        now. masked: the two are the same tokens, and none may look at a later one.
+        """
+        source = (self.rank - step) % self.size
+        for i, mine in enumerate(chunks_of(self.rank, self.size, self.balanced)):
+            for j, theirs in enumerate(chunks_of(source, self.size, self.balanced)):
+                if theirs <= mine or not self.causal:
+                    yield i, j, self.causal and theirs == mine
+
+    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to send `x` to the next rank. The function returned waits for the previous one's.
+
+        `x` must not be written to before that. All ranks pass on the same things in the same
+        order: messages between two ranks do not overtake each other.
+        """
+        if self.size == 1:
+            return lambda: x
+        arriving, after, before = torch.empty_like(x), self.rank + 1, self.rank - 1
+        send = dist.P2POp(dist.isend, x, group=self.group, group_peer=after % self.size)
+        receive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=before % self.size)
+        works = dist.batch_isend_irecv([send, receive])
+
+        def wait(sent=x) -> Tensor:  # holds what is sent until it is gone
+            for work in works:
+                work.wait()
+            return arriving
+
+        return wait
+
+
+# ---- one block of scores
+
+
+def scores_of(q_BHLD: Tensor, k_BHLD: Tensor, masked: bool) -> Tensor:
+    scores_BHLL = q_BHLD @ k_BHLD.mT * q_BHLD.shape[-1] ** -0.5
+    if masked:
+        length = scores_BHLL.shape[-1]
+        later = torch.ones(length, length, dtype=torch.bool, device=scores_BHLL.device).triu(1)
+        scores_BHLL.masked_fill_(later, -torch.inf)
+    return scores_BHLL
+
+
+def attend(q_BHLD, k_BHLD, v_BHLD, masked: bool) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of one chunk alone: out (B, H, L, D), lse (B, H, L, 1)."""
+    scores_BHLL = scores_of(q_BHLD, k_BHLD, masked)
+    lse_BHL1 = scores_BHLL.logsumexp(-1, keepdim=True)
+    return scores_BHLL.sub_(lse_BHL1).exp_() @ v_BHLD, lse_BHL1
+
+
+def attend_backward(q_BHLD, k_BHLD, v_BHLD, masked: bool, dout_BHLD, lse_BHL1, delta_BHL1):
+    """What one block adds to the gradients of its queries, keys and values.
+
+    lse: over all keys, not only these: so `p` is the part of the whole softmax that lies here.
+    delta: sum over all keys of p * dp, which is the sum over D of dout * out.
+    """
+    p_BHLL = scores_of(q_BHLD, k_BHLD, masked).sub_(lse_BHL1).exp_()  # computed again, not kept
+    dp_BHLL = dout_BHLD @ v_BHLD.mT
+    dv_BHLD = p_BHLL.mT @ dout_BHLD
+    dscores_BHLL = dp_BHLL.sub_(delta_BHL1).mul_(p_BHLL).mul_(q_BHLD.shape[-1] ** -0.5)
+    return dscores_BHLL @ k_BHLD, dscores_BHLL.mT @ q_BHLD, dv_BHLD
+
+
+# ---- around the ring
+
+
+class RingAttention(torch.autograd.Function):
+    """Computes in float32, or in float64 if that is what it is given."""
+
+    @staticmethod
+    def forward(ctx, q_BHSD, k_BHSD, v_BHSD, ring: Ring):
+        wide = torch.promote_types(q_BHSD.dtype, torch.float32)
+        out_BHSD = torch.zeros_like(q_BHSD, dtype=wide)
+        lse_BHS1 = torch.full_like(out_BHSD[..., :1], -torch.inf)  # no key yet: exp(lse) = 0
+        queries, outs, lses = (ring.chunks(x) for x in (q_BHSD.to(wide), out_BHSD, lse_BHS1))
+        kv = torch.stack([k_BHSD, v_BHSD])  # one message instead of two
+        for step in range(ring.size):
+            # On their way while we compute. After the last step nobody needs them.
+            arrives = ring.pass_on(kv) if step < ring.size - 1 else None
+            keys, values = (ring.chunks(x.to(wide)) for x in kv)
+            for i, j, masked in ring.visible(step):
+                out, lse = attend(queries[i], keys[j], values[j], masked)
+                both = torch.logaddexp(lses[i], lse)
+                outs[i].mul_((lses[i] - both).exp()).add_(out.mul_((lse - both).exp()))
+                lses[i].copy_(both)
+            kv = arrives() if arrives else kv
+        out_BHSD = out_BHSD.to(q_BHSD.dtype)
+        ctx.ring, ctx.wide = ring, wide
+        ctx.save_for_backward(q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS1)  # no scores
+        return out_BHSD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout_BHSD):
+        q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS1 = ctx.saved_tensors
+        ring, wide = ctx.ring, ctx.wide
+        dout_BHSD = dout_BHSD.to(wide)
+        delta_BHS1 = (dout_BHSD * out_BHSD).sum(-1, keepdim=True)
+        dq_BHSD = torch.zeros_like(q_BHSD, dtype=wide)
+        mine = (q_BHSD.to(wide), dout_BHSD, lse_BHS1, delta_BHS1, dq_BHSD)
+        queries, douts, lses, deltas, dqs = (ring.chunks(x) for x in mine)
+        kv = torch.stack([k_BHSD, v_BHSD])
+        gradients_arrive = None
+        for step in range(ring.size):
+            arrives = ring.pass_on(kv) if step < ring.size - 1 else None
+            keys, values = (ring.chunks(x.to(wide)) for x in kv)
+            dkv = torch.zeros_like(kv, dtype=wide)
+            dks, dvs = (ring.chunks(x) for x in dkv)
+            for i, j, masked in ring.visible(step):
+                block = (queries[i], keys[j], values[j], masked, douts[i], lses[i], deltas[i])
+                dq, dk, dv = attend_backward(*block)
+                dqs[i].add_(dq)
+                dks[j].add_(dk)
+                dvs[j].add_(dv)
+            if gradients_arrive:  # what the ranks before us have found for the same keys and values
+                dkv += gradients_arrive()
+            # They travel with their keys and values, one step behind, and one step more: home.
+            gradients_arrive = ring.pass_on(dkv)
+            kv = arrives() if arrives else kv
+        dk_BHSD, dv_BHSD = gradients_arrive()
+        dtype = q_BHSD.dtype
+        return dq_BHSD.to(dtype), dk_BHSD.to(dtype), dv_BHSD.to(dtype), None
+
+
+def ring_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ring: Ring) -> Tensor:
+    """softmax(q @ k.mT / sqrt(D)) @ v over whole sequences, of which each rank has S tokens.
+
+    q, k, v, result: (B, H, S, D), the tokens that `own_tokens` gives this rank. Every rank of the
+    ring must call it, and backward, in the same order. Raises ValueError if S is odd and balanced.
+    """
+    if ring.balanced and q_BHSD.shape[2] % 2:
+        raise ValueError(f"{q_BHSD.shape[2]} tokens on a rank do not divide into two chunks")
+    return RingAttention.apply(q_BHSD, k_BHSD, v_BHSD, ring)
+
+
+# ---- the GPT of model.py
+
+
+class ContextParallelAttention(Attention):
+    """`attention` with the same parameters under the same names, for S tokens of T."""
+
+    def __init__(self, attention: Attention, ring: Ring):
+        nn.Module.__init__(self)
+        self.head_dim, self.ring = attention.head_dim, ring
+        self.query, self.key, self.value = attention.query, attention.key, attention.value
+        self.out = attention.out
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        q_BHSD, k_BHSD, v_BHSD = (
+            y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for y in (self.query(x_BSC), self.key(x_BSC), self.value(x_BSC))
+        )
+        seen_BHSD = ring_attention(q_BHSD, k_BHSD, v_BHSD, self.ring)
+        return self.out(seen_BHSD.transpose(1, 2).flatten(2))
+
+
+def apply_context_parallel(model: GPT, group=None, balanced: bool = True) -> GPT:
+    """Change and return `model`: it then maps a rank's tokens (B, S) to their logits (B, S, V).
+
+    All else in a GPT (norms, MLP, loss) looks at one token at a time, and stays as it is.
+    """
+    ring = Ring(group, causal=True, balanced=balanced)
+    for block in model.blocks.values():
+        block.attention = ContextParallelAttention(block.attention, ring)
+
+    def whose_positions(module, args):  # the model counts its tokens 0, 1, ... S - 1
+        positions_T = torch.arange(len(args[0]) * ring.size, device=args[0].device)
+        return (own_tokens(positions_T, 0, ring.rank, ring.size, balanced),)
+
+    if model.is_first:
+        model.position_embedding.register_forward_pre_hook(whose_positions)
+    return model
+
+
+def sum_gradients(model: nn.Module, group=None) -> None:
+    """Add every parameter's gradient over the ranks: each knows what its own tokens contribute.
+
+    For parameters this is data parallelism: DDP's or FSDP's averaging does it as well, with each
+    rank's mean loss. Here a rank's loss is divided by N beforehand.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))

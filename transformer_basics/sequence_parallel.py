@@ -1,0 +1,166 @@
+"""Sequence parallelism: between the pairs of layers, each rank has only some of the tokens.
+
+    python transformer_basics/sequence_parallel.py
+    torchrun --standalone --nproc_per_node=2 transformer_basics/sequence_parallel.py
+    torchrun --standalone --nproc_per_node=4 transformer_basics/sequence_parallel.py --layers 4
+
+Tensor parallelism cuts attention and MLP. Norms, residuals and their activations stay whole on
+every rank: the same numbers, computed and kept by all. But each of them looks at one token at a
+time. So an all_reduce is cut in two: its first half, a reduce_scatter, leaves a rank the sums of
+its own tokens; the norm works on these; its second half, an all_gather, comes before the next pair.
+(Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198.)
+
+Look at
+
+1. the collectives: each all_reduce has become two halves, and a ring sends the same bytes;
+2. the norms' gradients: each rank has those of its own tokens, a DTensor that is Partial. Whoever
+   needs the value sums it, and does not keep the sum: AdamW, in three operations, three times. So
+   they are summed once, after backward;
+3. the activations that are kept for backward. In units of (B, T, C) numbers, a block on one of n
+   ranks keeps 4 + 12 / n under tensor parallelism alone, and 2 + 14 / n with this.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from comparing import (
+    as_it_is,
+    batches,
+    check_arguments,
+    differences,
+    make_config,
+    make_parser,
+    norm_of,
+    print_differences,
+    train,
+)
+from counting import CountCollectives, print_collectives
+from model import GPT, GPTConfig, cross_entropy, initialize
+from runtime import UserError, Worker, distributed_worker
+from tensor_parallel import local, print_layers, run
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor.parallel import loss_parallel
+
+KINDS = ("attention_norm", "attention", "mlp_norm", "mlp")
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        if args.length % worker.world_size:
+            raise UserError(
+                f"--length {args.length} does not divide over {worker.world_size} ranks"
+            )
+        compare(args, worker)
+
+
+def compare(args, worker: Worker) -> None:
+    ranks = worker.world_size
+    config, tokens = make_config(args, ranks), args.batch_size * args.length
+    one = initialize(GPT(config).to(worker.device), args.seed)
+    expected = train(one, cross_entropy, norm_of, as_it_is, args, worker.device)
+    sent, kept, worst = {}, {}, {}
+    for title, sequence in (("tensor parallel", False), ("sequence parallel", True)):
+        finish = sum_gradients if sequence else None
+        model, steps, count = run(config, args, worker, sequence, finish=finish)
+        sent[title], worst[title] = count.sent(ranks), differences(steps, expected)
+        kept[title] = measure_kept(model, args, worker)
+        kept[f"{title}, formula"] = kept_by_formula(config, tokens, ranks, sequence)
+    lazy = run(config, args, worker, sequence_parallel=True)[2].total("optimizer")[0]
+    if worker.is_main:
+        print_layers(model)
+        if ranks > 1:  # alone, DTensors have nothing to send
+            print_collectives(count, formula(config, args.batch_size, args.length))
+            print(f"without sum_gradients(), {args.optimizer} calls all_reduce {lazy} times")
+        print("\nbytes that a rank sends in a step")
+        for title, nbytes in sent.items():
+            print(f"{title:21}{nbytes:11,}")
+        print_kept(kept)
+        print(f"\n{args.steps} steps with {args.optimizer}, against one process")
+        print_differences(worst)
+
+
+@torch.no_grad()
+def sum_gradients(model: GPT) -> None:
+    """Sum over the ranks what is a part of a sum on each: the gradients of norms."""
+    for p in model.parameters():
+        if any(placement.is_partial() for placement in p.grad.placements):
+            p.grad = p.grad.redistribute(placements=p.placements)
+
+
+def formula(config: GPTConfig, batch: int, length: int) -> Iterator[tuple[str, str, str, int, int]]:
+    """(phase, kind of layer, operation, calls, bytes of the whole tensor of each), for one step."""
+    activation = 4 * batch * length * config.dim  # (B, T, C) in float32
+    for phase, after in (("forward", "reduce_scatter"), ("backward", "all_gather")):
+        yield phase, "token_embedding", after, 1, activation
+        yield phase, "position_embedding", after, 1, 4 * length * config.dim
+        for kind in ("attention", "mlp"):  # in backward in the other order
+            yield phase, kind, "all_gather", config.layers, activation
+            yield phase, kind, "reduce_scatter", config.layers, activation
+    yield "forward", "head", "all_gather", 1, activation
+    yield "backward", "head", "reduce_scatter", 1, activation
+    yield "forward", "outside", "all_reduce", 3, 4 * batch * length  # the loss, cut by words
+    # Weight and bias of two norms per block, and of the last one.
+    yield "gradients", "outside", "all_reduce", 4 * config.layers + 2, 4 * config.dim
+
+
+@contextmanager
+def keep_count(model: GPT, count: CountCollectives) -> Iterator[Counter]:
+    """Bytes kept for backward, by layer: each piece of memory once, parameters not at all."""
+    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    found, seen = Counter(), set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        memory = local(tensor).untyped_storage()
+        if memory.data_ptr() not in own | seen:
+            seen.add(memory.data_ptr())
+            found[count.layer] += memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield found
+
+
+def measure_kept(model: GPT, args, worker: Worker) -> dict[str, int]:
+    """Bytes kept for backward in the last block, by kind of layer."""
+    x_BT, y_BT = batches(args, worker.device)[0]
+    count = CountCollectives(model)  # for its knowledge of where we are
+    with loss_parallel(), keep_count(model, count) as found, count:
+        loss = cross_entropy(model(x_BT), y_BT)
+    del loss
+    return {kind: found[f"blocks.{args.layers - 1}.{kind}"] for kind in KINDS}
+
+
+def kept_by_formula(config: GPTConfig, tokens: int, ranks: int, sequence: bool) -> dict[str, int]:
+    """The same for this model in float32, without dropout.
+
+    norm: its input, and a mean and a deviation per token. attention: its input, query, key, value
+    and result, and a log(sum of exp) per token and head (on a CPU: kernels for GPUs differ). mlp:
+    its input, then 4 C before and after the activation function.
+    """
+    dim, between = config.dim, tokens // ranks if sequence else tokens
+    return {
+        "attention_norm": 4 * between * (dim + 2),
+        "attention": 4 * tokens * (dim + 4 * dim // ranks + config.heads // ranks),
+        "mlp_norm": 4 * between * (dim + 2),
+        "mlp": 4 * tokens * (dim + 8 * dim // ranks),
+    }
+
+
+def print_kept(kept: dict[str, dict[str, int]]) -> None:
+    print("\nbytes that one block keeps for backward, on a rank")
+    print(" " * 26 + "".join(f"{kind:>15}" for kind in (*KINDS, "all")))
+    for title, row in kept.items():
+        values = [*row.values(), sum(row.values())]
+        print(f"{title:26}" + "".join(f"{value:15,}" for value in values))
+
+
+def parse_args():
+    return check_arguments(make_parser("Sequence parallelism: what it saves, and what it costs."))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Layers cut over ranks by hand: tensor parallelism with plain tensors and two autograd functions.
+
+`cut_model(model)` leaves this rank its part of each large parameter; `vocab_parallel_cross_entropy`
+is the loss. Run tensor_parallel_from_scratch.py.
+
+    B, T, C, V  as in model.py     v  words of the vocabulary on this rank: V / ranks     N = B * T
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from model import GPT
+from torch import Tensor, nn
+
+# The second name is that of torch before 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Which dim of which parameter is cut. A weight is (outputs, inputs): dim 0 leaves a rank some of
+# the outputs, dim 1 some of the inputs. (Papers write x @ A: our dim 0 is a cut of A by columns.)
+# All other parameters are whole on every rank: they meet numbers that are the same on all ranks.
+CUTS = {
+    "token_embedding.weight": 0,  # some words
+    "attention.query.weight": 0,  # some heads
+    "attention.query.bias": 0,
+    "attention.key.weight": 0,
+    "attention.value.weight": 0,
+    "attention.value.bias": 0,
+    "attention.out.weight": 1,  # takes just those heads
+    "mlp.expand.weight": 0,  # some features
+    "mlp.expand.bias": 0,
+    "mlp.contract.weight": 1,  # takes just those features
+    "head.weight": 0,  # the logits of some words
+}
+
+
+class Share(torch.autograd.Function):
+    """f: all ranks go on with the same x, each with its part of the weights.
+
+    Forward: nothing. Backward: the gradient of x is the sum of what each rank found. Shoeybi et
+    al., Megatron-LM, arXiv 1909.08053, section 3, where f and g are called conjugate.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd owns the other
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Sum(torch.autograd.Function):
+    """g: x is one rank's part of a sum; returns the sum, in x's own memory.
+
+    Backward: nothing. Each part counts once in the sum, so all get the gradient of the sum, which
+    every rank has: what follows is computed by all ranks alike.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        ctx.mark_dirty(x)  # in place: tells autograd
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+class RowLinear(nn.Module):
+    """A linear layer with some of the inputs: (..., some) -> (..., outputs), a sum over ranks.
+
+    Its partner needs no class. A linear layer with some of the outputs is a smaller linear layer.
+    """
+
+    def __init__(self, linear: nn.Linear, group):
+        super().__init__()
+        self.weight, self.bias, self.group = linear.weight, linear.bias, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The bias comes after the sum: inside, it would be added once per rank.
+        return Sum.apply(F.linear(x, self.weight), self.group) + self.bias
+
+
+class VocabEmbedding(nn.Module):
+    """An embedding with some rows of the table: tokens (B, T) -> (B, T, C), a sum over ranks."""
+
+    def __init__(self, weight: nn.Parameter, group):
+        super().__init__()
+        self.weight, self.group = weight, group
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        rows_BT, elsewhere_BT = own(tokens_BT, len(self.weight), self.group)
+        x_BTC = F.embedding(rows_BT, self.weight).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+        return Sum.apply(x_BTC, self.group)
+
+
+def own(tokens: Tensor, words: int, group) -> tuple[Tensor, Tensor]:
+    """Each token's row among the `words` of this rank, or 0; and whether another rank has it."""
+    rows = tokens - dist.get_rank(group) * words
+    elsewhere = (rows < 0) | (rows >= words)
+    return rows.masked_fill(elsewhere, 0), elsewhere
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The mean of log(sum of exp(logits)) - logit of the target; no rank has all logits.
+
+    Two numbers per token leave a rank: log(sum of exp) of its own logits, and the target's logit if
+    it has it. Everything else, in backward too, happens where the logits are.
+    """
+
+    @staticmethod
+    def forward(ctx, logits_Nv: Tensor, targets_N: Tensor, group) -> Tensor:
+        columns_N, elsewhere_N = own(targets_N, logits_Nv.shape[1], group)
+        found_N = logits_Nv.gather(1, columns_N.unsqueeze(1)).squeeze(1).masked_fill(elsewhere_N, 0)
+        mine_2N = torch.stack([logits_Nv.logsumexp(1), found_N])
+        every_n2N = mine_2N.new_empty(dist.get_world_size(group), *mine_2N.shape)
+        all_gather(every_n2N.flatten(0, 1), mine_2N, group=group)
+        total_N, target_N = every_n2N[:, 0].logsumexp(0), every_n2N[:, 1].sum(0)
+        ctx.save_for_backward(logits_Nv, total_N, columns_N, elsewhere_N)
+        return (total_N - target_N).mean()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        logits_Nv, total_N, columns_N, elsewhere_N = ctx.saved_tensors
+        gradient_Nv = (logits_Nv - total_N.unsqueeze(1)).exp_()  # the probabilities
+        ones_N = (~elsewhere_N).to(gradient_Nv.dtype)
+        gradient_Nv.scatter_add_(1, columns_N.unsqueeze(1), -ones_N.unsqueeze(1))
+        return gradient_Nv.mul_(gradient / len(total_N)), None, None
+
+
+def vocab_parallel_cross_entropy(logits_BTv: Tensor, targets_BT: Tensor, group=None) -> Tensor:
+    """The mean over all tokens, in nats, on every rank; computed in float32."""
+    logits_Nv = logits_BTv.flatten(0, 1).float()
+    return CrossEntropy.apply(logits_Nv, targets_BT.flatten(), group)
+
+
+def cut_model(model: GPT, group=None) -> GPT:
+    """Leave this rank of `group` its part of `model`; change and return it.
+
+    The model has its values already, the same ones on every rank. It then returns the logits of
+    this rank's words only, (B, T, v), rank after rank in the order of the vocabulary.
+    Raises ValueError if heads or vocabulary do not divide by the number of ranks.
+    """
+    ranks, config = dist.get_world_size(group), model.config
+    for name, value in (("heads", config.heads), ("vocab_size", config.vocab_size)):
+        if value % ranks:
+            raise ValueError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
+    for name, parameter in list(model.named_parameters()):
+        if (dim := cut_dim(name)) is not None:
+            path, _, kind = name.rpartition(".")
+            layer = model.get_submodule(path)
+            setattr(layer, kind, nn.Parameter(part(parameter.detach(), dim, group)))
+            if isinstance(layer, nn.Linear):
+                layer.out_features, layer.in_features = layer.weight.shape
+    model.tie()
+
+    def share(module, inputs):
+        return (Share.apply(inputs[0], group),)
+
+    if model.is_first:
+        model.token_embedding = VocabEmbedding(model.token_embedding.weight, group)
+    for block in model.blocks.values():
+        # Once for query, key and value: autograd adds their three gradients before it gets here.
+        block.attention.register_forward_pre_hook(share)
+        block.attention.out = RowLinear(block.attention.out, group)
+        block.mlp.register_forward_pre_hook(share)
+        block.mlp.contract = RowLinear(block.mlp.contract, group)
+    if model.is_last:
+        model.head.register_forward_pre_hook(share)
+    return model
+
+
+def cut_dim(name: str) -> int | None:
+    """The dim in which the parameter of this name is cut; None if every rank has all of it."""
+    return next((dim for end, dim in CUTS.items() if name.endswith(end)), None)
+
+
+def part(tensor: Tensor, dim: int, group=None) -> Tensor:
+    """This rank's part, in memory of its own: a window would keep all of `tensor` alive."""
+    parts = tensor.chunk(dist.get_world_size(group), dim)
+    return parts[dist.get_rank(group)].clone(memory_format=torch.contiguous_format)
+
+
+def whole(name: str, tensor: Tensor, group=None) -> Tensor:
+    """The parameter (or its gradient) of this name, whole, of which each rank has `tensor`."""
+    if (dim := cut_dim(name)) is None:
+        return tensor.clone()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def gradient_norm(model: GPT, group=None) -> Tensor:
+    """The norm of all gradients of the whole model, as clipping needs it: the same on every rank.
+
+    Squares of cut parameters are added over the ranks. Those of whole ones are the same everywhere:
+    to add them too would count each once per rank.
+    """
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    cut = [g.square().sum() for name, g in gradients.items() if cut_dim(name) is not None]
+    rest = [g.square().sum() for name, g in gradients.items() if cut_dim(name) is None]
+    squares = torch.stack(cut).sum()
+    dist.all_reduce(squares, group=group)
+    return (squares + torch.stack(rest).sum()).sqrt()
