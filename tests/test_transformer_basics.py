@@ -357,7 +357,7 @@ def test_export_and_generate(straight, tmp_path):
 
     folder, _ = straight
     exported = tmp_path / "exported"
-    said = python(FOLDER / "export_hugging_face.py", folder, exported).check().output
+    said = warm.run(FOLDER / "export_hugging_face.py", folder, exported).check().output
     assert float(re.search(r"differ by (\S+) at most", said)[1]) < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported)
@@ -369,7 +369,7 @@ def test_export_and_generate(straight, tmp_path):
     for mesh, ranks in (("", 1), ("--tp 2", 2), ("--pp 2", 2)):
         result = warm.run(FOLDER / "generate.py", *options, *mesh.split(), ranks=ranks).check()
         assert result.output.rstrip("\n").endswith(expected), (mesh, result.output)
-    again = python(FOLDER / "export_hugging_face.py", folder, exported)
+    again = warm.run(FOLDER / "export_hugging_face.py", folder, exported)
     assert again.returncode == 2
     assert "is not empty" in again.output
 

@@ -21,7 +21,7 @@ def parse_args():
     add("--dim", type=int, default=128, help="width of the model")
     add("--block-size", type=int, default=256, help="tokens of a sequence")
     add("--tied", action="store_true", help="the head uses the token embedding's weight")
-    add("--steps", type=int, default=1000)
+    add("--steps", type=int, default=600)
     add("--batch-size", type=int, default=16, help="sequences per optimizer step, over all ranks")
     add("--accumulate", type=int, help="parts of a rank's share: micro-batches; default: --pp")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
