@@ -66,13 +66,10 @@ class CountCollectives(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor first: then come the collectives that it needs
         result = function(*args, **(kwargs or {}))
-        if function.namespace in ("c10d", "_c10d_functional"):  # dist.x(), and DTensor's calls
-            name = function.overloadpacket.__name__.replace("_", "")
-            operation = next((o for o in OPERATIONS if name.startswith(o.replace("_", ""))), None)
-            if operation:
-                key = (self.phase, self.layer, operation)
-                self.calls[key] += 1
-                self.nbytes[key] += max(map(total_bytes, (*args[:2], result)))
+        if operation := operation_of(function):
+            key = (self.phase, self.layer, operation)
+            self.calls[key] += 1
+            self.nbytes[key] += max(map(total_bytes, (*args[:2], result)))
         return result
 
     def total(self, phase: str = "", layer: str = "", operation: str = "") -> tuple[int, int]:
@@ -87,6 +84,14 @@ class CountCollectives(TorchDispatchMode):
     def sent(self, ranks: int) -> int:
         """Bytes that each of `ranks` ranks sends, if all goes round in rings."""
         return round(sum(ring_bytes(key[2], n, ranks) for key, n in self.nbytes.items()))
+
+
+def operation_of(function) -> str | None:
+    """The collective that an operator is, or None: dist's own, and those that DTensor calls."""
+    if function.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = function.overloadpacket.__name__.replace("_", "")
+    return next((o for o in OPERATIONS if name.startswith(o.replace("_", ""))), None)
 
 
 def layers_of(model: GPT) -> Iterator[tuple[str, nn.Module]]:

@@ -37,11 +37,12 @@ from pipeline_tools import (
     expected_idle,
     gather,
     idle_share,
+    read_arguments,
     span,
     text_batch,
     timer_loss,
 )
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import UserError, Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -254,28 +255,7 @@ def quickest(pipeline: Pipeline, schedule, x_BT, y_BT, steps: int = 3) -> tuple[
 
 
 def parse_args():
-    parser = ArgumentParser(description="Pipeline schedules by hand, equal to one process.")
-    add = parser.add_argument
-    add("--microbatches", type=int, nargs="+", help="several counts; default: 1, p and 4 p")
-    add("--batch-size", type=int, help="sequences; default: 4 per rank")
-    add("--layers", type=int, help="blocks of the GPT; default: 2 per rank")
-    add("--dim", type=int, default=64, help="width of the GPT, a multiple of its 4 heads")
-    add("--length", type=int, default=64, help="tokens of a sequence")
-    add("--steps", type=int, default=3, help="optimizer steps that are compared")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    for name in ("batch_size", "layers", "dim", "length", "steps"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    for m in args.microbatches or ():
-        if m < 1:
-            parser.error(f"--microbatches must be at least 1, not {m}")
-    if args.dim % 4:
-        parser.error(f"--dim must be a multiple of 4, not {args.dim}")
-    return args
+    return read_arguments("Pipeline schedules by hand, equal to one process.", "1, p and 4 p", 3)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from model import GPT, GPTConfig, initialize
+from runtime import ArgumentParser
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -225,3 +226,29 @@ def gather(thing) -> list:
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, thing)
     return everyone
+
+
+def read_arguments(description: str, counts: str, steps: int):
+    """The flags of both scripts. counts: the default of --microbatches, in words."""
+    parser = ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--microbatches", type=int, nargs="+", help=f"several counts; default: {counts}")
+    add("--batch-size", type=int, help="sequences; default: 4 per rank")
+    add("--layers", type=int, help="blocks of the GPT; default: 2 per rank")
+    add("--dim", type=int, default=64, help="width of the GPT, a multiple of its 4 heads")
+    add("--length", type=int, default=64, help="tokens of a sequence")
+    add("--steps", type=int, default=steps, help="optimizer steps that are compared")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--seed", type=int, default=0)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    for name in ("batch_size", "layers", "dim", "length", "steps"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    for m in args.microbatches or ():
+        if m < 1:
+            parser.error(f"--microbatches must be at least 1, not {m}")
+    if args.dim % 4:
+        parser.error(f"--dim must be a multiple of 4, not {args.dim}")
+    return args

@@ -34,7 +34,7 @@ from comparing import (
     print_differences,
     train,
 )
-from counting import OPERATIONS, ring_bytes, total_bytes
+from counting import operation_of, ring_bytes, total_bytes
 from generate import UNUSED
 from model import GPT, GPTConfig, cross_entropy, initialize
 from runtime import UserError, Worker, distributed_worker
@@ -137,14 +137,11 @@ class CountByAxis(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor first: then come the collectives that it needs
         result = function(*args, **(kwargs or {}))
-        if function.namespace in ("c10d", "_c10d_functional"):  # dist.x(), and DTensor's calls
-            name = function.overloadpacket.__name__.replace("_", "")
-            known = (o for o in OPERATIONS if name.startswith(o.replace("_", "")))
-            operation = next(known, "send" if name == "send" else None)
-            if operation:
-                key = self.axes.get(group_name(args), "all ranks"), operation
-                self.calls[key] += 1
-                self.nbytes[key] += max(map(total_bytes, (*args[:2], result)))
+        is_send = function.namespace == "c10d" and function.overloadpacket.__name__ == "send"
+        if operation := "send" if is_send else operation_of(function):
+            key = self.axes.get(group_name(args), "all ranks"), operation
+            self.calls[key] += 1
+            self.nbytes[key] += max(map(total_bytes, (*args[:2], result)))
         return result
 
     def over(self, axis: str) -> tuple[int, int]:
