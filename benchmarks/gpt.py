@@ -27,9 +27,12 @@ import torch.distributed as dist
 from benchmark import SIZES, Side, config_of
 from flops import matmul_peak, wait
 from model import GPT, cross_entropy, initialize
+from parallelize import apply_tensor_parallel
 from runtime import Worker, distributed_worker
 from tensor_parallel_layers import cut_model, vocab_parallel_cross_entropy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -66,17 +69,24 @@ def main() -> None:
 
 def template(mesh: str, size: str, worker: Worker, batch: int, **more) -> Callable[[], float]:
     """train.py's own step on this mesh."""
-    usual = {"size": size, "precision": "fp32", "compile": False, "keep_gathered": True}
-    args = usual | {"sequence_parallel": False, "batch_size": batch} | more
-    side = Side(mesh, SimpleNamespace(**args), worker)
+    usual = {"size": size, "precision": "fp32", "compile": False, "batch_size": batch}
+    usual |= {"keep_gathered": True, "sequence_parallel": False, "clip": 1.0}
+    side = Side(mesh, SimpleNamespace(**usual | more), worker)
     return lambda: side.tokens_per_second(STEPS)
 
 
-def bare(size: str, worker: Worker, batch: int, wrap=lambda model: model, loss=cross_entropy):
+def bare(
+    size: str,
+    worker: Worker,
+    batch: int,
+    wrap=lambda model: model,
+    loss=cross_entropy,
+    clip: bool = True,
+) -> Callable[[], float]:
     """The plainest loop, with whatever `wrap` makes of the model; `batch` sequences per rank."""
     config = config_of(size)
     model = wrap(initialize(GPT(config), 0).to(worker.device))
-    return loop(model, lambda x, y: loss(model(x), y), config, worker, batch)
+    return loop(model, lambda x, y: loss(model(x), y), config, worker, batch, clip)
 
 
 def hugging_face(size: str, worker: Worker, batch: int):
@@ -100,8 +110,13 @@ def hugging_face(size: str, worker: Worker, batch: int):
     return loop(model, lambda x, y: cross_entropy(model(x).logits, y), config, worker, batch)
 
 
-def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int) -> Callable[[], float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int, clip: bool = True):
+    # A group of its own for DTensors: a fused call takes tensors of one kind.
+    groups = [
+        {"params": [p for p in model.parameters() if isinstance(p, DTensor) == kind]}
+        for kind in (False, True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, (batch, config.block_size + 1), generator=generator)
     x, y = tokens[:, :-1].to(worker.device), tokens[:, 1:].to(worker.device)
@@ -111,7 +126,8 @@ def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int) -> Calla
         for _ in range(STEPS):
             optimizer.zero_grad()
             loss_of(x, y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         wait(worker.device)
         return STEPS * x.numel() / (time.perf_counter() - started)
@@ -184,13 +200,16 @@ def wrap_ddp(model: nn.Module) -> nn.Module:
 
 
 def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
-    batch = SIZES[size][1]
-    by_hand = bare(size, worker, batch, cut_model, vocab_parallel_cross_entropy)
+    """No side clips gradients: it would be another collective in some and not in others."""
+    common, mesh = (size, worker, SIZES[size][1]), init_device_mesh(worker.device.type, (2,))
+    by_hand = bare(*common, cut_model, vocab_parallel_cross_entropy, clip=False)
+    by_dtensor = bare(*common, lambda model: apply_tensor_parallel(model, mesh), clip=False)
     sides = {
-        "one process, two threads": alone(bare(size, worker, batch), worker, threads=2),
+        "one process, two threads": alone(bare(*common, clip=False), worker, threads=2),
         "by hand": together(by_hand, worker),
-        "DTensor": template("tp=2", size, worker, batch),
-        "DTensor, sequence parallel": template("tp=2", size, worker, batch, sequence_parallel=True),
+        "DTensor": together(by_dtensor, worker),
+        "train.py --tp 2": template("tp=2", *common, clip=0.0),
+        "and --sequence-parallel": template("tp=2", *common, clip=0.0, sequence_parallel=True),
     }
     return report.alternate(repeats, sides)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +26,8 @@ def clean_environment(**changes: str) -> dict[str, str]:
     drop = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCH")
     drop += ("MAKE", "MFLAGS", "REQUIREMENTS")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **changes}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    env |= {"PYTHONFAULTHANDLER": "1", **changes}  # SIGABRT shows where a process is
     return env
 
 
@@ -98,12 +100,20 @@ class Job:
         return alive
 
     def wait(self, timeout: float = 120) -> Result:
-        """Wait for the end; on time-out kill everything and raise with the output so far."""
+        """Wait for the end; on time-out kill everything and raise with the output so far.
+
+        The output then ends with what each process was doing, the stacks of all its threads.
+        """
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            hanging = self.processes()
+            for process in hanging:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGABRT)
+            psutil.wait_procs(hanging, timeout=5)
             self.kill()
-            raise TimeoutError(f"no end within {timeout} s\n{self.output[-6000:]}") from None
+            raise TimeoutError(f"no end within {timeout} s\n{self.output[-20_000:]}") from None
         return Result(self.process.returncode, self.output)
 
     def wait_until(self, condition: Callable[[], object], timeout: float = 60) -> object:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import warm
 from all_reduce_traffic import critical_path
-from helpers import ROOT, torchrun
+from helpers import ROOT
 from workers.collectives_algorithms import CELLS, DTYPES, SIZES
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
@@ -159,7 +159,7 @@ def test_wants_contiguous_tensors():
 
 
 def test_script_prints_what_is_true():
-    output = torchrun(ROOT / "collectives/all_reduce_algorithms.py", ranks=3).check().output
+    output = warm.run(ROOT / "collectives/all_reduce_algorithms.py", ranks=3).check().output
     # 1. The ring, each step against who has added what.
     table = output[output.index("\nstep ") :].splitlines()[2:7]
     for step, line in enumerate(table):
@@ -225,7 +225,7 @@ def test_heat_is_the_heat_equation():
 @pytest.fixture(scope="module")
 def output() -> str:
     options = ("--timeout", 0.5, "--cells", 50, "--steps", 200)
-    return torchrun(ROOT / "collectives/point_to_point.py", *options, ranks=3).check().output
+    return warm.run(ROOT / "collectives/point_to_point.py", *options, ranks=3).check().output
 
 
 def section(output: str, number: int) -> str:

@@ -14,7 +14,7 @@ import torch
 import warm
 from all_reduce_algorithms import ALGORITHMS
 from bandwidth_cases import OPERATIONS
-from helpers import ROOT, python, read_metrics, torchrun
+from helpers import ROOT, python, read_metrics
 
 slow = pytest.mark.slow  # each launch of ranks takes some seconds
 BANDWIDTH, ASYNC = ROOT / "collectives/bandwidth.py", ROOT / "collectives/async_work.py"
@@ -124,7 +124,7 @@ def test_limits_are_measured_on_all_ranks(seen):
 def sweep(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     options = ("--min-bytes", 100, "--max-bytes", "64K", "--factor", 25, "--repeats", 3)
-    run = torchrun(BANDWIDTH, *options, "--verify", "--output-dir", folder).check()
+    run = warm.run(BANDWIDTH, *options, "--verify", "--output-dir", folder, ranks=2).check()
     return run.output, read_metrics(folder), folder
 
 
@@ -284,7 +284,7 @@ def test_drawing():
 @slow
 def test_async_work_shows_both_orders(tmp_path):
     options = ("--buckets", 3, "--megabytes", 0.5, "--repeats", 2, "--plot", tmp_path / "a.png")
-    output = torchrun(ASYNC, *options).check().output
+    output = warm.run(ASYNC, *options, ranks=2).check().output
     assert re.search(
         r"^ +0  False +raised +True +\[3.0, 3.0\] +mean 1.5 +3 complete$", output, re.M
     )

@@ -255,7 +255,7 @@ def table(output: str, title: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_collectives_script():
-    output = torchrun(HERE / "collectives.py", ranks=3).check().output
+    output = warm.run(HERE / "collectives.py", ranks=3).check().output
     xs = [[10 * r + i for i in range(3)] for r in range(3)]
     sums, flat = [30, 33, 36], [n for x in xs for n in x]
     after = {
@@ -291,7 +291,7 @@ def test_one_collective_on_one_process():
 
 @pytest.mark.slow
 def test_reduce_ops_script(modules):
-    output = torchrun(HERE / "reduce_ops.py", ranks=3).check().output
+    output = warm.run(HERE / "reduce_ops.py", ranks=3).check().output
     ops = modules["reduce_ops"]
     xs = [ops.sample(rank, torch.int64) for rank in range(3)]
     rows = {row[0]: row[1:] for row in table(output, "before:")[1:10]}
@@ -315,7 +315,7 @@ def test_reduce_ops_script(modules):
 
 @pytest.mark.slow
 def test_object_collectives_script():
-    output = torchrun(HERE / "object_collectives.py", "--repeats", 3, ranks=2).check().output
+    output = warm.run(HERE / "object_collectives.py", "--repeats", 3, ranks=2).check().output
     costs = table(output, "2. all_gather on 2 ranks")[1:]
     assert [row[2] for row in costs] == ["1", "2"] * 3 + ["2"]
     sizes = [int(row[3].replace(",", "")) for row in costs]
@@ -332,7 +332,7 @@ def test_object_collectives_script():
 
 @pytest.mark.slow
 def test_autograd_collectives_script():
-    output = torchrun(HERE / "autograd_collectives.py", "--count", 1, ranks=2).check().output
+    output = warm.run(HERE / "autograd_collectives.py", "--count", 1, ranks=2).check().output
     rows = table(output, "Largest gradient")[1:]
     assert tuple(row[0] for row in rows) == NAMES
     for _, size, one, numeric in rows:
@@ -356,7 +356,7 @@ GONE = r"Read error|Connection (closed|reset) by peer"  # one rank gave up a mom
 
 @pytest.fixture(scope="module")
 def hangs() -> str:
-    return torchrun(HERE / "hangs.py", ranks=2, timeout=100).check().output
+    return warm.run(HERE / "hangs.py", ranks=2, timeout=100).check().output
 
 
 @pytest.mark.slow

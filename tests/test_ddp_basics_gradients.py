@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import warm
-from helpers import ROOT, read_metrics, torchrun
+from helpers import ROOT, read_metrics
 from workers.from_scratch import CASES, STEPS, build
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
@@ -138,7 +138,7 @@ def test_messages_of_a_step(results, case):
 
 def test_script_prints_what_it_measured():
     script = ROOT / "ddp_basics" / "ddp_from_scratch.py"
-    output = torchrun(script, "--repeats", "3").check().output
+    output = warm.run(script, "--repeats", "3", ranks=2).check().output
     row = r"^{}\s+(\S+)\s+(\S+)\s+(\S+)\s+(\S+)\s+(\d+)\s+([\d,]+)$"
     rows = {
         name: re.search(row.format(name), output, re.MULTILINE)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warm
-from helpers import ROOT, Job, python, torchrun
+from helpers import ROOT, Job, python
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 
@@ -74,7 +74,7 @@ def uneven():
     ends = [997 * sum(weights[: i + 1]) // sum(weights) for i in range(ranks)]
     sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
     batches = [-(-size // 32) for size in sizes]
-    output = torchrun(UNEVEN, ranks=ranks).check().output  # 3 ranks: one leaves after another
+    output = warm.run(UNEVEN, ranks=ranks).check().output  # 3 ranks: one leaves after another
     return SimpleNamespace(ranks=ranks, sizes=sizes, batches=batches, output=output)
 
 
@@ -150,7 +150,7 @@ def test_what_the_alternatives_cost(uneven):
 def zero(tmp_path_factory):
     """straight: 12 steps on 2 ranks; two, three: 6 steps on 2 ranks, then 6 more on 2 or 3."""
     folder = tmp_path_factory.mktemp("zero")
-    runs = {"straight": torchrun(ZERO, "--output-dir", folder / "straight")}
+    runs = {"straight": warm.run(ZERO, "--output-dir", folder / "straight", ranks=2)}
     warm.run(ZERO, "--steps", 6, "--output-dir", folder / "two", ranks=2).check()
     shutil.copytree(folder / "two", folder / "three")
     for ranks, name in ((2, "two"), (3, "three")):
@@ -278,7 +278,7 @@ def test_spawn_shows_the_childs_traceback():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_split_model_equals_the_whole(ranks):
-    run = torchrun(SPLIT, "--device", "cpu", ranks=ranks) if ranks > 1 else warm.run(SPLIT)
+    run = warm.run(SPLIT, "--device", "cpu", ranks=ranks)
     rows = rows_after(run.check().output, "rank  half", 2 * ranks)
     for i, row in enumerate(rows):
         rank, count, difference = numbers(row)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import warm
-from helpers import ROOT, torchrun
+from helpers import ROOT
 
 HERE = ROOT / "fsdp_basics"
 NAMES = ("one process", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, offload")
@@ -195,7 +195,7 @@ def test_every_strategy_trains_as_one_process_does(seen, world, name):
 @pytest.mark.slow
 def test_memory_script(tmp_path):
     plot = tmp_path / "memory.png"
-    output = torchrun(HERE / "memory.py", "--plot", plot).check().output
+    output = warm.run(HERE / "memory.py", "--plot", plot, ranks=2).check().output
     assert "Warning" not in output
     lines = output.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("bytes on the fullest"))
@@ -219,7 +219,7 @@ def test_memory_script(tmp_path):
 
 @pytest.mark.slow
 def test_communication_script():
-    output = torchrun(HERE / "communication.py").check().output
+    output = warm.run(HERE / "communication.py", ranks=2).check().output
     assert "Warning" not in output
     lines = output.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("calls"))

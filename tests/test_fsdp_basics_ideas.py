@@ -132,7 +132,7 @@ def sizes_of_the_model() -> list[int]:
 
 @pytest.fixture(scope="module")
 def scratch():
-    return torchrun(SCRATCH).check().output
+    return warm.run(SCRATCH, ranks=2).check().output
 
 
 def test_from_scratch_prints_what_is_true(scratch):
@@ -281,7 +281,7 @@ def test_hybrid_under_torchrun():
 
 @pytest.fixture(scope="module")
 def fsdp1():
-    return torchrun(FSDP1, timeout=240).check().output
+    return warm.run(FSDP1, timeout=240, ranks=2).check().output
 
 
 def test_fsdp1_and_its_successors_agree(fsdp1):

@@ -10,7 +10,7 @@ import finetune_t5
 import pytest
 import torch
 import warm
-from helpers import ROOT, read_metrics, torchrun
+from helpers import ROOT, read_metrics
 from runtime import UserError
 from t5_data import (
     Pair,
@@ -183,7 +183,7 @@ def test_script(files, tmp_path):
     tiny = "--dim=32 --layers=1 --vocab-size=301 --max-source=16 --max-target=8 --epochs=2"
     data = ("--train-file", files / "train.jsonl", "--eval-file", files / "eval.jsonl")
     more = ("--batch-size", 12, "--precision", "bf16", "--output-dir", tmp_path, "--show", 2)
-    result = torchrun(SCRIPT, *tiny.split(), *data, *more, timeout=240).check()
+    result = warm.run(SCRIPT, *tiny.split(), *data, *more, timeout=240, ranks=2).check()
     assert result.output.count("2 rank(s) on cpu, gloo") == 1
     assert "Warning" not in result.output
     assert "train     60 pairs" in result.output

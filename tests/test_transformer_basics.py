@@ -375,6 +375,40 @@ def test_export_and_generate(straight, tmp_path):
 
 
 @pytest.mark.slow
+def test_it_learns_more_than_pairs(corpus, tmp_path):
+    """A bigram model sees one token; the GPT must do better on the same held-out text."""
+    sizes = ("--layers", 2, "--heads", 2, "--dim", 64, "--block-size", 32, "--batch-size", 16)
+    steps = ("--steps", 300, "--eval-every", 300, "--eval-batches", 4, "--lr", 5e-3, "--sample", 0)
+    args = (*sizes, *steps, "--output-dir", tmp_path, "--data", *corpus)
+    said = warm.run(TRAIN, *args).check().output
+    bigram = float(re.search(r"a bigram model has a loss of ([\d.]+)", said)[1])
+    assert held_out(tmp_path)[-1] < bigram - 0.1
+
+
+@pytest.mark.slow
+def test_tokenizer_of_a_directory(corpus, tmp_path):
+    """Words of a tokenizer that was trained here: data, sample and export use it."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    trained = ByteLevelBPETokenizer()
+    trained.train([str(file) for file in corpus], vocab_size=300, special_tokens=["<pad>", "<end>"])
+    own = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<end>")
+    own.save_pretrained(tmp_path / "tokenizer")
+    args = (*TINY, "--tokenizer", tmp_path / "tokenizer", "--prompt", "import ")
+    said = warm.run(TRAIN, *args, "--output-dir", tmp_path / "run", "--data", *corpus).check()
+    assert "---- 12 tokens after 'import ':\nimport " in said.output
+    exported = warm.run(FOLDER / "export_hugging_face.py", tmp_path / "run", tmp_path / "exported")
+    assert exported.check()
+    config = json.loads((tmp_path / "exported/config.json").read_text())
+    assert config["eos_token_id"] == own.eos_token_id == 1
+    again = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = "def f(x):\n    return x"
+    assert again(text)["input_ids"] == own(text)["input_ids"]
+    assert again.decode(again(text)["input_ids"]) == text
+
+
+@pytest.mark.slow
 def test_broken_checkpoints(straight, tmp_path):
     import shutil
 
@@ -394,7 +428,7 @@ def test_broken_checkpoints(straight, tmp_path):
 @pytest.mark.slow
 def test_script(corpus, tmp_path):
     flags = ("--profile", "--steps", 14, "--tensorboard", "--output-dir", tmp_path)
-    result = torchrun(TRAIN, *TINY, *flags, "--data", *corpus, timeout=240).check()
+    result = warm.run(TRAIN, *TINY, *flags, "--data", *corpus, timeout=240, ranks=2).check()
     assert "pp 1   dp_replicate 2   dp_shard 1   tp 1" in result.output
     assert re.search(r"held out, on which a bigram model has a loss of [\d.]+\n", result.output)
     assert "---- 12 tokens after 'def ':\ndef " in result.output

@@ -218,7 +218,7 @@ def check_output(output: str, ranks: int, optimizer: str = "sgd", length: int = 
 
 
 def test_script_on_two_ranks():
-    check_output(torchrun(SCRIPT).check().output, ranks=2)
+    check_output(warm.run(SCRIPT, ranks=2).check().output, ranks=2)
 
 
 def test_script_on_three_ranks_with_adamw():

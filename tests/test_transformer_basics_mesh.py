@@ -270,7 +270,7 @@ def test_bytes_of_the_strategies():
 
 @pytest.fixture(scope="module")
 def printed():
-    return torchrun(DTENSOR).check().output
+    return warm.run(DTENSOR, ranks=2).check().output
 
 
 def test_dtensor_prints_what_is_true(printed):

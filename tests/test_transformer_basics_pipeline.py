@@ -9,7 +9,7 @@ import pipeline_tools as tools
 import pytest
 import torch
 import warm
-from helpers import ROOT, python, torchrun
+from helpers import ROOT, python
 from workers.gpt_pipeline import BY_HAND, BY_TORCH, CONFIG, SECONDS, STEPS
 
 HERE = ROOT / "transformer_basics"
@@ -247,7 +247,7 @@ def test_measured_idle_share(results, name):
 
 @pytest.fixture(scope="module")
 def scratch():
-    return torchrun(SCRATCH).check().output
+    return warm.run(SCRATCH, ranks=2).check().output
 
 
 @slow
@@ -282,7 +282,7 @@ def test_from_scratch_prints_what_is_true(scratch):
 
 @pytest.fixture(scope="module")
 def parallel():
-    return torchrun(PARALLEL).check().output
+    return warm.run(PARALLEL, ranks=2).check().output
 
 
 @slow

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import warm
-from helpers import ROOT, torchrun
+from helpers import ROOT
 from sequence_parallel import formula as sequence_formula
 from sequence_parallel import kept_by_formula
 from tensor_parallel import formula as dtensor_formula
@@ -192,7 +192,7 @@ def check_output(output: str, rows: int) -> None:
 
 
 def test_from_scratch_script():
-    output = torchrun(HERE / "tensor_parallel_from_scratch.py", ranks=2).check().output
+    output = warm.run(HERE / "tensor_parallel_from_scratch.py", ranks=2).check().output
     assert "Warning" not in output
     check_output(output, rows=2)
     assert "token_embedding.weight          (256, 128)    (128, 128)   dim 0" in output
@@ -205,7 +205,7 @@ def test_from_scratch_script():
 
 
 def test_tensor_parallel_script():
-    output = torchrun(HERE / "tensor_parallel.py", ranks=2).check().output
+    output = warm.run(HERE / "tensor_parallel.py", ranks=2).check().output
     assert "Warning" not in output
     check_output(output, rows=2)
     assert "blocks.0.attention.query    Shard(0)       (128, 128)    (64, 128)" in output
@@ -217,7 +217,7 @@ def test_tensor_parallel_script():
 
 
 def test_sequence_parallel_script():
-    output = torchrun(HERE / "sequence_parallel.py", ranks=2).check().output
+    output = warm.run(HERE / "sequence_parallel.py", ranks=2).check().output
     assert "Warning" not in output
     check_output(output, rows=2)
     assert "without sum_gradients(), adamw calls all_reduce 30 times" in output

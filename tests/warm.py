@@ -4,6 +4,7 @@ For tests of what a script computes. What a launch does (first imports, exit sta
 restarts, errors) is tested with torchrun itself: see helpers.py.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -11,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -20,7 +22,16 @@ from helpers import Result, clean_environment
 # It forks from a process with one thread. To fork from torchrun's agent, which has several, would
 # let one start in thirty hang: on a lock that another thread held in that moment.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed", "sklearn.datasets"])
+SERVER.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "sklearn.datasets",
+    ]
+)
 
 
 def run(script, *args, ranks: int = 1, timeout: float = 120) -> Result:
@@ -36,11 +47,16 @@ def run(script, *args, ranks: int = 1, timeout: float = 120) -> Result:
             for process in processes:
                 process.start()
             status = _wait_for(processes, timeout)
+            if status is None:  # they say what they were doing
+                for process in processes:
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGABRT)
+                wait([p.sentinel for p in processes], 5)
         finally:
             left = [_kill_group(process) for process in processes if process.pid]
         output = log.read()
     if status is None:
-        raise TimeoutError(f"no end within {timeout} s\n{output[-6000:]}")
+        raise TimeoutError(f"no end within {timeout} s\n{output[-20_000:]}")
     assert status or not any(left), f"processes were left running\n{output[-3000:]}"
     return Result(status, output)
 
@@ -85,6 +101,7 @@ def _rank(log: str, command: list[str], environment: dict[str, str]) -> None:
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command

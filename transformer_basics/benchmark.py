@@ -82,8 +82,8 @@ class Side:
         config, batch = config_of(args.size), batch_size(args, worker.world_size)
         sizes = {"layers": config.layers, "heads": config.heads, "dim": config.dim}
         sizes |= {"block_size": config.block_size, "tied": False, "batch_size": batch}
-        more = {"precision": args.precision, "compile": args.compile, "seed": 0, "clip": 1.0}
-        more |= {"lr": 1e-4, "weight_decay": 0.1, "loss_parallel": axes["tp"] > 1}
+        more = {"precision": args.precision, "compile": args.compile, "clip": args.clip}
+        more |= {"seed": 0, "lr": 1e-4, "weight_decay": 0.1, "loss_parallel": axes["tp"] > 1}
         more |= {"keep_gathered": args.keep_gathered, "sequence_parallel": args.sequence_parallel}
         more["accumulate"] = axes["pp"] * 2 if axes["pp"] > 1 else 1
         if axes["tp"] == 1:
@@ -165,6 +165,7 @@ def parse_args():
     add("--batch-size", type=int, help="sequences per step, over all ranks; default: by size")
     add("--precision", choices=PRECISIONS, default="fp32")
     add("--compile", action="store_true", help="torch.compile each block")
+    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
     add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
     add("--sequence-parallel", action="store_true", help="on meshes with tp")
     add("--steps", type=int, default=2, help="of a sample")

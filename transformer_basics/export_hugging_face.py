@@ -46,7 +46,9 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
         return initialize(GPT(config), seed=0)
 
     model, run = load_model(checkpoint, make)
-    config = model.config
+    config, named = model.config, run["tokenizer"]
+    tokenizer = AutoTokenizer.from_pretrained(named) if named else byte_tokenizer()
+    end = tokenizer.eos_token_id or 0  # as data.py ends a document
     theirs = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=config.vocab_size,
@@ -55,16 +57,14 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
             n_head=config.heads,
             n_embd=config.dim,
             tie_word_embeddings=config.tied,
-            bos_token_id=0,
-            eos_token_id=0,
+            bos_token_id=end,
+            eos_token_id=end,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
         )
     )
     theirs.load_state_dict(to_hugging_face(model.state_dict(), config))
-    named = run["tokenizer"]
-    tokenizer = AutoTokenizer.from_pretrained(named) if named else byte_tokenizer()
     logging.disable_progress_bar()
     theirs.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -112,19 +112,15 @@ def run_case(
         labels = torch.randint(10, (GLOBAL_BATCH,), generator=generator)
         share = slice(worker.rank, None, worker.world_size)
         loss = train.train_step(module, images[share], labels[share], optim, scaler, args)
-        gradients = {
-            name: torch.zeros(p.shape) if p.grad is None else whole(p.grad)
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        }
-        steps.append(
-            {
-                "loss": train.all_sum([loss], worker)[0] / worker.world_size,
-                "gradients": gradients,
-                "norm": torch.nn.utils.get_total_norm(gradients.values()),
-                "parameters": {},
+        steps.append({"loss": train.all_sum([loss], worker)[0] / worker.world_size})
+        if step in (0, STEPS - 1):  # to gather them costs more than a step
+            gradients = {
+                name: torch.zeros(p.shape) if p.grad is None else whole(p.grad)
+                for name, p in module.named_parameters()
+                if p.requires_grad
             }
-        )
+            norm = torch.nn.utils.get_total_norm(gradients.values())
+            steps[-1] |= {"gradients": gradients, "norm": norm}
         if step == STEPS - 1:  # all steps led to them
             parameters = {n: whole(p.detach()) for n, p in module.named_parameters()}
             steps[-1]["parameters"] = parameters
