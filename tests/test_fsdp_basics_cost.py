@@ -88,6 +88,7 @@ def test_zero_1_deals_to_the_poorest(load):
 # ---- bytes held
 
 
+@pytest.mark.slow
 @each_world
 def test_bytes_held_are_those_of_the_formula(seen, world, name):
     for case in ("even", "odd") if world == 4 else ("odd",):
@@ -99,6 +100,7 @@ def test_bytes_held_are_those_of_the_formula(seen, world, name):
             assert measured == {kind: row["formula"][kind] for kind in kinds}, f"{case}, {rank}"
 
 
+@pytest.mark.slow
 @each_world
 def test_what_is_there_when(seen, world, name):
     for row in rows(seen, world, "memory", "odd", name):
@@ -117,6 +119,7 @@ def test_what_is_there_when(seen, world, name):
         assert between["gradients"] == forward["gradients"] == expected
 
 
+@pytest.mark.slow
 def test_the_ranks_together_hold_everything_once(seen, load):
     """16 bytes a parameter over all ranks; the rest is padding and step counts, here up to 3 %."""
     model = load("model").VisionTransformer(dim=24, depth=1)
@@ -136,6 +139,7 @@ def test_the_ranks_together_hold_everything_once(seen, load):
 # ---- bytes sent
 
 
+@pytest.mark.slow
 @each_world
 def test_bytes_sent_are_those_of_the_formula(seen, world, name):
     for case in ("odd", "large") if world == 3 else ("large",):
@@ -146,6 +150,7 @@ def test_bytes_sent_are_those_of_the_formula(seen, world, name):
                 assert abs(row["sent"][operation] - sent) <= len(row["calls"])  # rounded at the end
 
 
+@pytest.mark.slow
 @each_world
 def test_bytes_over_tcp(seen, load, world, name):
     """Within 1 %: each message has a header, and a barrier is counted too."""
@@ -158,6 +163,7 @@ def test_bytes_over_tcp(seen, load, world, name):
         assert mean < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_sharding_costs_half_as_much_again(seen, load, world):
     model = load("model").VisionTransformer(dim=132, depth=1)
@@ -171,6 +177,7 @@ def test_sharding_costs_half_as_much_again(seen, load, world):
 # ---- and all of them train alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), [case for case in WORLDS if case[0] > 2])
 def test_every_strategy_trains_as_one_process_does(seen, world, name):
     """The difference is that of float32 sums in another order, after three steps of 1e-3."""

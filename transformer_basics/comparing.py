@@ -39,7 +39,7 @@ def train(
     count=None,
     finish: Callable[[GPT], None] | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Per step, whole: loss, norm of all gradients, each gradient and each parameter.
+    """Per step, whole: loss, norm of all gradients, each gradient; in the last each parameter, too.
 
     loss_of: (what the model returns, targets) -> mean loss. norm_of: after backward.
     whole: (name, what a rank has of a parameter or gradient) -> all of it, on every rank.
@@ -66,7 +66,8 @@ def train(
                 counting.begin("optimizer")
             optimizer.step()
             optimizer.zero_grad()
-        step |= {f"parameter {name}": whole(name, p.detach()) for name, p in named}
+        if i == args.steps - 1:  # all steps led to them
+            step |= {f"parameter {name}": whole(name, p.detach()) for name, p in named}
         steps.append(step)
     return steps
 

@@ -43,7 +43,7 @@ def compare(args, worker: Worker) -> None:
         for rank, (where, (layers, held), _) in enumerate(rows):
             cells = "   ".join(f"{n:>{len(axis)}}" for axis, n in zip(axes, where, strict=True))
             print(f"{rank:4}   {cells}   {layers:32}{held:14,}")
-        total = sum(steps[0][name].numel() for name in steps[0] if name.startswith("parameter"))
+        total = sum(steps[-1][name].numel() for name in steps[-1] if name.startswith("parameter"))
         all_held = sum(held for _, (_, held), _ in rows)
         print(
             f"The model has {total:,}, all ranks hold {all_held:,}: norms are whole on all of tp."

@@ -102,7 +102,8 @@ def run(config: GPTConfig, args, worker: Worker, **axes: int):
         (loss,) = all_sum([loss / (shares * axes["tp"])], worker)
         step = {"loss": torch.tensor(loss), "norm": clip_gradients(model, torch.inf, mesh)}
         step |= of_all_stages("gradient of ", model, lambda p: p.grad, axes["pp"])
-        step |= of_all_stages("parameter ", model, torch.Tensor.detach, axes["pp"])
+        if i == args.steps - 1:
+            step |= of_all_stages("parameter ", model, torch.Tensor.detach, axes["pp"])
         steps.append({name: tensor.to(worker.device) for name, tensor in step.items()})
     return model, steps, sent
 

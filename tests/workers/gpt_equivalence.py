@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics
 
 import steps
 import torch
-import torch.distributed as dist
 import train
 from arguments import AXES, parse_args
 from model import GPT, GPTConfig, cross_entropy, initialize
 from runtime import distributed_worker
 from steps import clip_gradients, data_parallel, make_optimizer
 from torch.distributed.device_mesh import init_device_mesh
+from tp_fsdp import of_all_stages
 
 STEPS, BATCH, LENGTH, VOCABULARY, LR = 5, 16, 12, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
@@ -88,10 +88,6 @@ def optimizer_of(name: str, model, args):
     return make_optimizer(model, args)
 
 
-def whole(tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
-
-
 def one_process(kind: str) -> dict:
     flags, name = KINDS[kind]
     args = arguments(flags.replace("bf16", "fp32"))
@@ -127,16 +123,8 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
         loss = steps.train_step(model, stages, x, y, optimizer, mesh, args)
         found["loss"] += steps.all_sum([loss / (shares * args.tp)], worker)
         if step in (0, STEPS - 1):
-            found["gradients"].append(of_all_stages(model, lambda p: p.grad))
-    return found | {"parameters": [of_all_stages(model, torch.Tensor.detach)]}
-
-
-def of_all_stages(model, get) -> dict:
-    """Parameter name -> whole tensor, of all pipeline stages."""
-    everywhere = [None] * dist.get_world_size()
-    own = {name: whole(get(p)) for name, p in model.named_parameters()}
-    dist.all_gather_object(everywhere, own)
-    return {name: tensor for found in everywhere for name, tensor in found.items()}
+            found["gradients"].append(of_all_stages("", model, lambda p: p.grad, args.pp))
+    return found | {"parameters": [of_all_stages("", model, torch.Tensor.detach, args.pp)]}
 
 
 def main() -> None:
