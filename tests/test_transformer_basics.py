@@ -431,7 +431,7 @@ def test_script(corpus, tmp_path):
     result = warm.run(TRAIN, *TINY, *flags, "--data", *corpus, timeout=240, ranks=2).check()
     assert "pp 1   dp_replicate 2   dp_shard 1   tp 1" in result.output
     assert re.search(r"held out, on which a bigram model has a loss of [\d.]+\n", result.output)
-    assert "---- 12 tokens after 'def ':\ndef " in result.output
+    assert "---- 12 tokens after 'import os\\n\\n\\ndef ':\nimport os\n\n\ndef " in result.output
     for word in ("Warning", "Traceback", "redistribut"):
         assert word not in result.output
     for rank in (0, 1):
