@@ -280,7 +280,7 @@ def data_parallel_text(samples: dict) -> list[str]:
         "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
         "--dp-shard 2. One rank has one thread and half of the sequences; the other rank waits. "
         "Two that send nothing are two such processes, each with a model of its own: what they "
-        "miss of 2 is lost to the memory and caches that they share."
+        "miss of 2 is not communication, but what they share (memory, caches, perhaps a core)."
     )
     heading = "## (c) Two data-parallel ranks"
     return [heading, table(samples, names, ratios), text]
