@@ -212,7 +212,7 @@ def test_mnist_trains_and_counts_an_odd_test_set(tmp_path):
     write_mnist(tmp_path)
     args = ("--dataset", "mnist", "--data-dir", tmp_path, "--epochs", 1, "--batch-size", 40)
     args += ("--workers", 1, "--output-dir", tmp_path / "run")
-    result = warm.run(TRAIN, *args, ranks=2).check()
+    result = torchrun(TRAIN, *args).check()
     assert "steps 3 of 3" in result.output
     assert_scored(tmp_path / "run", result.output, "mnist", tmp_path)
 
