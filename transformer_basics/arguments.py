@@ -9,6 +9,7 @@ from runtime import ArgumentParser
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
+PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
 
 
 def parse_args():
@@ -47,7 +48,7 @@ def parse_args():
     add("--log-every", type=int, default=10, help="steps between losses, and looks at SIGTERM")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
     add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
-    add("--prompt", default="import os\n\n\ndef ", help="how the sample at the end begins")
+    add("--prompt", default=PROMPT, help="how the sample at the end begins")
     add("--sample", type=int, default=300, help="tokens to write at the end")
     args = parser.parse_args()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from arguments import check_mesh
+from arguments import PROMPT, check_mesh
 from build import build_model, make_mesh
 from checkpoint import load_model
 from data import load_tokenizer
@@ -113,7 +113,7 @@ def parse_args():
     parser = ArgumentParser(description="Write text with a trained GPT.")
     add = parser.add_argument
     add("run", type=Path, help="--output-dir of train.py")
-    add("--prompt", default="import os\n\n\ndef ")
+    add("--prompt", default=PROMPT)
     add("--tokens", type=int, default=300, help="how many to write")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     add("--top-k", type=int, default=40, help="draw from so many likeliest; 0: from all")
