@@ -33,7 +33,8 @@ class Check(NamedTuple):
 def main():
     builds, others = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-common"))
     torch, torch_error = try_import("torch")
-    installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    # Whoever built a package may have written its name with "_": to pip that is the same name.
+    installed = {d.metadata["Name"].replace("_", "-"): d.version for d in metadata.distributions()}
     checks = [
         check_python(sys.version_info[:3]),
         check_torch(installed.get("torch"), builds["torch"], torch_error),

@@ -133,6 +133,7 @@ def test_here():
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "ready"
     assert "two Gloo ranks have added numbers" in result.stdout
+    assert "missing" not in result.stdout
     assert len(result.stdout.splitlines()) <= 15
 
 
