@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmark import SIZES, Side, config_of
 from flops import matmul_peak, wait
 from model import GPT, cross_entropy, initialize
-from parallelize import apply_tensor_parallel
+from parallelize import apply_compile, apply_tensor_parallel
 from runtime import Worker, distributed_worker
 from tensor_parallel_layers import cut_model, vocab_parallel_cross_entropy
 from torch import nn
@@ -205,10 +205,16 @@ def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
     common, mesh = (size, worker, SIZES[size][1]), init_device_mesh(worker.device.type, (2,))
     by_hand = bare(*common, cut_model, vocab_parallel_cross_entropy, clip=False)
     by_dtensor = bare(*common, lambda model: apply_tensor_parallel(model, mesh), clip=False)
+    compiled = bare(
+        *common, lambda model: apply_compile(apply_tensor_parallel(model, mesh)), clip=False
+    )
+    one_compiled = bare(*common, apply_compile, clip=False)
     sides = {
         "one process, two threads": alone(bare(*common, clip=False), worker, threads=2),
+        "the same, blocks compiled": alone(one_compiled, worker, threads=2),
         "by hand": together(by_hand, worker),
         "DTensor": together(by_dtensor, worker),
+        "DTensor, blocks compiled": together(compiled, worker),
         "train.py --tp 2": template("tp=2", *common, clip=0.0),
         "and --sequence-parallel": template("tp=2", *common, clip=0.0, sequence_parallel=True),
     }

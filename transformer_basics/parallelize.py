@@ -5,6 +5,7 @@ checkpointing and compilation wrap blocks, FSDP shards what a rank then holds.
 """
 
 import warnings
+from itertools import pairwise
 
 import torch
 from model import GPT
@@ -129,4 +130,8 @@ def apply_fsdp(
     # Last, the root takes embeddings, norm and head. Its parameters are the first that backward
     # needs, right after forward: to free them in between would save nothing.
     fully_shard(model, reshard_after_forward=False, **options)
+    # Gather the next block's parameters while this one computes. With a GPU that happens anyway,
+    # since the program issues work ahead of the device; a processor does one line after the other.
+    for unit, following in pairwise([model, *blocks[::group]]):
+        unit.set_modules_to_forward_prefetch([following])
     return model
