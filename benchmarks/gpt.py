@@ -278,6 +278,7 @@ def data_parallel_text(samples: dict) -> list[str]:
     ratios = {
         "sending nothing / one rank": (names[1], "one rank"),
         "DDP / one rank": ("DDP", "one rank"),
+        "DDP / sending nothing": ("DDP", names[1]),
         "copies / one rank": ("copies", "one rank"),
         "ZeRO-2 / DDP": ("ZeRO-2", "DDP"),
         "ZeRO-3 / DDP": ("ZeRO-3", "DDP"),
