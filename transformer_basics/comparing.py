@@ -1,6 +1,7 @@
 """What small comparisons share: a little text, training that notes everything, and differences."""
 
 import argparse
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +11,9 @@ from model import GPT, GPTConfig
 from runtime import ArgumentParser, UserError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+# To gather what two axes of a mesh have cut takes a collective for each: torch warns of that.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

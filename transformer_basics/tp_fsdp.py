@@ -17,6 +17,7 @@ take the same steps as one process. Look at
 
 from collections import Counter
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -178,7 +179,9 @@ def row(model: GPT, sent: CountByAxis, args) -> tuple:
     tokens = args.batch_size // shards * args.length
     rows = formula(model.config, tokens, cut_logits=True) if tp > 1 else []
     expected = sum(calls * ring_bytes(op, nbytes, tp) for _, _, op, calls, nbytes in rows)
-    gathered = root + max(units) if shards > 1 else 0
+    # While a block computes, the next one is gathered: two at a time.
+    two = max(map(sum, pairwise([*units, 0])))
+    gathered = root + two if shards > 1 else 0
     return held, gathered, (*sent.over("dp_shard"), round(dp)), (*sent.over("tp"), round(expected))
 
 
