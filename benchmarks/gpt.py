@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,18 +204,14 @@ def wrap_ddp(model: nn.Module) -> nn.Module:
 def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
     """No side clips gradients: it would be another collective in some and not in others."""
     common, mesh = (size, worker, SIZES[size][1]), init_device_mesh(worker.device.type, (2,))
-    by_hand = bare(*common, cut_model, vocab_parallel_cross_entropy, clip=False)
-    by_dtensor = bare(*common, lambda model: apply_tensor_parallel(model, mesh), clip=False)
-    compiled = bare(
-        *common, lambda model: apply_compile(apply_tensor_parallel(model, mesh)), clip=False
-    )
-    one_compiled = bare(*common, apply_compile, clip=False)
+    plain = partial(bare, *common, clip=False)
+    cut = partial(apply_tensor_parallel, mesh=mesh)
     sides = {
-        "one process, two threads": alone(bare(*common, clip=False), worker, threads=2),
-        "the same, blocks compiled": alone(one_compiled, worker, threads=2),
-        "by hand": together(by_hand, worker),
-        "DTensor": together(by_dtensor, worker),
-        "DTensor, blocks compiled": together(compiled, worker),
+        "one process, two threads": alone(plain(), worker, threads=2),
+        "the same, blocks compiled": alone(plain(apply_compile), worker, threads=2),
+        "by hand": together(plain(cut_model, vocab_parallel_cross_entropy), worker),
+        "DTensor": together(plain(cut), worker),
+        "DTensor, blocks compiled": together(plain(lambda m: apply_compile(cut(m))), worker),
         "train.py --tp 2": template("tp=2", *common, clip=0.0),
         "and --sequence-parallel": template("tp=2", *common, clip=0.0, sequence_parallel=True),
     }
