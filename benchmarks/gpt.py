@@ -1,6 +1,6 @@
 """How fast the GPT trains, measured: the sides of every comparison take turns in one run.
 
-    python benchmarks/gpt.py               # all of it, about ten minutes; writes results/gpt.md
+    python benchmarks/gpt.py         # all of it, about a quarter of an hour; writes results/gpt.md
     python benchmarks/gpt.py --repeats 1 --sizes tiny --no-write     # a quick look
 
 (a) one process, one thread: train.py's step, a bare loop, transformers' GPT-2; and MFU
@@ -67,6 +67,8 @@ def main() -> None:
 
 # ---- sides: functions that train a few steps and return tokens per second
 
+STEPS = 4  # of a sample
+
 
 def template(mesh: str, size: str, worker: Worker, batch: int, **more) -> Callable[[], float]:
     """train.py's own step on this mesh."""
@@ -83,11 +85,12 @@ def bare(
     wrap=lambda model: model,
     loss=cross_entropy,
     clip: bool = True,
+    steps: int = STEPS,
 ) -> Callable[[], float]:
     """The plainest loop, with whatever `wrap` makes of the model; `batch` sequences per rank."""
     config = config_of(size)
     model = wrap(initialize(GPT(config), 0).to(worker.device))
-    return loop(model, lambda x, y: loss(model(x), y), config, worker, batch, clip)
+    return loop(model, lambda x, y: loss(model(x), y), config, worker, batch, clip, steps)
 
 
 def hugging_face(size: str, worker: Worker, batch: int):
@@ -111,7 +114,9 @@ def hugging_face(size: str, worker: Worker, batch: int):
     return loop(model, lambda x, y: cross_entropy(model(x).logits, y), config, worker, batch)
 
 
-def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int, clip: bool = True):
+def loop(
+    model: nn.Module, loss_of, config, worker: Worker, batch: int, clip=True, steps: int = STEPS
+):
     # A group of its own for DTensors: a fused call takes tensors of one kind.
     groups = [
         {"params": [p for p in model.parameters() if isinstance(p, DTensor) == kind]}
@@ -124,19 +129,16 @@ def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int, clip: bo
 
     def tokens_per_second() -> float:
         started = wait(worker.device)
-        for _ in range(STEPS):
+        for _ in range(steps):
             optimizer.zero_grad()
             loss_of(x, y).backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         wait(worker.device)
-        return STEPS * x.numel() / (time.perf_counter() - started)
+        return steps * x.numel() / (time.perf_counter() - started)
 
     return tokens_per_second
-
-
-STEPS = 3  # of a sample
 
 
 def alone(side: Callable[[], float], worker: Worker, threads: int = 1) -> Callable[[], float]:
@@ -182,19 +184,29 @@ def one_process(worker: Worker, repeats: int, size: str) -> dict:
 
 
 def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
-    """One rank with its batch against two with twice as many sequences; then two kinds of FSDP."""
-    batch = SIZES[size][1]
+    """One rank with its batch against two with twice as many sequences; then two kinds of FSDP.
+
+    What is sent each step does not depend on the batch: larger ones show how its price falls.
+    """
+    batch, sides = SIZES[size][1], {}
+    for factor, name in LARGER.items():
+        some = partial(bare, size, worker, factor * batch, steps=STEPS // factor)
+        one = some()
+        sides |= {
+            f"one rank{name}": alone(one, worker),
+            f"two that send nothing{name}": together(one, worker, shares=2),
+            f"DDP{name}": together(some(wrap_ddp), worker, shares=2),
+        }
     both = (size, worker, 2 * batch)
-    one = bare(size, worker, batch)
-    sides = {
-        "one rank": alone(one, worker),
-        "two that send nothing": together(one, worker, shares=2),
-        "DDP": together(bare(size, worker, batch, wrap_ddp), worker, shares=2),
+    sides |= {
         "copies": template("dp_replicate=2", *both),
         "ZeRO-2": template("dp_shard=2", *both),
         "ZeRO-3": template("dp_shard=2", *both, keep_gathered=False),
     }
     return report.alternate(repeats, sides)
+
+
+LARGER = {1: "", 2: ", twice the batch", 4: ", four times the batch"}
 
 
 def wrap_ddp(model: nn.Module) -> nn.Module:
@@ -271,15 +283,15 @@ def one_process_text(samples: dict) -> list[str]:
 
 
 def data_parallel_text(samples: dict) -> list[str]:
-    names = ["one rank", "two that send nothing", "DDP", "copies", "ZeRO-2", "ZeRO-3"]
-    ratios = {
-        "sending nothing / one rank": (names[1], "one rank"),
-        "DDP / one rank": ("DDP", "one rank"),
-        "DDP / sending nothing": ("DDP", names[1]),
-        "copies / one rank": ("copies", "one rank"),
-        "ZeRO-2 / DDP": ("ZeRO-2", "DDP"),
-        "ZeRO-3 / DDP": ("ZeRO-3", "DDP"),
-    }
+    names = list(next(iter(samples.values())))
+    ratios = {}
+    for name in LARGER.values():
+        nothing, ddp, one = (f"{s}{name}" for s in ("two that send nothing", "DDP", "one rank"))
+        ratios[f"sending nothing / one rank{name}"] = (nothing, one)
+        ratios[f"DDP / one rank{name}"] = (ddp, one)
+        ratios[f"DDP / sending nothing{name}"] = (ddp, nothing)
+    ratios["copies / one rank"] = ("copies", "one rank")
+    ratios |= {f"{name} / DDP": (name, "DDP") for name in ("ZeRO-2", "ZeRO-3")}
     text = (
         "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
         "--dp-shard 2. One rank has one thread and half of the sequences; the other rank waits. "
