@@ -405,6 +405,49 @@ def test_dead_links_are_caught(tmp_path):
     assert dead_links(page) == ["gone.md", "none.png", "lost.md"]
 
 
+# A measurement in a document is written as in benchmarks/results/, perhaps rounded, or in percent.
+NUMBER = r"([\d.]+(?:e[+-]?\d+)?)"
+
+
+def measurements(text: str) -> list[tuple[str, ...]]:
+    """Every "median (minimum ... maximum)", with or without a unit after the median."""
+    return re.findall(rf"{NUMBER}(?: %| s)? \({NUMBER} \.\.\. {NUMBER}\)", text)
+
+
+def not_recorded(text: str, recorded: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    def rounds_to(value: str, printed: str) -> bool:
+        half = 0.5 * 10.0 ** -len(printed.partition(".")[2]) + 1e-9
+        return any(abs(float(value) * unit - float(printed)) <= half for unit in (1, 100))
+
+    def is_recorded(printed: tuple[str, ...]) -> bool:
+        return any(all(map(rounds_to, values, printed)) for values in recorded)
+
+    return [printed for printed in measurements(text) if not is_recorded(printed)]
+
+
+def test_measurements_are_recorded():
+    results = ROOT / "benchmarks/results"
+    recorded = [m for path in results.glob("*.md") for m in measurements(path.read_text())]
+    pages = [path for path in documents() if path.parent != results]
+    missing = {
+        path.relative_to(ROOT).as_posix(): not_recorded(texts(path), recorded) for path in pages
+    }
+    assert not {name: numbers for name, numbers in missing.items() if numbers}
+    assert measurements((ROOT / "README.md").read_text())
+
+
+def test_measurements_that_differ_are_caught():
+    recorded = measurements("| 0.7386 (0.6771 ... 0.8471) | 1.475e+04 (1.309e+04 ... 1.535e+04) |")
+    assert (
+        not_recorded("0.74 (0.68 ... 0.85), 74 % (68 ... 85), 14750 (13090 ... 15350)", recorded)
+        == []
+    )
+    assert not_recorded("0.74 (0.67 ... 0.85) in 7.4 s (6.8 ... 8.5)", recorded) == [
+        ("0.74", "0.67", "0.85"),
+        ("7.4", "6.8", "8.5"),
+    ]
+
+
 # Requirements.
 
 

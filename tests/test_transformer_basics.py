@@ -443,6 +443,13 @@ def test_script(corpus, tmp_path):
 
 
 @pytest.mark.slow
+def test_fsdp_gathers_the_next_block_while_one_computes_and_no_more(matrix):
+    seen = matrix[2]["gathered"]
+    here, following = seen["blocks"], [*seen["blocks"][1:], 0]
+    assert seen["found"] == [seen["root"] + a + b for a, b in zip(here, following, strict=True)]
+
+
+@pytest.mark.slow
 def test_tp_fsdp_counts_what_the_formula_says():
     output = warm.run(FOLDER / "tp_fsdp.py", ranks=4, timeout=240).check().output
     rows = re.findall(r"^(\d) x (\d) +([\d, ]+)$", output, flags=re.MULTILINE)
@@ -457,6 +464,7 @@ def test_tp_fsdp_counts_what_the_formula_says():
         assert 1881088 / 4 <= held < 1.1 * 1881088 / 4
         assert gathered < 1.1 * 1881088 / int(tp)
     assert_differences(output, rows=3)
+    assert "redistribut" not in output  # torch's advice about DTensors, once a rank
 
 
 @pytest.mark.slow

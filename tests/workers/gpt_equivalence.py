@@ -17,7 +17,8 @@ from model import GPT, GPTConfig, cross_entropy, initialize
 from runtime import distributed_worker
 from steps import clip_gradients, data_parallel, make_optimizer
 from torch.distributed.device_mesh import init_device_mesh
-from tp_fsdp import of_all_stages
+from torch.distributed.tensor import DTensor
+from tp_fsdp import CountByAxis, of_all_stages
 
 STEPS, BATCH, LENGTH, VOCABULARY, LR = 5, 16, 12, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
@@ -129,6 +130,28 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
     return found | {"parameters": [of_all_stages("", model, torch.Tensor.detach, args.pp)]}
 
 
+def gathered(worker) -> dict:
+    """What FSDP holds gathered, or has on its way, while each of 4 blocks computes in forward."""
+    args = arguments("--dp-shard 2 --layers 4")
+    mesh = init_device_mesh("cpu", (1, 1, 2, 1), mesh_dim_names=AXES)
+    model, _ = train.build_model(config_of(args), mesh, args, worker)
+    blocks, found = list(model.blocks.values()), []
+    bytes_of = [sum(p.numel() * 4 for p in block.parameters()) for block in blocks]
+    whole = sum(p.numel() * 4 for p in model.parameters())
+
+    def look(block) -> None:
+        earlier = range(blocks.index(block))
+        freed = [i for i in earlier if isinstance(next(blocks[i].parameters()), DTensor)]
+        begun = sent.nbytes["dp_shard", "all_gather"]
+        found.append(begun - sum(bytes_of[i] for i in freed))
+
+    for block in blocks:  # of a part of it: a block's own hook would run before FSDP's
+        block.mlp.register_forward_pre_hook(lambda *_, block=block: look(block))
+    with CountByAxis(mesh) as sent:
+        model(next(batches())[0])
+    return {"found": found, "blocks": bytes_of, "root": whole - sum(bytes_of)}
+
+
 def main() -> None:
     with distributed_worker("cpu") as worker:
         if worker.world_size == 1:
@@ -136,6 +159,8 @@ def main() -> None:
         else:
             meshes = MESHES[worker.world_size].items()
             results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
+        if worker.world_size == 2:
+            results["gathered"] = gathered(worker)
         if worker.is_main:
             torch.save(results, OUTPUT)
 
