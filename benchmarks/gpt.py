@@ -197,8 +197,10 @@ def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
             f"two that send nothing{name}": together(one, worker, shares=2),
             f"DDP{name}": together(some(wrap_ddp), worker, shares=2),
         }
-    both = (size, worker, 2 * batch)
+    both, copies = (size, worker, 2 * batch), copy_memory(worker)
     sides |= {
+        COPY.format("one rank"): alone(copies, worker),
+        COPY.format("two"): together(copies, worker, shares=2),
         "copies": template("dp_replicate=2", *both),
         "ZeRO-2": template("dp_shard=2", *both),
         "ZeRO-3": template("dp_shard=2", *both, keep_gathered=False),
@@ -206,7 +208,22 @@ def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
     return report.alternate(repeats, sides)
 
 
-LARGER = {1: "", 2: ", twice the batch", 4: ", four times the batch"}
+LARGER = {1: "", 2: ", twice the batch"}
+COPY = "bytes/s of copying memory, {}"
+
+
+def copy_memory(worker: Worker) -> Callable[[], float]:
+    """64 MB from here to there: what the caches do not hold goes this way in training."""
+    source = torch.ones(2**24, device=worker.device)
+    target = torch.empty_like(source)
+
+    def bytes_per_second() -> float:
+        started = wait(worker.device)
+        for _ in range(20):
+            target.copy_(source)
+        return 20 * source.nbytes / (wait(worker.device) - started)
+
+    return bytes_per_second
 
 
 def wrap_ddp(model: nn.Module) -> nn.Module:
@@ -290,13 +307,15 @@ def data_parallel_text(samples: dict) -> list[str]:
         ratios[f"sending nothing / one rank{name}"] = (nothing, one)
         ratios[f"DDP / one rank{name}"] = (ddp, one)
         ratios[f"DDP / sending nothing{name}"] = (ddp, nothing)
+    ratios["copying memory, two / one rank"] = (COPY.format("two"), COPY.format("one rank"))
     ratios["copies / one rank"] = ("copies", "one rank")
     ratios |= {f"{name} / DDP": (name, "DDP") for name in ("ZeRO-2", "ZeRO-3")}
     text = (
         "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
         "--dp-shard 2. One rank has one thread and half of the sequences; the other rank waits. "
         "Two that send nothing are two such processes, each with a model of its own: what they "
-        "miss of 2 is not communication, but what they share (memory, caches, perhaps a core)."
+        "miss of 2 is not communication, but what they share: caches, and the way to memory, which "
+        "the processor's other cores use as well. So two that only copy memory are here, too."
     )
     heading = "## (c) Two data-parallel ranks"
     return [heading, table(samples, names, ratios), text]
