@@ -1,6 +1,6 @@
 """How fast the GPT trains, measured: the sides of every comparison take turns in one run.
 
-    python benchmarks/gpt.py         # all of it, about a quarter of an hour; writes results/gpt.md
+    python benchmarks/gpt.py               # all of it, about ten minutes; writes results/gpt.md
     python benchmarks/gpt.py --repeats 1 --sizes tiny --no-write     # a quick look
 
 (a) one process, one thread: train.py's step, a bare loop, transformers' GPT-2; and MFU
@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
     args = parser.parse_args()
     if args.part:
+        if args.part == "data_parallel" and args.device == "cpu" and sys.platform == "linux":
+            pin_to_a_core()
         with distributed_worker(args.device) as worker:
             samples = {size: PARTS[args.part](worker, args.repeats, size) for size in args.sizes}
             if worker.is_main:
@@ -65,9 +67,16 @@ def main() -> None:
         report.write("gpt", "How fast the GPT trains", sections)
 
 
-# ---- sides: functions that train a few steps and return tokens per second
+def pin_to_a_core() -> None:
+    """Keep this rank, and every thread that it will start, off the other ranks' cores.
 
-STEPS = 4  # of a sample
+    Otherwise a thread that sends may wake up on another rank's core and interrupt its training.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+
+
+# ---- sides: functions that train a few steps and return tokens per second
 
 
 def template(mesh: str, size: str, worker: Worker, batch: int, **more) -> Callable[[], float]:
@@ -85,12 +94,11 @@ def bare(
     wrap=lambda model: model,
     loss=cross_entropy,
     clip: bool = True,
-    steps: int = STEPS,
 ) -> Callable[[], float]:
     """The plainest loop, with whatever `wrap` makes of the model; `batch` sequences per rank."""
     config = config_of(size)
     model = wrap(initialize(GPT(config), 0).to(worker.device))
-    return loop(model, lambda x, y: loss(model(x), y), config, worker, batch, clip, steps)
+    return loop(model, lambda x, y: loss(model(x), y), config, worker, batch, clip)
 
 
 def hugging_face(size: str, worker: Worker, batch: int):
@@ -114,9 +122,7 @@ def hugging_face(size: str, worker: Worker, batch: int):
     return loop(model, lambda x, y: cross_entropy(model(x).logits, y), config, worker, batch)
 
 
-def loop(
-    model: nn.Module, loss_of, config, worker: Worker, batch: int, clip=True, steps: int = STEPS
-):
+def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int, clip: bool = True):
     # A group of its own for DTensors: a fused call takes tensors of one kind.
     groups = [
         {"params": [p for p in model.parameters() if isinstance(p, DTensor) == kind]}
@@ -129,16 +135,19 @@ def loop(
 
     def tokens_per_second() -> float:
         started = wait(worker.device)
-        for _ in range(steps):
+        for _ in range(STEPS):
             optimizer.zero_grad()
             loss_of(x, y).backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         wait(worker.device)
-        return steps * x.numel() / (time.perf_counter() - started)
+        return STEPS * x.numel() / (time.perf_counter() - started)
 
     return tokens_per_second
+
+
+STEPS = 4  # of a sample
 
 
 def alone(side: Callable[[], float], worker: Worker, threads: int = 1) -> Callable[[], float]:
@@ -184,46 +193,19 @@ def one_process(worker: Worker, repeats: int, size: str) -> dict:
 
 
 def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
-    """One rank with its batch against two with twice as many sequences; then two kinds of FSDP.
-
-    What is sent each step does not depend on the batch: larger ones show how its price falls.
-    """
-    batch, sides = SIZES[size][1], {}
-    for factor, name in LARGER.items():
-        some = partial(bare, size, worker, factor * batch, steps=STEPS // factor)
-        one = some()
-        sides |= {
-            f"one rank{name}": alone(one, worker),
-            f"two that send nothing{name}": together(one, worker, shares=2),
-            f"DDP{name}": together(some(wrap_ddp), worker, shares=2),
-        }
-    both, copies = (size, worker, 2 * batch), copy_memory(worker)
-    sides |= {
-        COPY.format("one rank"): alone(copies, worker),
-        COPY.format("two"): together(copies, worker, shares=2),
+    """One rank with its batch against two with twice as many sequences; then two kinds of FSDP."""
+    batch = SIZES[size][1]
+    both = (size, worker, 2 * batch)
+    one = bare(size, worker, batch)
+    sides = {
+        "one rank": alone(one, worker),
+        "two that send nothing": together(one, worker, shares=2),
+        "DDP": together(bare(size, worker, batch, wrap_ddp), worker, shares=2),
         "copies": template("dp_replicate=2", *both),
         "ZeRO-2": template("dp_shard=2", *both),
         "ZeRO-3": template("dp_shard=2", *both, keep_gathered=False),
     }
     return report.alternate(repeats, sides)
-
-
-LARGER = {1: "", 2: ", twice the batch"}
-COPY = "bytes/s of copying memory, {}"
-
-
-def copy_memory(worker: Worker) -> Callable[[], float]:
-    """64 MB from here to there: what the caches do not hold goes this way in training."""
-    source = torch.ones(2**24, device=worker.device)
-    target = torch.empty_like(source)
-
-    def bytes_per_second() -> float:
-        started = wait(worker.device)
-        for _ in range(20):
-            target.copy_(source)
-        return 20 * source.nbytes / (wait(worker.device) - started)
-
-    return bytes_per_second
 
 
 def wrap_ddp(model: nn.Module) -> nn.Module:
@@ -300,22 +282,21 @@ def one_process_text(samples: dict) -> list[str]:
 
 
 def data_parallel_text(samples: dict) -> list[str]:
-    names = list(next(iter(samples.values())))
-    ratios = {}
-    for name in LARGER.values():
-        nothing, ddp, one = (f"{s}{name}" for s in ("two that send nothing", "DDP", "one rank"))
-        ratios[f"sending nothing / one rank{name}"] = (nothing, one)
-        ratios[f"DDP / one rank{name}"] = (ddp, one)
-        ratios[f"DDP / sending nothing{name}"] = (ddp, nothing)
-    ratios["copying memory, two / one rank"] = (COPY.format("two"), COPY.format("one rank"))
-    ratios["copies / one rank"] = ("copies", "one rank")
-    ratios |= {f"{name} / DDP": (name, "DDP") for name in ("ZeRO-2", "ZeRO-3")}
+    names = ["one rank", "two that send nothing", "DDP", "copies", "ZeRO-2", "ZeRO-3"]
+    ratios = {
+        "sending nothing / one rank": (names[1], "one rank"),
+        "DDP / one rank": ("DDP", "one rank"),
+        "DDP / sending nothing": ("DDP", names[1]),
+        "copies / one rank": ("copies", "one rank"),
+        "ZeRO-2 / DDP": ("ZeRO-2", "DDP"),
+        "ZeRO-3 / DDP": ("ZeRO-3", "DDP"),
+    }
     text = (
         "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
-        "--dp-shard 2. One rank has one thread and half of the sequences; the other rank waits. "
+        "--dp-shard 2. Each rank has one thread and stays on one core. One rank has half of the "
+        "sequences; the other rank waits. "
         "Two that send nothing are two such processes, each with a model of its own: what they "
-        "miss of 2 is not communication, but what they share: caches, and the way to memory, which "
-        "the processor's other cores use as well. So two that only copy memory are here, too."
+        "miss of 2 is not communication, but what they share (memory, caches)."
     )
     heading = "## (c) Two data-parallel ranks"
     return [heading, table(samples, names, ratios), text]
