@@ -294,9 +294,9 @@ def data_parallel_text(samples: dict) -> list[str]:
     text = (
         "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
         "--dp-shard 2. Each rank has one thread and stays on one core. One rank has half of the "
-        "sequences; the other rank waits. "
-        "Two that send nothing are two such processes, each with a model of its own: what they "
-        "miss of 2 is not communication, but what they share (memory, caches)."
+        "sequences; the other rank waits. Two that send nothing are two such processes, each with "
+        "a model of its own: what they miss of 2 is not communication, but what they share "
+        "(memory, caches)."
     )
     heading = "## (c) Two data-parallel ranks"
     return [heading, table(samples, names, ratios), text]
