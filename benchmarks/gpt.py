@@ -68,10 +68,7 @@ def main() -> None:
 
 
 def pin_to_a_core() -> None:
-    """Keep this rank, and every thread that it will start, off the other ranks' cores.
-
-    Otherwise a thread that sends may wake up on another rank's core and interrupt its training.
-    """
+    """Keep this rank, and every thread that it will start, on one core; each rank on another."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
 
