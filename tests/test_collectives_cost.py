@@ -354,6 +354,7 @@ def test_benchmark_says_why_it_leaves_the_slow_link_out(benchmarks, monkeypatch)
     network = benchmarks.network
     refused = [sys.executable, "-c", "import sys; sys.exit('unshare: not permitted')"]
     monkeypatch.setattr(network, "UNSHARE", refused)
+    monkeypatch.setattr(network.shutil, "which", lambda name: name)  # whatever this machine has
     assert network.why_not() == "no slow link could be made (unshare: not permitted)"
     monkeypatch.setattr(network.shutil, "which", lambda name: None if name == "tc" else name)
     assert network.why_not() == "needs tc, which this machine lacks"
