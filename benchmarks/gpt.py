@@ -194,19 +194,16 @@ def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
     batch = SIZES[size][1]
     both = (size, worker, 2 * batch)
     one = bare(size, worker, batch)
+    ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
     sides = {
         "one rank": alone(one, worker),
         "two that send nothing": together(one, worker, shares=2),
-        "DDP": together(bare(size, worker, batch, wrap_ddp), worker, shares=2),
+        "DDP": together(bare(size, worker, batch, ddp), worker, shares=2),
         "copies": template("dp_replicate=2", *both),
         "ZeRO-2": template("dp_shard=2", *both),
         "ZeRO-3": template("dp_shard=2", *both, keep_gathered=False),
     }
     return report.alternate(repeats, sides)
-
-
-def wrap_ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
@@ -254,15 +251,11 @@ def one_process_text(samples: dict) -> list[str]:
         "train.py / transformers": (names[0], names[2]),
         "train.py / bare loop": (names[0], names[1]),
     }
-    has_bf16 = all("bf16" in found for found in samples.values())
-    if has_bf16:
+    if all("bf16" in found for found in samples.values()):
         names.append("bf16")
         ratios["bf16 / fp32, both train.py"] = ("bf16", names[0])
     rows = [("share of the matmul peak (MFU)", *map(describe, samples))]
-    for title, rate, peak in (
-        ("fp32", names[0], "fp32 peak"),
-        ("bf16", "bf16", "bf16 peak"),
-    ):
+    for title, rate, peak in (("fp32", names[0], "fp32 peak"), ("bf16", "bf16", "bf16 peak")):
         cells = []
         for size, found in samples.items():
             if rate not in found:
