@@ -29,7 +29,8 @@ from all_reduce_traffic import (
     power_and_pairs,
     tree_neighbours,
 )
-from runtime import ArgumentParser, Worker, distributed_worker
+from arguments import ArgumentParser
+from runtime import Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import ArgumentParser
 from costs import time_calls
-from runtime import ArgumentParser, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from timelines import draw, plot
 from torch.distributed.elastic.multiprocessing.errors import record

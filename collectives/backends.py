@@ -19,7 +19,8 @@ from operator import and_
 
 import torch
 import torch.distributed as dist
-from runtime import ArgumentParser, Worker, distributed_worker
+from arguments import ArgumentParser
+from runtime import Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -28,9 +28,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from all_reduce_algorithms import ALGORITHMS
+from arguments import ArgumentParser, UserError
 from bandwidth_cases import COLLECTIVES, OPERATIONS, first_error, pattern, prepare
 from costs import bus_factor, fit_alpha_beta, measure_limits, time_calls
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -31,7 +31,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from arguments import ArgumentParser, UserError
+from runtime import Worker, distributed_worker
 from tables import print_by_rank
 from torch.distributed.elastic.multiprocessing.errors import record
 

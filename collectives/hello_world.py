@@ -21,7 +21,8 @@ import socket
 
 import torch
 import torch.distributed as dist
-from runtime import ArgumentParser, Worker, distributed_worker
+from arguments import ArgumentParser
+from runtime import Worker, distributed_worker
 from tables import print_by_rank
 from torch.distributed.elastic.multiprocessing.errors import record
 

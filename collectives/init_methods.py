@@ -27,7 +27,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # sections 3 and 4 provok
 
 import torch
 import torch.distributed as dist
-from runtime import ArgumentParser, fail
+from arguments import ArgumentParser, fail
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 

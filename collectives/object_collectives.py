@@ -22,7 +22,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from runtime import ArgumentParser, Worker, distributed_worker
+from arguments import ArgumentParser
+from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._python_dispatch import TorchDispatchMode  # has no public name

@@ -23,7 +23,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from arguments import ArgumentParser, UserError
+from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -22,7 +22,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # section 5 provokes a wa
 
 import torch
 import torch.distributed as dist
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from arguments import ArgumentParser, UserError
+from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record

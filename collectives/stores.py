@@ -23,7 +23,8 @@ from functools import partial
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # section 1 waits in vain for a key
 
 import torch.distributed as dist
-from runtime import ArgumentParser, Worker, distributed_worker
+from arguments import ArgumentParser
+from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -6,7 +6,8 @@ from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.distributed as dist
-from runtime import UserError, Worker
+from arguments import UserError
+from runtime import Worker
 
 
 def write_file(path: Path, state: dict) -> None:

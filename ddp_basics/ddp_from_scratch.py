@@ -19,10 +19,11 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser
 from bucketed_ddp import BucketedDDP, NaiveDDP
 from data import load_dataset
 from model import SmallCNN
-from runtime import ArgumentParser, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel

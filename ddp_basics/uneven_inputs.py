@@ -21,9 +21,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser, UserError
 from data import load_dataset
 from model import SmallCNN
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch.distributed.algorithms.join import Join
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel

@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser, UserError
 from checkpoint import resume, save_checkpoint
 from data import load_dataset
 from model import SmallCNN
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel

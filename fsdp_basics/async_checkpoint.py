@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from arguments import ArgumentParser
 from checkpoint import sharded_state
 from model import VisionTransformer
-from runtime import ArgumentParser, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from sharding import materialize, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record

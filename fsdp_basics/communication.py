@@ -27,9 +27,10 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser
 from data import load_dataset
 from model import VisionTransformer
-from runtime import ArgumentParser, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from strategies import build, expected_traffic, make_meshes, units_of
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._python_dispatch import TorchDispatchMode  # sees the collectives of C++ code too

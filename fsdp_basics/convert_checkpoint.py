@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from arguments import ArgumentParser, UserError, fail
 from checkpoint import newest
-from runtime import ArgumentParser, UserError, fail
 from safetensors.torch import load_file, save_file
 
 # dcp asks whether one process is meant. It is.

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import torch
-from runtime import UserError, fail
+from arguments import UserError, fail
 from torch.utils.data import Dataset, TensorDataset
 
 DATASETS = ("digits", "mnist", "synthetic")

@@ -18,9 +18,10 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser, UserError
 from data import load_dataset
 from fsdp1_options import cases
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

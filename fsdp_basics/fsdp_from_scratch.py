@@ -23,9 +23,10 @@ import textwrap
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser, UserError
 from data import load_dataset
 from model import VisionTransformer
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from sharded_units import shard_by_hand, tensors_in
 from sharding import shard
 from torch import Tensor, nn

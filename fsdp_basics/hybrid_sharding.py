@@ -24,9 +24,10 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser, UserError
 from data import load_dataset
 from model import VisionTransformer
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from sharding import shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record

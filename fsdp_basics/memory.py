@@ -35,9 +35,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser
 from data import load_dataset
 from model import VisionTransformer
-from runtime import ArgumentParser, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from strategies import build, expected_memory, make_meshes, units_of
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.optim import ZeroRedundancyOptimizer

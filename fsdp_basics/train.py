@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser, UserError
 from checkpoint import resume, save_checkpoint
 from data import DATASETS, download_mnist, load_dataset
 from metrics import Metrics
 from model import VisionTransformer
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from sharding import materialize, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record

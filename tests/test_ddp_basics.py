@@ -8,10 +8,10 @@ import pytest
 import torch
 import train
 import warm
+from arguments import UserError
 from data import load_dataset
 from helpers import ROOT, python, read_metrics, torchrun, torchrun_command
 from model import SmallCNN
-from runtime import UserError
 from workers.equivalence import CASES
 
 TRAIN = ROOT / "ddp_basics/train.py"

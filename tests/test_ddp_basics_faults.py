@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import warm
+from arguments import UserError
 from checkpoint import read_file
 from helpers import REPEAT, ROOT, Job, python, read_metrics, torchrun, torchrun_command
-from runtime import UserError
 
 TRAIN = ROOT / "ddp_basics/train.py"
 ARGS = ("--epochs", 12, "--log-every", 1)  # 22 steps an epoch

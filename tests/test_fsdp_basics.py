@@ -9,11 +9,12 @@ import pytest
 import torch
 import train
 import warm
+from arguments import UserError
 from convert_checkpoint import read_model, write_model
 from data import load_dataset
 from helpers import ROOT, python, read_metrics, torchrun
 from model import VisionTransformer
-from runtime import UserError, Worker
+from runtime import Worker
 from safetensors.torch import load_file
 from workers.fsdp_equivalence import CASES, HYBRID_RANKS, STEPS
 

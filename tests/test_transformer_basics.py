@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import warm
+from arguments import UserError
 from build import stage_layers
 from data import Batches, bigram_loss
 from helpers import ROOT, python, read_metrics, torchrun
 from model import GPT, GPTConfig, from_hugging_face, initialize, to_hugging_face
-from runtime import UserError, Worker
+from runtime import Worker
 from steps import learning_rate
 from workers.gpt_equivalence import CASES, KINDS, LR, STEPS
 

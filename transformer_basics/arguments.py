@@ -1,109 +1,75 @@
-"""The flags of train.py, and what must hold between them."""
+"""Command lines that speak once per job, not once per rank, and check each value where it is read.
 
+parser = ArgumentParser(description="...")
+parser.add_argument("--steps", type=at_least(1), default=100)
+"""
+
+import argparse
 import math
 import os
+import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
-from runtime import ArgumentParser
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
-PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
+from typing import NoReturn
 
 
-def parse_args():
-    parser = ArgumentParser(description="Train a GPT on a mesh of devices.")
-    add = parser.add_argument
-    add("--data", nargs="+", default=[], help="text files; default: Python's standard library")
-    add("--tokenizer", help="id on the Hugging Face hub or directory; default: one token a byte")
-    add("--layers", type=int, default=3)
-    add("--heads", type=int, default=4)
-    add("--dim", type=int, default=96, help="width of the model")
-    add("--block-size", type=int, default=128, help="tokens of a sequence")
-    add("--tied", action="store_true", help="the head uses the token embedding's weight")
-    add("--steps", type=int, default=2000)
-    add("--batch-size", type=int, default=16, help="sequences per optimizer step, over all ranks")
-    add("--accumulate", type=int, help="parts of a rank's share: micro-batches; default: --pp")
-    add("--lr", type=float, default=5e-3, help="peak learning rate")
-    add("--warmup", type=float, default=0.05, help="fraction of all steps until the peak")
-    add("--weight-decay", type=float, default=0.1)
-    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    add("--precision", choices=PRECISIONS, default="fp32")
-    add("--pp", type=int, default=1, help="pipeline stages")
-    add("--dp-replicate", type=int, help="copies of the model; default: all ranks that are left")
-    add("--dp-shard", type=int, default=1, help="shards of each copy (FSDP)")
-    add("--tp", type=int, default=1, help="parts of each layer (tensor parallelism)")
-    add("--sequence-parallel", action="store_true", help="with --tp: cut the tokens between layers")
-    add("--loss-parallel", action="store_true", help="with --tp: never gather the logits")
-    add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
-    add("--activation-checkpointing", action="store_true", help="compute activations twice")
-    add("--compile", action="store_true", help="torch.compile each block")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--seed", type=int, default=0)
-    add("--output-dir", type=Path, help="checkpoint and metrics; continues a run that is there")
-    add("--checkpoint-every", type=int, default=250, help="steps; and at the end")
-    add("--eval-every", type=int, default=250, help="steps; and at the end")
-    add("--eval-batches", type=int, default=16, help="held-out batches")
-    add("--log-every", type=int, default=10, help="steps between losses, and looks at SIGTERM")
-    add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
-    add("--prompt", default=PROMPT, help="how the sample at the end begins")
-    add("--sample", type=int, default=300, help="tokens to write at the end")
-    args = parser.parse_args()
+class UserError(ValueError):
+    """A mistake of the user's: reported as one sentence, without a traceback."""
 
-    at_least_1 = "layers heads dim block_size steps batch_size pp dp_shard tp checkpoint_every"
-    for names, holds, limit in (
-        (at_least_1 + " eval_every eval_batches log_every", lambda x: x >= 1, "at least 1"),
-        ("accumulate dp_replicate", lambda x: x is None or x >= 1, "at least 1"),
-        ("clip weight_decay sample", lambda x: x >= 0, "at least 0"),
-        ("lr", lambda x: 0 < x < math.inf, "above 0"),
-        ("warmup", lambda x: 0 <= x <= 1, "from 0 to 1"),
-    ):
-        for name in names.split():
-            value, flag = getattr(args, name), "--" + name.replace("_", "-")
-            if not holds(value):
-                parser.error(f"{flag} must be {limit}, not {value}")
-    check_mesh(args, parser, int(os.environ.get("WORLD_SIZE", 1)))
-    if (args.tensorboard or args.profile) and not args.output_dir:
-        parser.error("--tensorboard and --profile need an --output-dir to write to")
-    if not args.prompt:
-        parser.error("--prompt is empty: the model continues at least one character")
-    if args.output_dir:
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose errors and whose --help appear once."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message.removeprefix("argument "))
+
+    def print_help(self, file=None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().print_help(file)
+
+
+def fail(message: str) -> NoReturn:
+    """Print `message` once per node and exit with status 2.
+
+    Every rank meets the same mistake: local rank 0 speaks. The others wait to be stopped by
+    torchrun, because the first rank to leave makes it stop the rest, spoken or not.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(30)
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+# Types for add_argument: each returns a function that reads a text, or says what it should be.
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An integer that is not below `least`."""
+    return _number(int, lambda value: value >= least, f"an integer of at least {least}")
+
+
+def above(limit: float) -> Callable[[str], float]:
+    """A finite number greater than `limit`."""
+    return _number(float, lambda value: limit < value < math.inf, f"a number above {limit:g}")
+
+
+def between(least: float, most: float) -> Callable[[str], float]:
+    """A number from `least` to `most`, both included; `most` may be infinite."""
+    says = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+    return _number(float, lambda value: least <= value <= most, f"a number {says}")
+
+
+def _number(kind: type, is_right: Callable, says: str) -> Callable:
+    def read(text: str):
         try:
-            args.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--output-dir {args.output_dir} cannot be made: {error.strerror}")
-    return args
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not is_right(value):
+            raise argparse.ArgumentTypeError(f"must be {says}, not {text}")
+        return value
 
-
-def check_mesh(args, parser, ranks: int) -> None:
-    """Fill in what follows from the number of ranks; refuse what does not fit it."""
-    if args.dp_replicate is None:
-        args.dp_replicate = max(1, ranks // (args.pp * args.dp_shard * args.tp))
-    if math.prod(getattr(args, axis) for axis in AXES) != ranks:
-        sizes = " x ".join(f"--{axis.replace('_', '-')} {getattr(args, axis)}" for axis in AXES)
-        parser.error(f"{sizes} do not multiply to the {ranks} rank(s) of this job")
-    args.accumulate = args.accumulate or args.pp
-    if args.accumulate < args.pp:
-        parser.error(
-            f"--accumulate {args.accumulate} micro-batches do not fill --pp {args.pp} stages: give "
-            "at least as many, better four times as many"
-        )
-    parts = args.dp_replicate * args.dp_shard * args.accumulate
-    for name, value, by, why in (
-        ("batch-size", args.batch_size, parts, "data-parallel ranks x --accumulate"),
-        ("dim", args.dim, args.heads, "--heads"),
-        ("heads", args.heads, args.tp, "--tp"),
-        ("block-size", args.block_size, args.tp if args.sequence_parallel else 1, "--tp"),
-    ):
-        if value % by:
-            parser.error(f"--{name} {value} does not divide by {by} ({why})")
-    if args.layers < args.pp:
-        parser.error(f"--layers {args.layers} are too few for --pp {args.pp} stages")
-    if args.tied and args.pp > 1:
-        parser.error(
-            "--tied does not work with --pp: the first and last stage would share a weight"
-        )
-    if args.tp == 1 and (args.sequence_parallel or args.loss_parallel):
-        parser.error("--sequence-parallel and --loss-parallel need --tp")
+    return read

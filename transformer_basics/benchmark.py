@@ -20,12 +20,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from arguments import AXES, PRECISIONS, check_mesh
+from arguments import ArgumentParser, UserError
 from build import build_model, make_mesh
+from config import AXES, PRECISIONS, check_mesh
 from flops import matmul_peak, wait
 from generate import UNUSED
 from model import GPTConfig
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from steps import data_parallel, make_optimizer, train_step
 from torch.distributed.elastic.multiprocessing.errors import record
 from tp_fsdp import CountByAxis

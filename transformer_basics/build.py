@@ -1,7 +1,7 @@
 """The mesh, and this rank's part of the model on it: for train.py and generate.py."""
 
 import torch
-from arguments import AXES, PRECISIONS
+from config import AXES, PRECISIONS
 from model import GPT, GPTConfig, cross_entropy, initialize
 from parallelize import (
     apply_activation_checkpointing,

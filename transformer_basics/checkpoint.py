@@ -20,7 +20,8 @@ from zipfile import BadZipFile, ZipFile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime import UserError, Worker
+from arguments import UserError
+from runtime import Worker
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from arguments import ArgumentParser, UserError
 from model import GPT, GPTConfig
-from runtime import ArgumentParser, UserError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

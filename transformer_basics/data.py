@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from arguments import UserError
 from checkpoint import together
-from runtime import UserError, Worker
+from runtime import Worker
 from torch import Tensor
 
 CACHE = Path(tempfile.gettempdir()) / "gpt_tokens"

@@ -15,9 +15,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
+from arguments import ArgumentParser, UserError
 from checkpoint import load_model
 from model import GPT, GPTConfig, initialize, to_hugging_face
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from arguments import PROMPT, check_mesh
+from arguments import PROMPT, ArgumentParser, check_mesh
 from build import build_model, make_mesh
 from checkpoint import load_model
 from data import load_tokenizer
 from model import GPT, GPTConfig
-from runtime import ArgumentParser, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from stages import Stages
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record

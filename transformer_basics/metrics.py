@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from runtime import UserError, Worker
+from arguments import UserError
+from runtime import Worker
 
 
 class Metrics:

@@ -8,8 +8,8 @@ import warnings
 from itertools import pairwise
 
 import torch
+from arguments import UserError
 from model import GPT
-from runtime import UserError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard

@@ -11,8 +11,9 @@ parameters are those of one process.
 """
 
 import torch.distributed as dist
+from arguments import UserError
 from comparing import check_arguments, differences, make_config, make_parser, print_differences
-from runtime import UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
 from tp_fsdp import CountByAxis, one_process, run
 

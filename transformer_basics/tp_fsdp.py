@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from arguments import UserError
 from build import build_model, make_mesh
 from comparing import (
     OPTIMIZERS,
@@ -38,7 +39,7 @@ from comparing import (
 from counting import operation_of, ring_bytes, total_bytes
 from generate import UNUSED
 from model import GPT, GPTConfig, cross_entropy, initialize
-from runtime import UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from steps import all_sum, clip_gradients, data_parallel, train_step
 from tensor_parallel import formula
 from torch.distributed.device_mesh import DeviceMesh

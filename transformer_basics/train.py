@@ -19,15 +19,16 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from arguments import AXES, PRECISIONS, parse_args
+from arguments import UserError
 from build import build_model, make_mesh
 from checkpoint import resume, save_checkpoint
+from config import AXES, PRECISIONS, parse_args
 from data import Batches, bigram_loss, load_corpus, windows
 from flops import matmul_peak
 from generate import generate
 from metrics import Metrics
 from model import GPTConfig
-from runtime import UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from steps import (
     all_sum,
     data_parallel,

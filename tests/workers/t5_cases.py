@@ -1,6 +1,6 @@
 """Train, stop, resume, generate with and export a tiny T5 on these ranks; rank 0 saves the results.
 
-Started by test_fsdp_basics_t5.py. The reference, a plain T5 on the whole batch that knows nothing
+Started by test_t5_finetuning_t5.py. The reference, a plain T5 on the whole batch that knows nothing
 of FSDP, is computed by every rank on its own.
 """
 
@@ -10,15 +10,15 @@ import sys
 import zlib
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fsdp_basics"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "t5_finetuning"))
 
-import finetune_t5
-import t5_evaluate
+import evaluate
 import torch
 import torch.distributed as dist
+import train
+from data import IGNORED, encode, python_pairs, read_json_lines
+from model import export, fill, make_sharded_model, prepare
 from runtime import distributed_worker
-from t5_data import IGNORED, encode, python_pairs, read_json_lines
-from t5_model import export, fill, make_sharded_model, prepare
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5ForConditionalGeneration
 from transformers.utils import logging
 
@@ -44,9 +44,9 @@ def arguments(*more):
         "--dim 32 --layers 2 --vocab-size 301 --max-source 16 --max-target 8 --dropout 0 --clip 0"
     )
     files = ["--train-file", FOLDER / "train.jsonl", "--eval-file", FOLDER / "eval.jsonl"]
-    sys.argv = ["finetune_t5.py", *tiny.split(), f"--batch-size={BATCH}", *map(str, files)]
+    sys.argv = ["train.py", *tiny.split(), f"--batch-size={BATCH}", *map(str, files)]
     sys.argv += ["--device=cpu", *map(str, more)]
-    return finetune_t5.parse_args()
+    return train.parse_args()
 
 
 def padded(rows, filler):
@@ -90,10 +90,10 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
         if clip:
             torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
         one.step()
-        loss = finetune_t5.train_step(model, sharded, batch, 0, args, worker)
+        loss = train.train_step(model, sharded, batch, 0, args, worker)
         result["steps"].append(
             {
-                "loss": t5_evaluate.all_sum([loss], worker)[0],
+                "loss": evaluate.all_sum([loss], worker)[0],
                 "expected loss": expected.item(),
                 "norm": norm.item(),
                 "gradients": whole((n, p.grad) for n, p in model.named_parameters()),
@@ -104,7 +104,7 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
         )
         result["ties"].append(ties(model))
         # In between: the next step must not see values that evaluation has left gathered.
-        loss = t5_evaluate.evaluate(model, eval_set, 0, args, worker)
+        loss = evaluate.evaluate(model, eval_set, 0, args, worker)
         reference.eval()
         with torch.no_grad():
             result["eval loss"] = loss, plain_loss(reference, eval_set).item()
@@ -124,9 +124,9 @@ def generated(data, worker) -> tuple[list, list]:
         plain_loss(plain, train_set).backward()
         optimizer.step()
     fill(model, lambda: plain, worker)
-    texts = [t5_evaluate.generate(model, samples[:n], tokenizer, args, worker) for n in (11, 1)]
+    texts = [evaluate.generate(model, samples[:n], tokenizer, args, worker) for n in (11, 1)]
     source = padded([s.source for s in samples], 0)
-    options = {"max_new_tokens": args.max_target, **t5_evaluate.SEARCH}
+    options = {"max_new_tokens": args.max_target, **evaluate.SEARCH}
     tokens = plain.eval().generate(source, attention_mask=source != 0, **options)
     return texts, tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
@@ -176,13 +176,13 @@ def stop_and_resume(worker) -> dict:
     returned: how many steps the run without a break had done at each export of the best model.
     """
     options = ["--name-epochs=1", "--epochs=2", "--log-every=1", "--dropout=0.1", "--patience=9"]
-    real, export, finished = finetune_t5.train_step, finetune_t5.export, []
+    real, export, finished = train.train_step, train.export, []
     exports = {"straight": [], "stopped": []}
     for name, stops in (("straight", 0), ("stopped", 3), ("stopped", 0)):
         args = arguments(*options, "--eval-samples=5", "--output-dir", FOLDER / name)
         pairs = [read_json_lines(file) for file in (args.train_file, args.eval_file)]
         names = [pair._replace(summary=pair.text[4:20]) for pair in pairs[0][:40]]  # used again
-        finetune_t5.python_pairs = lambda _, pairs=(*pairs, names): pairs
+        train.python_pairs = lambda _, pairs=(*pairs, names): pairs
         args.train_file = args.eval_file = None
         done = []
 
@@ -196,9 +196,9 @@ def stop_and_resume(worker) -> dict:
             exports.append(len(done))
             return export(*values)
 
-        finetune_t5.train_step, finetune_t5.export = step, count
-        finished.append(finetune_t5.train(args, args.output_dir, worker))
-    finetune_t5.train_step, finetune_t5.export = real, export
+        train.train_step, train.export = step, count
+        finished.append(train.train(args, args.output_dir, worker))
+    train.train_step, train.export = real, export
     return {"finished": finished, "exports": exports["straight"]}
 
 

@@ -1,8 +1,8 @@
 """DTensor: one tensor on many ranks. What a change of placement costs, what operators imply.
 
-    python transformer_basics/dtensor.py
-    torchrun --standalone --nproc_per_node=2 transformer_basics/dtensor.py
-    torchrun --standalone --nproc_per_node=4 transformer_basics/dtensor.py --sizes 64 1024 768
+    python parallel_basics/dtensor.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/dtensor.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/dtensor.py --sizes 64 1024 768
 
 A DTensor has the shape of the whole tensor, a mesh, and a placement for each axis of the mesh:
 
@@ -29,6 +29,7 @@ from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
+from arguments import ArgumentParser
 from dtensor_costs import (
     PLACEMENTS,
     bytes_sent,
@@ -39,7 +40,7 @@ from dtensor_costs import (
     place,
 )
 from dtensor_model import OPTIMIZERS, STRATEGIES, TOKENS, differences, strategy_bytes, train
-from runtime import ArgumentParser, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -1,6 +1,6 @@
 """Run the tables of device_mesh.py and dtensor.py on 2, 3 and 4 ranks and save what came out.
 
-Started by test_transformer_basics_mesh.py as one job of 4 ranks; fewer are a mesh of the first.
+Started by test_parallel_basics_mesh.py as one job of 4 ranks; fewer are a mesh of the first.
 """
 
 import logging
@@ -8,7 +8,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import device_mesh
 import dtensor

@@ -1,13 +1,13 @@
-"""Train cases of transformer_basics' pipelines on 2 and 4 ranks; each rank saves what it found.
+"""Train cases of parallel_basics' pipelines on 2 and 4 ranks; each rank saves what it found.
 
-Started by test_transformer_basics_pipeline.py as one job of 4 ranks; 2 ranks are a subgroup of it.
+Started by test_parallel_basics_pipeline.py as one job of 4 ranks; 2 ranks are a subgroup of it.
 A rank has what its own stages have; one process trains the whole model, on rank 0.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import pipeline_from_scratch as by_hand
 import pipeline_parallel as by_torch

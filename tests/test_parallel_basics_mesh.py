@@ -1,4 +1,4 @@
-"""transformer_basics: the pictures of device_mesh.py, the bytes and collectives of dtensor.py."""
+"""parallel_basics: the pictures of device_mesh.py, the bytes and collectives of dtensor.py."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from workers.gpt_mesh import EACH, SHAPES, SMALL_X, SMALL_Y, TRAINED, inputs
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 
-HERE = ROOT / "transformer_basics"
+HERE = ROOT / "parallel_basics"
 MESH, DTENSOR = HERE / "device_mesh.py", HERE / "dtensor.py"
 each_table = pytest.mark.parametrize(("ranks", "sizes"), EACH, ids=str)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
@@ -21,7 +21,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("mesh") / "results.pt"
-    warm.run(ROOT / "tests/workers/gpt_mesh.py", path, ranks=4, timeout=240).check()
+    warm.run(ROOT / "tests/workers/parallel_mesh.py", path, ranks=4, timeout=240).check()
     return torch.load(path, weights_only=False)
 
 

@@ -1,4 +1,4 @@
-"""transformer_basics, pipelines: by hand and by torch, equal to one process; idle time; memory."""
+"""parallel_basics, pipelines: by hand and by torch, equal to one process; idle time; memory."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ import warm
 from helpers import ROOT, python
 from workers.gpt_pipeline import BY_HAND, BY_TORCH, CONFIG, SECONDS, STEPS
 
-HERE = ROOT / "transformer_basics"
+HERE = ROOT / "parallel_basics"
 SCRATCH, PARALLEL = (HERE / f"pipeline_{name}.py" for name in ("from_scratch", "parallel"))
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 8, 32)]
 slow = pytest.mark.slow  # each launch of ranks takes some seconds
@@ -106,7 +106,7 @@ def test_stages_have_all_blocks():
 def results(tmp_path_factory):
     """case -> what each rank found, in rank order."""
     path = tmp_path_factory.mktemp("pipeline") / "results"
-    warm.run(ROOT / "tests/workers/gpt_pipeline.py", path, ranks=4, timeout=400).check()
+    warm.run(ROOT / "tests/workers/parallel_pipeline.py", path, ranks=4, timeout=400).check()
     of_ranks = [torch.load(f"{path}.{rank}", weights_only=False) for rank in range(4)]
     return {key: [found[key] for found in of_ranks if key in found] for key in of_ranks[0]}
 

@@ -1,8 +1,8 @@
 """Tensor parallelism with torch's parallelize_module, layer by layer, counted and compared.
 
-    python transformer_basics/tensor_parallel.py
-    torchrun --standalone --nproc_per_node=2 transformer_basics/tensor_parallel.py
-    torchrun --standalone --nproc_per_node=4 transformer_basics/tensor_parallel.py --optimizer sgd
+    python parallel_basics/tensor_parallel.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/tensor_parallel.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/tensor_parallel.py --optimizer sgd
 
 parallelize.py has the plan: a style for each layer. A style does three things to a layer: it cuts
 the parameters into DTensors, it brings the input into the layout that the layer wants, and it gives

@@ -1,8 +1,8 @@
 """Fine-tune a T5 of the Hugging Face hub, or train a small one, with its parameters sharded.
 
-    python fsdp_basics/finetune_t5.py                                         # one process
-    torchrun --standalone --nproc_per_node=2 fsdp_basics/finetune_t5.py       # two ranks
-    torchrun --standalone --nproc_per_node=2 fsdp_basics/finetune_t5.py \\
+    python t5_finetuning/train.py                                         # one process
+    torchrun --standalone --nproc_per_node=2 t5_finetuning/train.py       # two ranks
+    torchrun --standalone --nproc_per_node=2 t5_finetuning/train.py \\
         --model google-t5/t5-small --prefix "summarize: " --max-source 512 --max-target 64 \\
         --train-file train.jsonl --eval-file eval.jsonl --output-dir runs/t5  # your summaries
 
@@ -26,12 +26,13 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import torch
+from arguments import ArgumentParser, UserError
 from checkpoint import resume, save_checkpoint
+from data import encode, epoch_batches, python_pairs, read_json_lines
+from evaluate import EarlyStopping, all_sum, evaluate, generate, loss_sum, report
 from metrics import Metrics
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
-from t5_data import encode, epoch_batches, python_pairs, read_json_lines
-from t5_evaluate import EarlyStopping, all_sum, evaluate, generate, loss_sum, report
-from t5_model import export, fill, from_hub, make_sharded_model, on_rank_0, prepare
+from model import export, fill, from_hub, make_sharded_model, on_rank_0, prepare
+from runtime import Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 from transformers import T5ForConditionalGeneration

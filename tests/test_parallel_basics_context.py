@@ -1,4 +1,4 @@
-"""transformer_basics: context parallelism by hand (ring attention) against one process."""
+"""parallel_basics: context parallelism by hand (ring attention) against one process."""
 
 import re
 
@@ -11,7 +11,7 @@ from workers.gpt_context import ATTENTIONS, LENGTH, MODELS, RINGS, SIZES, STEPS,
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 
-SCRIPT = ROOT / "transformer_basics/context_parallel_from_scratch.py"
+SCRIPT = ROOT / "parallel_basics/context_parallel_from_scratch.py"
 LAYOUTS = {"in order": False, "balanced": True}
 
 
@@ -19,7 +19,7 @@ LAYOUTS = {"in order": False, "balanced": True}
 def results(tmp_path_factory) -> list[dict]:
     """What each rank of the job found."""
     path = tmp_path_factory.mktemp("context")
-    warm.run(ROOT / "tests/workers/gpt_context.py", path, ranks=4, timeout=280).check()
+    warm.run(ROOT / "tests/workers/parallel_context.py", path, ranks=4, timeout=280).check()
     return [torch.load(path / f"{rank}.pt") for rank in range(4)]
 
 

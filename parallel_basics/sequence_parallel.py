@@ -1,8 +1,8 @@
 """Sequence parallelism: between the pairs of layers, each rank has only some of the tokens.
 
-    python transformer_basics/sequence_parallel.py
-    torchrun --standalone --nproc_per_node=2 transformer_basics/sequence_parallel.py
-    torchrun --standalone --nproc_per_node=4 transformer_basics/sequence_parallel.py --layers 4
+    python parallel_basics/sequence_parallel.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/sequence_parallel.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/sequence_parallel.py --layers 4
 
 Tensor parallelism cuts attention and MLP. Norms, residuals and their activations stay whole on
 every rank: the same numbers, computed and kept by all. But each of them looks at one token at a
@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from arguments import UserError
 from comparing import (
     as_it_is,
     batches,
@@ -38,7 +39,7 @@ from comparing import (
 )
 from counting import CountCollectives, print_collectives
 from model import GPT, GPTConfig, cross_entropy, initialize
-from runtime import UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from tensor_parallel import local, print_layers, run
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor.parallel import loss_parallel

@@ -1,6 +1,6 @@
 """Ring attention, and a GPT with it, on rings of 1 to 4 ranks: every rank saves what it found.
 
-Started by test_transformer_basics_context.py as one job of 4 ranks. Rings of fewer ranks are
+Started by test_parallel_basics_context.py as one job of 4 ranks. Rings of fewer ranks are
 subgroups that do not begin with rank 0, so that a rank's number in its ring is another than in the
 job. The reference, one process with whole sequences, is computed by rank 0 alone, with the model as
 it is.
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import context_parallel_from_scratch as script
 import torch

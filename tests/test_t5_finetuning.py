@@ -1,4 +1,4 @@
-"""fsdp_basics/finetune_t5.py: its pairs, equality with an unsharded T5, stopped and continued."""
+"""t5_finetuning/train.py: its pairs, equality with an unsharded T5, stopped and continued."""
 
 import ast
 import json
@@ -6,13 +6,12 @@ import random
 import re
 from types import SimpleNamespace
 
-import finetune_t5
 import pytest
 import torch
+import train
 import warm
-from helpers import ROOT, read_metrics
-from runtime import UserError
-from t5_data import (
+from arguments import UserError
+from data import (
     Pair,
     Sample,
     encode,
@@ -24,13 +23,14 @@ from t5_data import (
     split,
     train_tokenizer,
 )
-from t5_evaluate import EarlyStopping, first_words, rouge
-from t5_model import from_hub, prepare
+from evaluate import EarlyStopping, first_words, rouge
+from helpers import ROOT, read_metrics
+from model import from_hub, prepare
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, T5ForConditionalGeneration
 
 pytestmark = pytest.mark.slow  # importing transformers takes some seconds on each rank
 
-SCRIPT = ROOT / "fsdp_basics/finetune_t5.py"
+SCRIPT = ROOT / "t5_finetuning/train.py"
 WORDS = "open close read write file name value list tree node first last next get set find sort"
 
 
@@ -212,7 +212,7 @@ def test_bad_model_is_reported_once(files, ranks):
     data = ("--train-file", files / "train.jsonl", "--eval-file", files / "eval.jsonl")
     result = warm.run(SCRIPT, "--model", "nobody/no-such-t5", *data, ranks=ranks)
     assert result.returncode == 2
-    message = "finetune_t5.py: error: --model nobody/no-such-t5: no Config to be had (OSError): "
+    message = "train.py: error: --model nobody/no-such-t5: no Config to be had (OSError): "
     assert result.output.count(message) == 1
     assert result.output.splitlines()[-1].startswith(message)
 
@@ -222,7 +222,7 @@ def test_bad_line_ends_one_process_with_status_2(files, tmp_path):
     bad.write_text('{"text": "a", "summary": "b"}\n{"text": "a"}\n')
     result = warm.run(SCRIPT, "--train-file", bad, "--eval-file", files / "eval.jsonl")
     assert result.returncode == 2
-    message = f'finetune_t5.py: error: {bad} has 1 bad line(s): line 2: no "summary"'
+    message = f'train.py: error: {bad} has 1 bad line(s): line 2: no "summary"'
     assert result.output.splitlines()[-1] == message
 
 
@@ -237,11 +237,11 @@ def test_bad_line_ends_one_process_with_status_2(files, tmp_path):
     ],
 )
 def test_bad_arguments(monkeypatch, capsys, flags, message):
-    monkeypatch.setattr("sys.argv", ["finetune_t5.py", *flags])
+    monkeypatch.setattr("sys.argv", ["train.py", *flags])
     with pytest.raises(SystemExit) as exit_:
-        finetune_t5.parse_args()
+        train.parse_args()
     assert exit_.value.code == 2
-    assert capsys.readouterr().err.startswith(f"finetune_t5.py: error: {message}")
+    assert capsys.readouterr().err.startswith(f"train.py: error: {message}")
 
 
 def test_model_that_is_no_t5(tmp_path):

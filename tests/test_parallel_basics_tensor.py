@@ -15,14 +15,14 @@ from workers.gpt_tensor import CASES, DTENSORS, SMALL, config_of
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 
-HERE = ROOT / "transformer_basics"
+HERE = ROOT / "parallel_basics"
 BATCH, RANKS = 3, 4
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("tensor") / "results.pt"
-    warm.run(ROOT / "tests/workers/gpt_tensor.py", path, ranks=RANKS, timeout=400).check()
+    warm.run(ROOT / "tests/workers/parallel_tensor.py", path, ranks=RANKS, timeout=400).check()
     return torch.load(path, weights_only=False)
 
 

@@ -1,8 +1,8 @@
 """Context parallelism by hand: a GPT on sequences that are spread over the ranks.
 
-    python transformer_basics/context_parallel_from_scratch.py
-    torchrun --standalone --nproc_per_node=2 transformer_basics/context_parallel_from_scratch.py
-    torchrun --standalone --nproc_per_node=4 transformer_basics/context_parallel_from_scratch.py \\
+    python parallel_basics/context_parallel_from_scratch.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/context_parallel_from_scratch.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/context_parallel_from_scratch.py \\
         --length 1024 --optimizer adamw
 
 Each of N ranks has T / N tokens of every sequence, and all parameters. Only attention looks from
@@ -26,9 +26,10 @@ Look at
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import ArgumentParser, UserError
 from model import GPT, GPTConfig, cross_entropy, initialize
 from ring_attention import Ring, apply_context_parallel, own_tokens, ring_attention, sum_gradients
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, C++'s too

@@ -1,8 +1,8 @@
 """Pipeline parallelism by hand: GPipe and 1F1B on point-to-point calls, equal to one process.
 
-    python transformer_basics/pipeline_from_scratch.py
-    torchrun --standalone --nproc_per_node=2 transformer_basics/pipeline_from_scratch.py
-    torchrun --standalone --nproc_per_node=4 transformer_basics/pipeline_from_scratch.py
+    python parallel_basics/pipeline_from_scratch.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/pipeline_from_scratch.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/pipeline_from_scratch.py
 
 The blocks of a GPT are cut into stages, one per rank. A batch is cut into micro-batches, which pass
 through the stages one after another: forward down the ranks, then their gradients back up. When a
@@ -26,6 +26,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from arguments import UserError
 from model import GPT, GPTConfig, cross_entropy, initialize
 from pipeline_tools import (
     OPTIMIZERS,
@@ -42,7 +43,7 @@ from pipeline_tools import (
     text_batch,
     timer_loss,
 )
-from runtime import UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 

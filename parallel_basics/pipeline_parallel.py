@@ -1,7 +1,7 @@
 """Pipeline parallelism with torch.distributed.pipelining: five schedules, equal to one process.
 
-    torchrun --standalone --nproc_per_node=2 transformer_basics/pipeline_parallel.py
-    torchrun --standalone --nproc_per_node=4 transformer_basics/pipeline_parallel.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/pipeline_parallel.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/pipeline_parallel.py
 
     GPipe, 1F1B             one stage per rank; by hand in pipeline_from_scratch.py
     Interleaved1F1B         two smaller stages per rank, stage i on rank i mod p: the pipeline fills
@@ -24,6 +24,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from arguments import UserError
 from model import GPT, GPTConfig, cross_entropy, initialize
 from pipeline_tools import (
     OPTIMIZERS,
@@ -41,7 +42,7 @@ from pipeline_tools import (
     text_batch,
     timer_loss,
 )
-from runtime import UserError, Worker, distributed_worker
+from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.pipelining import (

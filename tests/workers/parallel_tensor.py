@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism in every way of the matrix; saves what came out.
 
-Started by test_transformer_basics_tensor.py with 4 ranks; some cases use the first 2 or 3 of them.
+Started by test_parallel_basics_tensor.py with 4 ranks; some cases use the first 2 or 3 of them.
 """
 
 import sys
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import torch
 import torch.distributed as dist

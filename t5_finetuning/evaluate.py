@@ -8,9 +8,9 @@ import textwrap
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from data import collate, equal_shares
+from model import gathered
 from runtime import Worker
-from t5_data import collate, equal_shares
-from t5_model import gathered
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # The likeliest token each time, those that were written already made less likely: a model that has

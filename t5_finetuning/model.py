@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from runtime import UserError, Worker
-from t5_data import Pair, train_tokenizer
+from arguments import UserError
+from data import Pair, train_tokenizer
+from runtime import Worker
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -1,9 +1,9 @@
 """DeviceMesh: coordinates for the ranks of a job, and along each axis a group of ranks.
 
-    python transformer_basics/device_mesh.py
-    torchrun --standalone --nproc_per_node=4 transformer_basics/device_mesh.py
-    torchrun --standalone --nproc_per_node=8 transformer_basics/device_mesh.py
-    torchrun --standalone --nproc_per_node=6 transformer_basics/device_mesh.py --shape 3 2
+    python parallel_basics/device_mesh.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/device_mesh.py
+    torchrun --standalone --nproc_per_node=8 parallel_basics/device_mesh.py
+    torchrun --standalone --nproc_per_node=6 parallel_basics/device_mesh.py --shape 3 2
 
 Strategies are combined by giving each an axis. A rank then belongs to one group per axis: with the
 ranks of its row it computes one layer, say, and with those of its column it averages gradients.
@@ -24,7 +24,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from runtime import ArgumentParser, UserError, Worker, distributed_worker
+from arguments import ArgumentParser, UserError
+from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from runtime import UserError, Worker
+from arguments import UserError
+from runtime import Worker
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import ArgumentParser
 from model import GPT, GPTConfig, initialize
-from runtime import ArgumentParser
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
