@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 import warm
 from helpers import ROOT, torchrun
-from workers.gpt_context import ATTENTIONS, LENGTH, MODELS, RINGS, SIZES, STEPS, qkv
+from workers.parallel_context import ATTENTIONS, LENGTH, MODELS, RINGS, SIZES, STEPS, qkv
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import warm
 from helpers import ROOT, python, torchrun
-from workers.gpt_mesh import EACH, SHAPES, SMALL_X, SMALL_Y, TRAINED, inputs
+from workers.parallel_mesh import EACH, SHAPES, SMALL_X, SMALL_Y, TRAINED, inputs
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 

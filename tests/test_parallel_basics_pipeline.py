@@ -10,7 +10,7 @@ import pytest
 import torch
 import warm
 from helpers import ROOT, python
-from workers.gpt_pipeline import BY_HAND, BY_TORCH, CONFIG, SECONDS, STEPS
+from workers.parallel_pipeline import BY_HAND, BY_TORCH, CONFIG, SECONDS, STEPS
 
 HERE = ROOT / "parallel_basics"
 SCRATCH, PARALLEL = (HERE / f"pipeline_{name}.py" for name in ("from_scratch", "parallel"))

@@ -11,7 +11,7 @@ from sequence_parallel import kept_by_formula
 from tensor_parallel import formula as dtensor_formula
 from tensor_parallel_from_scratch import formula as hand_formula
 from tensor_parallel_layers import cut_dim
-from workers.gpt_tensor import CASES, DTENSORS, SMALL, config_of
+from workers.parallel_tensor import CASES, DTENSORS, SMALL, config_of
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 
