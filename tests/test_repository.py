@@ -5,7 +5,6 @@ Each scanner is also shown a bad example that it must catch.
 """
 
 import ast
-import hashlib
 import io
 import json
 import os
@@ -18,8 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
+import copies
 import pytest
 from helpers import ROOT, Job, clean_environment, python, torchrun
+
+from check_environment import read_pins
 
 EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
 SOURCES = [path for directory in EXAMPLES for path in sorted(directory.glob("**/*.py"))]
@@ -50,9 +52,39 @@ def entry(directory: Path) -> Path:
     return train if train.is_file() else directory / "hello_world.py"  # nothing is trained
 
 
-def test_runtime_is_the_same_everywhere():
-    digests = {path.name: hashlib.sha256((path / "runtime.py").read_bytes()) for path in EXAMPLES}
-    assert len({digest.hexdigest() for digest in digests.values()}) == 1, list(digests)
+# Files that several directories hold.
+
+
+def test_copies_are_equal():
+    assert len(copies.EXAMPLES) == len(EXAMPLES)
+    for original, copy in copies.outdated(ROOT, copies.COPIES):
+        pytest.fail(f"{copy} is not {original}: change it there, then: make copies")
+
+
+def test_equal_files_are_listed():
+    for paths in copies.unlisted(SOURCES, copies.COPIES):
+        pytest.fail(f"equal, so tests/copies.py should name them (or one is too many): {paths}")
+
+
+def test_copies_that_differ_are_caught(tmp_path, monkeypatch):
+    a, b, c = (tmp_path / name / "x.py" for name in "abc")
+    for path in (a, b, c):
+        path.parent.mkdir()
+        path.write_text("1")
+    assert copies.outdated(tmp_path, [("x.py", "a", ["a", "b", "c"])]) == []
+    assert copies.unlisted([a, b, c], [("x.py", "a", ["b", "c"])]) == []
+    assert copies.unlisted([a, b, c], [("x.py", "a", ["b"])]) == [[a, b, c]]
+    assert copies.unlisted([a, b], [("y.py", "a", ["b"])]) == [[a, b]]
+    b.write_text("2")
+    c.unlink()
+    assert copies.unlisted([a, b], []) == []
+    listed = [("x.py", "a", ["b", "c"])]
+    assert copies.outdated(tmp_path, listed) == [(a, b), (a, c)]
+    monkeypatch.setattr(copies, "ROOT", tmp_path)
+    monkeypatch.setattr(copies, "COPIES", listed)
+    copies.main()
+    assert copies.outdated(tmp_path, listed) == []
+    assert c.read_text() == "1"
 
 
 # What a file imports.
@@ -463,13 +495,19 @@ def test_requirements_are_pinned():
         assert re.fullmatch(exact + r"\d[\w.+]*", rest), f"{name}{rest} is not pinned by {exact}"
 
 
+def test_both_sets_hold_one_release():
+    full, small = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-cpu"))
+    assert small == {name: f"{version}+cpu" for name, version in full.items()}
+    assert full.keys() == {"torch", "torchvision"}
+
+
 # The Makefile, with stand-ins for Python and its tools that write down how they were called.
 
 STAND_IN = """#!/bin/sh
 case "$*" in
-"-m venv .venv")
-    mkdir -p .venv/bin
-    for name in python pip torchrun ruff; do cp "$0" .venv/bin/$name; done ;;
+"-m venv "*)
+    mkdir -p $3/bin
+    for name in python pip torchrun ruff; do cp "$0" $3/bin/$name; done ;;
 "-c import ensurepip"*) test ! -e no_venv; exit ;;
 "-c import sys"*) test ! -e too_old; exit ;;
 esac
@@ -549,13 +587,29 @@ def test_make_other_targets(project):
     make(project, "check")
     assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
     assert make(project, "test")[1] == [CHECK, PYTEST]
+    assert make(project, "quick")[1] == [CHECK, f"{PYTEST} -m not slow"]
+    assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
     benchmarks = [f"python benchmarks/{name}.py" for name in ("collectives", "ddp", "fsdp", "gpt")]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     status, calls, output = make(project)
     assert (status, calls) == (0, [])
-    for target in ("demo", "test", "lint", "notebooks", "bench", "help"):
+    targets = ("demo", "test", "quick", "test-torch", "copies", "lint", "notebooks", "bench")
+    for target in (*targets, "help"):
         assert re.search(rf"^{target} +\w", output, flags=re.MULTILINE)
+
+
+def test_make_test_with_another_torch(project):
+    tests = f"{PYTEST} --ignore=tests/test_notebooks.py"
+    environment = [
+        "python_stand_in -m venv .venv-2.13.0",
+        "python -m pip install torch===2.13.0 torchvision -r requirements-common.txt",
+    ]
+    assert make(project, "test-torch", "TORCH=2.13.0")[1] == [*environment, tests]
+    assert not (project / ".venv").exists()
+    assert make(project, "test-torch", "TORCH=2.13.0")[1] == [tests]  # nothing is installed twice
+    (project / ".venv-2.13.0/bin/python").write_text("#!/bin/sh\nexit 1\n")
+    assert make(project, "test-torch", "TORCH=2.13.0")[0] == 2
 
 
 def test_ci_runs_lint_and_test_from_anywhere(project):
