@@ -310,7 +310,7 @@ def test_on_one_gpu(tmp_path):
     assert "1 rank(s) on cuda, nccl" in output
     rows = [line for line in read_metrics(tmp_path) if "operation" in line]
     assert [row["operation"] for row in rows] == [o for o in OPERATIONS if o != "send_recv"]
-    assert {(row["backend"], row["values"]) for row in rows} == {("nccl", "ok")}
+    assert {(row["backend"], row["values"]) for row in rows} == {("cpu:gloo,cuda:nccl", "ok")}
     output = python(ASYNC, "--device", "cuda", "--repeats", 2).check().output
     assert "mean 1 " in output
     assert [line.split()[0] for line in output.splitlines()[-4:]] == list(async_work.ORDERS)
@@ -322,13 +322,21 @@ def test_on_one_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (bandwidth, ["--operations", "ring", "rign"], "--operations: no rign; there are all_red"),
-        (bandwidth, ["--min-bytes", "4X"], "a size is from 4 bytes to 16G, such as 64K, not 4X"),
-        (bandwidth, ["--max-bytes", "1K"], "--min-bytes 4K is above --max-bytes 1K"),
-        (bandwidth, ["--factor", "1"], "--factor must be at least 1.1, not 1.0"),
-        (bandwidth, ["--repeats", "0"], "--repeats must be at least 1, not 0"),
-        (async_work, ["--buckets", "0"], "--buckets must be from 1 to 100, not 0"),
-        (async_work, ["--ratio", "nan"], "--ratio must be from 0.01 to 100, not nan"),
+        (
+            bandwidth,
+            ["--operations", "ring", "rign"],
+            "--operations: invalid choice: 'rign'",
+        ),
+        (
+            bandwidth,
+            ["--min-bytes", "4X"],
+            "--min-bytes: must be from 4 to 16G bytes, such as 64K",
+        ),
+        (bandwidth, ["--max-bytes", "1K"], "--min-bytes 4096 is above --max-bytes 1024"),
+        (bandwidth, ["--factor", "1"], "--factor: must be a number from 1.1 to 1024, not 1"),
+        (bandwidth, ["--repeats", "0"], "--repeats: must be an integer of at least 1, not 0"),
+        (async_work, ["--buckets", "0"], "--buckets: must be an integer of at least 1, not 0"),
+        (async_work, ["--ratio", "nan"], "--ratio: must be a number from 0.01 to 100, not nan"),
         (async_work, ["--plot", "/no/such/a.png"], "--plot /no/such/a.png: there is no such dir"),
     ],
 )

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tokenize
 from importlib import metadata
 from pathlib import Path
@@ -331,6 +332,24 @@ def too_much(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
 def test_minimal_is_minimal(path):
     assert not too_much(path)
+
+
+def shows(page: str, source: str) -> bool:
+    """Whether the page has the code in full, in fences or indented, but for the docstring."""
+    code = source.partition('"""\n\n')[2]
+    return f"{code}```" in page or textwrap.indent(code, "    ") in page
+
+
+@pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
+def test_readme_shows_minimal_in_full(path):
+    assert shows((path.parent / "README.md").read_text(encoding="utf-8"), path.read_text())
+
+
+def test_code_that_a_page_lacks_is_caught():
+    source = '"""About it."""\n\nimport torch\n\nprint(1)\n'
+    assert shows("# title\n```python\nimport torch\n\nprint(1)\n```\n", source)
+    assert shows("# title\n\n    import torch\n\n    print(1)\n", source)
+    assert not shows("# title\n```python\nimport torch\n\nprint(2)\n```\n", source)
 
 
 def test_too_much_is_caught(tmp_path):
