@@ -179,7 +179,7 @@ sys.argv = ["bandwidth.py", "--verify", "--repeats", "1", "--max-bytes", "4K", *
 import all_reduce_algorithms
 
 def forgets_one(tensor, group=None):
-    tensor[7] += 2
+    tensor[-1] += 2
 
 all_reduce_algorithms.ALGORITHMS["ring"] = forgets_one
 import bandwidth
@@ -195,8 +195,8 @@ def test_verify_catches_a_wrong_result(tmp_path):
     assert result.returncode == 1, result.output
     shown = re.findall(r"^(all_reduce|ring) +4096 .* (\w+)$", result.output, flags=re.MULTILINE)
     assert shown == [("all_reduce", "ok"), ("ring", "wrong")]
-    # Alone, rank 0 keeps its input, 3 * 7 % 11 = 10.
-    assert "WRONG: ring, 4096 bytes, rank 0: 1 values, the first at 7: 12, not 10" in result.output
+    # Alone, rank 0 keeps its input; of 1024 numbers the last is 3 * 1023 % 11 = 0.
+    assert "WRONG: ring, 4096 bytes, rank 0: 1 values, the first at 1023: 2, not 0" in result.output
 
 
 # ---- async_work.py
