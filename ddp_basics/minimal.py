@@ -15,8 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
-BATCH_SIZE = 120  # images per step, over all processes
-
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -24,13 +22,11 @@ def main() -> None:
     args = parser.parse_args()
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # one per process
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)  # meet the other processes
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")  # the same without GPUs
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
+        torch.cuda.set_device(device)  # a GPU of its own for each process of this machine
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)  # ranks meet
     train(args.epochs, device)  # a function: at its end nothing is left that uses the group
     dist.barrier()  # nobody leaves while another process still waits for a message
     dist.destroy_process_group()
@@ -43,7 +39,7 @@ def train(epochs: int, device: torch.device) -> None:
     digits = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     train_set, test_set = random_split(digits, [1440, 357])
     sampler = DistributedSampler(train_set)  # shuffles, and deals the images out to the ranks
-    loader = DataLoader(train_set, batch_size=BATCH_SIZE // world_size, sampler=sampler)
+    loader = DataLoader(train_set, batch_size=120 // world_size, sampler=sampler)  # 120 in all
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     ddp_model = DistributedDataParallel(model)  # from now on backward() averages over all ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
