@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train
-from bucketed_ddp import BucketedDDP, NaiveDDP
 from data import random_images
+from ddp_from_scratch import BucketedDDP, NaiveDDP
 from model import SmallCNN
 from runtime import Worker, distributed_worker
 from torch import nn
