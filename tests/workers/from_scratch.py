@@ -160,7 +160,7 @@ def train(version, worker, kind="plain", optimizer="sgd", accumulate=1, cap=SEVE
 def copies(set_to_none: bool, make) -> dict[str, int]:
     """How often a step of this DDP writes one gradient or bucket to another place, per operation.
 
-    Two buckets; after two steps, because torch's DDP arranges its buckets after the first.
+    In its third step, because torch's DDP arranges its buckets after the first.
     """
     module = build("plain")
     model = make(module)
