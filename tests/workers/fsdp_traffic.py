@@ -21,17 +21,18 @@ def save_and_resume(folder: Path, worker: Worker) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts, run = {"model": model, "optimizer": optimizer}, {"lr": 0.1}
     sizes = []
-    gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
 
-    def noted_gather(objects, value, group=None):
-        sizes.append(len(pickle.dumps(value)))
-        gather(objects, value, group)
+    def noted(send):
+        def send_and_note(*args, **options):
+            values = [*args, *options.values()]
+            sent = [value for value in values if not isinstance(value, dist.ProcessGroup)]
+            sizes.append(len(pickle.dumps(sent)))
+            return send(*args, **options)
 
-    def noted_broadcast(values, *args, **options):
-        sizes.append(len(pickle.dumps(values)))
-        broadcast(values, *args, **options)
+        return send_and_note
 
-    dist.all_gather_object, dist.broadcast_object_list = noted_gather, noted_broadcast
+    dist.all_gather_object = noted(dist.all_gather_object)
+    dist.broadcast_object_list = noted(dist.broadcast_object_list)
     before = model.weight.to_local().clone()
     save_checkpoint(folder, parts, 7, run, worker)
     with torch.no_grad():
