@@ -87,8 +87,8 @@ def images_per_second(name: str, size: str, mesh) -> float:
     dim, depth, batch, steps = SIZES[size]
     torch.manual_seed(0)
     model, optimizer = build(name, VisionTransformer(dim=dim, depth=depth), mesh)
-    share = batch // mesh.size()
-    images, labels = torch.rand(share, 1, 8, 8), torch.randint(10, (share,))
+    local = batch // mesh.size()
+    images, labels = torch.rand(local, 1, 8, 8), torch.randint(10, (local,))
     for i in range(steps + 2):
         if i == 2:  # the first makes the optimizer state, after it DDP rebuilds its buckets
             dist.barrier()
