@@ -79,6 +79,12 @@ def test_matrix_compares_something(matrix):
     assert matrix[4]["sgd, bf16"][-1]["loss"] != matrix[4]["sgd"][-1]["loss"]
 
 
+@pytest.mark.slow
+def test_accumulation_communicates_once_per_step(matrix):
+    """Two blocks and the root. No gradient tells: the sum of three averages is right, too."""
+    assert matrix[2]["reduce_scatters"] == {1: 3, 3: 3}
+
+
 # ---- the whole script, on any number of ranks
 
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fsdp_basics"))
 import torch
 import torch.nn.functional as F
 import train
+from communication import CountTraffic
 from config import Settings
 from model import VisionTransformer
 from runtime import distributed_worker
@@ -141,6 +142,17 @@ def run_case(
     return steps
 
 
+def reduce_scatters_per_step(worker, accumulate: int) -> int:
+    module = shard(build("plain"), init_device_mesh("cpu", (worker.world_size,)))
+    settings = Settings(optimizer="sgd", accumulate=accumulate)
+    images, labels = torch.rand(6, 1, 8, 8), torch.zeros(6, dtype=torch.int64)
+    optim = train.make_optimizer(settings, module)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with CountTraffic() as count:
+        train.train_step(module, images, labels, optim, scaler, 0.1, settings)
+    return count.calls["reduce_scatter"]
+
+
 def note_gradients(steps: list[dict], module: nn.Module) -> None:
     """Of the first and the last step: to gather them costs more than a step."""
     if len(steps) in (1, STEPS):
@@ -165,6 +177,9 @@ def main() -> None:
             for name, case in CASES.items()
             if worker.world_size in (1, HYBRID_RANKS) or "hybrid" not in case
         }
+        if worker.world_size > 1:
+            counts = {parts: reduce_scatters_per_step(worker, parts) for parts in (1, 3)}
+            results["reduce_scatters"] = counts
         if worker.is_main:
             torch.save(results, sys.argv[1])
 
