@@ -230,6 +230,9 @@ def test_options_follow_the_plain_run(runs, tmp_path, option):
     assert other[0] == pytest.approx(plain[0], abs=2e-2 if half else 1e-6)
     assert other == pytest.approx(plain, abs=0.1 if half else 2e-2)
     assert not half or other != plain  # the option does something
+    # The norm is that of the gradients, not of the gradients times the scale of the loss.
+    norms = [lines_with(f, "grad_norm")[0]["grad_norm"] for f in (runs[2][0], tmp_path)]
+    assert norms[1] == pytest.approx(norms[0], rel=5e-2 if half else 1e-4)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def counted_step(*args):
     return result
 
 def noted_prefetch(blocks, count):
-    print("prefetch", len(blocks), count)
+    print("prefetch", len(blocks), count, "without memory", next(blocks[0].parameters()).is_meta)
     prefetch_blocks(blocks, count)
 
 train.train_step, train.prefetch_blocks = counted_step, noted_prefetch
@@ -72,7 +72,7 @@ def test_what_a_step_gathers(tmp_path, flags, all_gathers):
     output = warm.run(script, *args, ranks=2).check().output
     # Three blocks and the root for forward, and the blocks once more for backward.
     assert re.findall(r"all_gathers (\d+)", output) == [str(all_gathers)] * 4  # 2 steps, 2 ranks
-    assert output.count("prefetch 3 2\n") == 2
+    assert output.count("prefetch 3 2 without memory True\n") == 2
 
 
 @pytest.mark.slow
