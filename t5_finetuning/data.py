@@ -14,15 +14,16 @@ import sysconfig
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from arguments import UserError
+from arguments import UserError, fail
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import WordPieceTrainer
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -93,6 +94,18 @@ def epoch_batches(lengths: Tensor, batch_size: int, seed: int) -> Tensor:
     order = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools])
     batches = order[: len(order) // batch_size * batch_size].view(-1, batch_size)
     return batches[torch.randperm(len(batches), generator=generator)]
+
+
+def make_loader(dataset: JsonLines, batches: list[list[int]], tokenizer, settings) -> DataLoader:
+    """Yields the given batches of pairs as tokens; --workers processes read and tokenize."""
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=partial(collate, tokenizer=tokenizer, settings=settings),
+        num_workers=settings.workers,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # its own: the global one is left to the model's dropout
+    )
 
 
 def collate(pairs: list[Pair], tokenizer, settings) -> dict[str, Tensor]:
@@ -167,11 +180,14 @@ def library_files(data_dir: Path) -> list[Path]:
     held_out = [pair for pair in held_out if (pair.name.split(":")[1], pair.summary) not in seen]
     # In an order without meaning, so that the first hundred speak for all of them.
     held_out.sort(key=lambda pair: zlib.crc32(pair.name.encode()))
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, pairs in zip(files, (train, held_out, names), strict=True):
-        temporary = folder / uuid.uuid4().hex  # of this node's own: several may share the disk
-        temporary.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in pairs))
-        os.replace(temporary, file)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, pairs in zip(files, (train, held_out, names), strict=True):
+            temporary = folder / uuid.uuid4().hex  # of this node's own: several may share the disk
+            temporary.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in pairs))
+            os.replace(temporary, file)
+    except OSError as error:
+        fail(f"--data-dir {data_dir} cannot be written: {error.strerror}")
     return files
 
 
