@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from arguments import UserError, fail
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers.trainers import WordPieceTrainer
+from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
@@ -129,15 +129,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     case: the words of a function's name are then the very tokens that its docstring begins with,
     which a model can learn to copy.
     """
-    special_tokens = ["<pad>", "</s>", "<unk>"]  # 0 and 1 as in T5
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     words_of_names = normalizers.Replace(Regex("(?<=[a-z0-9])(?=[A-Z])|_"), " ")
     tokenizer.normalizer = normalizers.Sequence([words_of_names, normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # at spaces, around punctuation
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = WordPieceTrainer(
+    # Cut at spaces and around punctuation. Each word starts with a mark, also after a bracket.
+    cut, mark = pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, mark])
+    no_space_before_stop = decoders.Replace(Regex(r" (?=[.,:;?!)])"), "")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Metaspace(), decoders.Fuse(), no_space_before_stop]
+    )
+    trainer = BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=special_tokens,
+        special_tokens=["<pad>", "</s>", "<unk>"],  # 0 and 1 as in T5
         limit_alphabet=200,
         show_progress=False,
     )

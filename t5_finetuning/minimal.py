@@ -8,7 +8,7 @@ import argparse
 import gc
 import os
 from inspect import getdoc, signature
-from shutil import copy, move, which
+from shutil import copy, copyfile, which
 from textwrap import fill, indent, wrap
 
 import torch
@@ -37,7 +37,7 @@ def train(model_id: str | None) -> None:
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)  # of the shards
 
-    functions = (copy, move, which, fill, indent, wrap)[rank::world_size]  # this rank's part
+    functions = (copy, copyfile, which, fill, indent, wrap)[rank::world_size]  # this rank's part
     texts = [f"{function.__name__}{signature(function)}" for function in functions]
     summaries = [getdoc(function).split("\n")[0] for function in functions]
     source = tokenizer(texts, padding=True, return_tensors="pt").to(device)
@@ -53,7 +53,7 @@ def train(model_id: str | None) -> None:
         optimizer.zero_grad()
         dist.all_reduce(loss.detach_())
         if rank == 0:  # one rank prints
-            print(f"step {step}   loss {loss:.6f}", flush=True)
+            print(f"step {step}   loss {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     parts = {"model": model, "optimizer": optimizer, "early_stopping": early_stopping}
     run = settings.identity() | {
         "name_epochs": len(plan) - plan.count(train_set),
-        "data": [dataset.checksum for dataset in datasets],
+        "train_file": f"of checksum {train_set.checksum:08x}",
+        "eval_file": f"of checksum {eval_set.checksum:08x}",
     }
     step = resume(checkpoints, parts, run, worker) if checkpoints else 0
     tracker = make_tracker(settings.tracker, run, worker)
