@@ -92,12 +92,18 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     best_model = folder / "model"  # in Hugging Face's format
     checkpoints = settings.output_dir / "checkpoints" if settings.output_dir else None
     parts = {"model": model, "optimizer": optimizer, "early_stopping": early_stopping}
-    run = settings.identity() | {
+    identity = settings.identity() | {
         "name_epochs": len(plan) - plan.count(train_set),
-        "train_file": f"of checksum {train_set.checksum:08x}",
-        "eval_file": f"of checksum {eval_set.checksum:08x}",
+        "checksum of the training file": train_set.checksum,
+        "checksum of the evaluation file": eval_set.checksum,
     }
-    step = resume(checkpoints, parts, run, worker) if checkpoints else 0
+    run = identity | {"total_steps": total_steps}
+    step, saved_run = resume(checkpoints, parts, identity, worker) if checkpoints else (0, {})
+    if worker.is_main and step and saved_run["total_steps"] != total_steps:
+        print(
+            f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
+            "the learning rate follows the new plan"
+        )
     tracker = make_tracker(settings.tracker, run, worker)
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard, tracker)
     stopping, throughput = False, Throughput(step)
@@ -136,7 +142,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
                 if plan[epoch] is train_set and early_stopping.improved(eval_loss):
                     export(model, config, tokenizer, best_model, worker)
             if saving:
-                save_checkpoint(checkpoints, parts, step, run, worker)
+                save_checkpoint(checkpoints, parts, step, run, worker, settings.keep)
             if stopping:
                 break
             throughput.start(step)  # what was done since it stopped is no training

@@ -86,11 +86,11 @@ def test_two_ranks_equal_one_process(results, optimizer, option):
         pytest.skip("one optimizer for each option is enough")
     assert len(case["steps"]) == 3
     # Sums in another order: seen 1e-7 for gradients of up to 0.3. AdamW divides small gradients by
-    # their own size, and so magnifies that: seen 6e-5 at a learning rate of 1e-2.
+    # their own size, and so magnifies that: seen SEENA at a learning rate of 1e-3.
     for i, step in enumerate(case["steps"]):
         assert step["loss"] == pytest.approx(step["expected loss"], abs=5e-6)
         close(step["gradients"], step["expected gradients"], 1e-6, f"step {i}, gradient")
-        tolerance = 2e-6 if optimizer == "sgd" else 5e-4
+        tolerance = 2e-6 if optimizer == "sgd" else 5e-5
         close(step["parameters"], step["expected parameters"], tolerance, f"step {i}, value")
     assert case["eval loss"][0] == pytest.approx(case["eval loss"][1], abs=1e-4)
 
@@ -117,10 +117,10 @@ def test_bf16_follows_fp32(results):
         assert step["loss"] != step["expected loss"]  # the option does something
 
 
-def test_summaries_differ_in_length(results):
-    """So that a mean over ranks, instead of over tokens, would be found out."""
-    for lengths in results["targets"]:
-        assert sum(lengths[0::2]) < 0.8 * sum(lengths[1::2])
+def test_ranks_have_different_numbers_of_tokens(results):
+    """So that a mean over ranks, instead of over tokens, would be found out: by a hundredth."""
+    tokens = [(sum(lengths[0::2]), sum(lengths[1::2])) for lengths in results["targets"]]
+    assert all(of_rank_0 != of_rank_1 for of_rank_0, of_rank_1 in tokens[:2])
 
 
 # ---- one matrix in four places
@@ -214,15 +214,15 @@ def test_run_can_be_made_longer(results, files):
 def test_what_is_no_number_ends_the_run(results):
     message = results["stop and resume"]["infinite"]
     assert re.match(
-        r"step 2: the loss is (nan|inf), the gradient norm (nan|inf): try a smaller --lr", message
+        r"step 2: the loss is \S+, the gradient norm (nan|inf): try a smaller --lr", message
     )
     assert results["stop and resume"]["infinite saved"] == 0
 
 
 def test_other_run_is_not_continued(results):
     stop_and_resume = results["stop and resume"]
-    assert "was trained with --name-epochs 1, not 0" in stop_and_resume["other names"]
-    assert "was trained with --train-file of checksum " in stop_and_resume["other data"]
+    assert "was trained with name_epochs = 1, not 0" in stop_and_resume["other names"]
+    assert "was trained with checksum of the training file = " in stop_and_resume["other data"]
 
 
 # ---- minimal.py

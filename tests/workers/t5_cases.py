@@ -36,7 +36,7 @@ CASES = {
 }
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
 }
 
 
