@@ -14,8 +14,9 @@ import device_mesh
 import dtensor
 import torch
 import torch.distributed as dist
-from dtensor_costs import PLACEMENTS, Traffic, place
-from dtensor_model import STRATEGIES, train
+from dtensor import place
+from dtensor_costs import PLACEMENTS, Traffic
+from dtensor_strategies import STRATEGIES, train
 from runtime import distributed_worker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -1,0 +1,62 @@
+"""Model parallelism in one screen: each rank has a part of every layer, and all work together.
+
+    python parallel_basics/minimal.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/minimal.py
+
+Look at the losses, the same for any number of ranks, and at what one rank holds. A layer too large
+for one device can be trained this way: all ranks see the same images, each does part of the sums.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def train(device: torch.device, steps: int) -> None:
+    torch.manual_seed(0)  # on every rank the same model and, below, the same batches
+    # 480 features in between: they divide over 2, 3, 4, 5, 6 or 8 ranks.
+    model = nn.Sequential(nn.Linear(64, 480), nn.ReLU(), nn.Linear(480, 10)).to(device)
+    size = sum(p.numel() for p in model.parameters())
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # all ranks, in a line
+    # Of the first layer a rank keeps some outputs, of the second the inputs that belong to them: so
+    # nothing is sent in between. What the second returns is added up over the ranks.
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of this rank's part
+    images, labels = load_digits(return_X_y=True)  # 1,797 images of 8 x 8 pixels
+    images = torch.tensor(images / 16, dtype=torch.float32, device=device)
+    labels = torch.tensor(labels, device=device)
+    for step in range(steps):
+        batch = torch.randint(len(images), (64,)).to(device)
+        loss = F.cross_entropy(model(images[batch]), labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and (step + 1) % 20 == 0:
+            print(f"step {step + 1:3}   loss {loss.item():.6f}")
+    if dist.get_rank() == 0:
+        held = sum(p.to_local().numel() for p in model.parameters())
+        print(f"rank 0 holds {held:,} of {size:,} parameters")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Tensor parallelism in its fewest lines.")
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    if "RANK" not in os.environ:  # not started by torchrun: one process is a world of size one
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    train(device, args.steps)  # a function: the model is gone when the group is
+    dist.destroy_process_group()
