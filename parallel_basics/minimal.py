@@ -1,10 +1,9 @@
 """Model parallelism in one screen: each rank has a part of every layer, and all work together.
 
-    python parallel_basics/minimal.py
-    torchrun --standalone --nproc_per_node=2 parallel_basics/minimal.py
+    python parallel_basics/minimal.py                                      # one process
+    torchrun --standalone --nproc_per_node=2 parallel_basics/minimal.py    # two ranks: GPUs or CPU
 
-Look at the losses, the same for any number of ranks, and at what one rank holds. A layer too large
-for one device can be trained this way: all ranks see the same images, each does part of the sums.
+Look at the losses, which are the same for any number of ranks, and at what rank 0 holds.
 """
 
 import argparse
@@ -21,20 +20,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 def train(device: torch.device, steps: int) -> None:
     torch.manual_seed(0)  # on every rank the same model and, below, the same batches
-    # 480 features in between: they divide over 2, 3, 4, 5, 6 or 8 ranks.
     model = nn.Sequential(nn.Linear(64, 480), nn.ReLU(), nn.Linear(480, 10)).to(device)
-    size = sum(p.numel() for p in model.parameters())
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # all ranks, in a line
     # Of the first layer a rank keeps some outputs, of the second the inputs that belong to them: so
     # nothing is sent in between. What the second returns is added up over the ranks.
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, mesh, plan)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of this rank's part
-    images, labels = load_digits(return_X_y=True)  # 1,797 images of 8 x 8 pixels
-    images = torch.tensor(images / 16, dtype=torch.float32, device=device)
-    labels = torch.tensor(labels, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of this rank's parts
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))  # 1,797 images, 64 pixels each
+    images, labels = images.float().to(device) / 16, labels.to(device)
     for step in range(steps):
         batch = torch.randint(len(images), (64,)).to(device)
         loss = F.cross_entropy(model(images[batch]), labels[batch])
@@ -44,8 +39,9 @@ def train(device: torch.device, steps: int) -> None:
         if dist.get_rank() == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1:3}   loss {loss.item():.6f}")
     if dist.get_rank() == 0:
+        numbers = sum(p.numel() for p in model.parameters())
         held = sum(p.to_local().numel() for p in model.parameters())
-        print(f"rank 0 holds {held:,} of {size:,} parameters")
+        print(f"rank 0 holds {held:,} of {numbers:,} parameters")
 
 
 if __name__ == "__main__":
@@ -55,8 +51,12 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:  # not started by torchrun: one process is a world of size one
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
-    train(device, args.steps)  # a function: the model is gone when the group is
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # a GPU for each rank
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    train(device, args.steps)  # in a function: the model must be gone when the group is destroyed
     dist.destroy_process_group()
