@@ -34,7 +34,7 @@ def is_like_another(name: str) -> bool:
 
 def print_parameters(full_model: GPT, model: GPT, dim_of) -> None:
     """One line per parameter that was cut by hand. dim_of: its name -> the dim of the cut."""
-    print(f"\n{'parameter':30}{'full':>12}{'on rank 0':>14}   cut")
+    print(f"\n{'parameter':32}{'full':>12}{'on rank 0':>14}   cut")
     local_parameters = dict(model.named_parameters())
     for name, parameter in full_model.named_parameters():
         if is_like_another(name):
@@ -42,7 +42,7 @@ def print_parameters(full_model: GPT, model: GPT, dim_of) -> None:
         dim = dim_of(name)
         cut = "" if dim is None else f"dim {dim}"
         full_shape, local_shape = tuple(parameter.shape), tuple(local_parameters[name].shape)
-        print(f"{name:30}{full_shape!s:>12}{local_shape!s:>14}   {cut}".rstrip())
+        print(f"{name:32}{full_shape!s:>12}{local_shape!s:>14}   {cut}".rstrip())
 
 
 def print_layers(model: GPT) -> None:

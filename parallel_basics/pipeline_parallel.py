@@ -169,10 +169,8 @@ def show_timelines(runs: dict, counts: list[int], config: GPTConfig, batch, work
         say(f"{name:22} {m:13}{shares}" + "".join(f"{mb:8.2f}" for mb in kept))
         if m == counts[0]:
             pictures.append(f"{name}\n" + draw(timelines, SECONDS / 2))
-    say(
-        f"\n{counts[0]} micro-batches: 0 is a forward, a its backward or the gradient of its input,"
-    )
-    say(f"A those of its weights; a dot is idle, a character {500 * SECONDS:.0f} ms")
+    say(f"\n{counts[0]} micro-batches: 0 is a forward, a the backward of the same or the gradient")
+    say(f"of its input, A those of its weights; a dot is idle, a character {500 * SECONDS:.0f} ms")
     say("\n".join(pictures))
 
 

@@ -200,8 +200,8 @@ def test_from_scratch_script():
     output = warm.run(HERE / "tensor_parallel_from_scratch.py", ranks=2).check().output
     assert "Warning" not in output
     check_output(output, rows=1)
-    assert "token_embedding.weight          (256, 128)    (128, 128)   dim 0" in output
-    assert "blocks.0.mlp.contract.weight    (128, 512)    (128, 256)   dim 1" in output
+    assert "token_embedding.weight            (256, 128)    (128, 128)   dim 0" in output
+    assert "blocks.0.mlp.contract.weight      (128, 512)    (128, 256)   dim 1" in output
     held = re.search(r"of 470,272 numbers each rank holds (.*)", output)
     assert numbers(held[1]) == [240_128] * 2
     (calls, _, nbytes, _) = numbers(table(output, "all   ")[0])
