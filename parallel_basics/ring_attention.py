@@ -287,10 +287,9 @@ def compare(args, worker: Worker) -> None:
 
 
 def count_ring(args, worker: Worker, balanced: bool) -> dict:
-    ring = Ring(balanced=balanced)
-    return measure(
-        lambda q, k, v: ring_attention(q, k, v, ring), args, worker.world_size, worker.device
-    )
+    """What one layer's attention computes, sends and keeps on this rank."""
+    attention = partial(ring_attention, ring=Ring(balanced=balanced))
+    return measure(attention, args, worker.world_size, worker.device)
 
 
 if __name__ == "__main__":

@@ -240,9 +240,13 @@ def gradient_norm(model: GPT, group=None) -> Tensor:
     """
     squares_of_cut, squares_of_copies = [], []
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            is_cut = cut_dim(name) is not None
-            (squares_of_cut if is_cut else squares_of_copies).append(parameter.grad.square().sum())
+        if parameter.grad is None:
+            continue
+        squares = parameter.grad.square().sum()
+        if cut_dim(name) is None:
+            squares_of_copies.append(squares)
+        else:
+            squares_of_cut.append(squares)
     total = torch.stack(squares_of_cut).sum()
     dist.all_reduce(total, group=group)
     return (total + torch.stack(squares_of_copies).sum()).sqrt()

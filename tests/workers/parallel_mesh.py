@@ -103,7 +103,8 @@ def gradients(mesh: DeviceMesh, sizes) -> dict[tuple, tuple]:
     found = {}
     for x_name, y_name in product(PLACEMENTS, PLACEMENTS):
         x, y = place(x_whole, x_name, mesh), place(y_whole, y_name, mesh)
-        x.requires_grad_(), y.requires_grad_()
+        x.requires_grad_()
+        y.requires_grad_()
         product_ = (x @ y).redistribute(mesh, [PLACEMENTS["R"]])
         (product_ * place(z_whole, "R", mesh)).sum().backward()
         found[x_name, y_name] = x.grad.full_tensor().clone(), y.grad.full_tensor().clone()
