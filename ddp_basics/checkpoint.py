@@ -1,6 +1,11 @@
-"""Save a training state so that a kill at any moment leaves a whole file, and load it."""
+"""Save a training state so that a kill at any moment leaves a whole one, and load it.
+
+OUTPUT_DIR/checkpoints/step_00000044.pt     the newest few are kept: should one be broken, the
+OUTPUT_DIR/checkpoints/step_00000066.pt     run continues from the one before
+"""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
@@ -8,6 +13,103 @@ import torch
 import torch.distributed as dist
 from arguments import UserError
 from runtime import Worker
+
+
+def save_checkpoint(
+    folder: Path, parts: dict, step: int, run: dict, worker: Worker, keep: int = 2
+) -> None:
+    """All ranks call this; rank 0 writes. What differs between ranks, the random generators, is
+    collected first.
+
+    parts: name -> object with state_dict() and load_state_dict().
+    step: optimizer steps done, which is also the position in the data.
+    run: settings, so that the state is continued under the same ones.
+    keep: how many of the newest checkpoints stay.
+    Raises `UserError` if it cannot be written; those before are then untouched.
+    """
+    generators = {"cpu": torch.get_rng_state()}
+    if worker.device.type == "cuda":
+        generators["cuda"] = torch.cuda.get_rng_state(worker.device)
+    all_generators = [None] * worker.world_size
+    dist.all_gather_object(all_generators, generators)
+    if worker.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: part.state_dict() for name, part in parts.items()}
+        state |= {"step": step, "run": run, "generators": all_generators}
+        write_file(folder / f"step_{step:08}.pt", state)
+        for old in saves(folder)[:-keep]:
+            old.unlink()
+
+
+def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, dict]:
+    """All ranks call this. Restore `parts` from the newest checkpoint in `folder` that is whole.
+
+    Returns the steps done and the settings that were saved; 0 and {} if there is no checkpoint.
+    run: what of these settings must be the same now.
+    Raises `UserError` if none can be read, or if it is foreign or of a run with other settings.
+    """
+    # Rank 0 reads and sends, so that all ranks continue from the same file, with or without a
+    # shared disk. An error is sent likewise, or the others would wait for a rank that has left.
+    state = error = None
+    if worker.is_main:
+        try:
+            state = newest(folder)
+        except UserError as failure:
+            error = failure
+    box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if box[0]:
+        raise box[0]
+    state = broadcast_state(state, worker)
+    if state is None:
+        return 0, {}
+    for name, value in run.items():
+        saved = state["run"].get(name)
+        if saved != value:
+            raise UserError(
+                f"{folder} was trained with --{name.replace('_', '-')} {saved}, not {value}: "
+                "choose another --output-dir"
+            )
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except (KeyError, RuntimeError, ValueError):
+        raise UserError(f"{folder} does not fit this model: choose another --output-dir") from None
+    # With another number of ranks the data order is the same, but the ranks draw new numbers.
+    if len(state["generators"]) == worker.world_size:
+        mine = state["generators"][worker.rank]
+        torch.set_rng_state(mine["cpu"])
+        if worker.device.type == "cuda" and "cuda" in mine:
+            torch.cuda.set_rng_state(mine["cuda"], worker.device)
+    if worker.is_main:
+        print(f"continuing from {folder} after step {state['step']}", flush=True)
+    return state["step"], state["run"]
+
+
+def newest(folder: Path) -> dict | None:
+    """The newest state in `folder` that is whole, on the CPU, or None if nothing was saved.
+
+    Broken files that are newer get another name, so that they are not counted any more.
+    """
+    broken = []
+    for file in reversed(saves(folder)):
+        try:
+            state = read_file(file)
+        except UserError as error:
+            broken.append((file, error))
+            continue
+        for bad, error in broken:
+            print(f"warning: {error}; continuing from the one before", flush=True)
+            bad.rename(bad.with_suffix(".broken"))
+        return state
+    if broken:
+        raise broken[0][1]
+    return None
+
+
+def saves(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the oldest first."""
+    return sorted(folder.glob("step_*.pt"))
 
 
 def write_file(path: Path, state: dict) -> None:
@@ -25,84 +127,44 @@ def write_file(path: Path, state: dict) -> None:
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save reports a full disk
         temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}, the one before is untouched: {error}") from None
+        raise UserError(f"cannot write {path}, those before are untouched: {error}") from None
 
 
-def read_file(path: Path) -> dict | None:
-    """Return the state in `path` on the CPU, or None if there is no such file.
+def read_file(path: Path) -> dict:
+    """Return the state in `path` on the CPU.
 
     Raises `UserError`, naming the file, if it is truncated or not a checkpoint of ours.
     """
-    if not path.exists():
-        return None
     try:
         with ZipFile(path) as file:  # what torch.save writes; torch.load checks no sums
             if bad := file.testzip():
                 raise BadZipFile(f"wrong checksum in {bad}")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and OS errors: all mean that the file is not ours
-        raise UserError(
-            f"{path} is no readable checkpoint ({type(error).__name__}): move it away to start anew"
-        ) from None
+        raise UserError(f"{path} is no readable checkpoint ({type(error).__name__})") from None
     if not isinstance(state, dict) or not {"step", "run", "generators"} <= state.keys():
-        raise UserError(f"{path} is not a checkpoint of this script: move it away to start anew")
+        raise UserError(f"{path} is not a checkpoint of this script")
     return state
 
 
-def save_checkpoint(path: Path, parts: dict, step: int, run: dict, worker: Worker) -> None:
-    """All ranks call this; rank 0 writes. What differs between ranks, the random generators, is
-    collected first.
+def broadcast_state(state: dict | None, worker: Worker) -> dict | None:
+    """Rank 0's `state` (on the CPU) on all ranks: first its form, then one tensor after the other.
 
-    parts: name -> object with state_dict() and load_state_dict().
-    step: optimizer steps done, which is also the position in the data.
-    run: the settings under which alone the state may be continued.
+    So each rank holds the state once, and nothing of it is pickled or takes memory on a GPU.
     """
-    generators = {"cpu": torch.get_rng_state()}
-    if worker.device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state(worker.device)
-    all_generators = [None] * worker.world_size
-    dist.all_gather_object(all_generators, generators)
-    if worker.is_main:
-        state = {name: part.state_dict() for name, part in parts.items()}
-        write_file(path, {**state, "step": step, "run": run, "generators": all_generators})
-
-
-def resume(path: Path, parts: dict, run: dict, worker: Worker) -> int:
-    """All ranks call this. Restore `parts` from `path`, if it exists, and return the steps done.
-
-    Rank 0 reads and sends: all ranks continue from the same file, with or without a shared disk. An
-    error is sent likewise, or the others would wait for a rank that has left.
-    Raises `UserError` if the file is broken, foreign, or of a run with other settings.
-    """
-    box = [None]
-    if worker.is_main:
-        try:
-            box = [read_file(path)]
-        except UserError as error:
-            box = [error]
+    form = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), state)
+    box = [form]
     dist.broadcast_object_list(box, src=0)
-    state = box[0]
-    if isinstance(state, UserError):
-        raise state
-    if state is None:
-        return 0
-    for name, value in run.items():
-        if state["run"].get(name) != value:
-            raise UserError(
-                f"{path} was trained with --{name.replace('_', '-')} {state['run'].get(name)}, "
-                f"not {value}: choose another --output-dir"
-            )
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    except (KeyError, RuntimeError, ValueError):
-        raise UserError(f"{path} does not fit this model: choose another --output-dir") from None
-    # With another number of ranks the data order is the same, but the ranks draw new numbers.
-    if len(state["generators"]) == worker.world_size:
-        mine = state["generators"][worker.rank]
-        torch.set_rng_state(mine["cpu"])
-        if worker.device.type == "cuda" and "cuda" in mine:
-            torch.cuda.set_rng_state(mine["cuda"], worker.device)
-    if worker.is_main:
-        print(f"continuing from {path} after step {state['step']}", flush=True)
-    return state["step"]
+    if not worker.is_main:
+        state = map_tensors(lambda tensor: torch.empty_like(tensor, device="cpu"), box[0])
+    map_tensors(lambda tensor: dist.broadcast(tensor, src=0), state)
+    return state
+
+
+def map_tensors(function: Callable[[torch.Tensor], object], value):
+    """`value` with each tensor in its dicts and lists replaced by function(tensor)."""
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_tensors(function, item) for item in value]
+    return function(value) if isinstance(value, torch.Tensor) else value

@@ -9,186 +9,234 @@
 
 Look at the last lines: the test accuracy is the same for any number of ranks, because the global
 batch is. With --output-dir, the same command continues where the last one stopped.
+minimal.py has the distributed lines alone; this file adds what a real run needs.
 """
 
 import math
-import os
 import signal
 import sys
-import time
 from contextlib import nullcontext
-from pathlib import Path
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError
+from arguments import UserError
 from checkpoint import resume, save_checkpoint
-from data import DATASETS, download_mnist, load_dataset
-from metrics import Metrics
+from config import PRECISIONS, Settings, parse_args
+from data import ResumableSampler, Shifted, download_mnist, load_dataset
+from metrics import Metrics, Throughput, make_profiler, make_tracker, memory_mb
 from model import SmallCNN
 from runtime import Worker, distributed_worker
+from stopping import StopRequests
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset
-from tqdm import tqdm
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What a run is: a checkpoint continues only under the same values.
-RUN_KEYS = (
-    "dataset", "batch_size", "epochs", "optimizer", "lr", "warmup", "clip", "precision", "seed",
-)  # fmt: skip
+from torch.utils.data import DataLoader, Subset
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
 def main() -> None:
-    args = parse_args()
-    if args.dataset == "mnist":
-        download_mnist(
-            args.data_dir
-        )  # one rank per node does; the others wait for it when they join
-    with distributed_worker(args.device) as worker:
-        finished = train(args, worker)
+    settings = parse_args()
+    if settings.dataset == "mnist":
+        download_mnist(settings.data_dir)  # one rank per node; the others wait when they join
+    with distributed_worker(settings.device, timedelta(seconds=settings.timeout)) as worker:
+        finished = train(settings, worker)
     sys.exit(0 if finished else 128 + signal.SIGTERM)
 
 
-def train(args, worker: Worker) -> bool:
+def train(settings: Settings, worker: Worker) -> bool:
     """Train to the end and return True, or save and return False once SIGTERM has come."""
-    stop_requests = []  # a cluster sends SIGTERM before it takes the machine: the loop looks here
-    signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
-    train_set, test_set = load_dataset(args.dataset, args.data_dir)
+    stop = StopRequests(worker)
+    train_set, test_set = load_dataset(settings.dataset, settings.data_dir)
+    if settings.augment:
+        train_set = Shifted(train_set, settings.seed)
 
     # Rank r takes the samples r, r + N, r + 2N, ... of one shuffled order that all ranks share, so
     # that the k-th batches of all ranks together are the k-th batch of one process. drop_last keeps
     # every global batch full: each rank's mean then has the same weight in the average.
-    sampler = DistributedSampler(train_set, shuffle=True, seed=args.seed, drop_last=True)
+    sampler = ResumableSampler(train_set, shuffle=True, seed=settings.seed, drop_last=True)
     loader = DataLoader(
         train_set,
-        batch_size=args.batch_size // worker.world_size,  # the global batch is split over the ranks
+        batch_size=settings.batch_size // worker.world_size,  # the global batch is split
         sampler=sampler,
         drop_last=True,
-        num_workers=args.workers,
+        num_workers=settings.workers,
         pin_memory=worker.device.type == "cuda",
         generator=torch.Generator(),  # its own: the global one is left to the model
     )
-    steps_per_epoch, total_steps = len(loader), len(loader) * args.epochs
+    steps_per_epoch, total_steps = len(loader), len(loader) * settings.epochs
     if steps_per_epoch == 0:
-        size, have = args.batch_size, len(train_set)
-        raise UserError(f"--batch-size {size} exceeds the {have} training images")
+        raise UserError(
+            f"--batch-size {settings.batch_size} exceeds the {len(train_set)} training images"
+        )
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(settings.seed)
+    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10 bits in fp32's matrix products
     model = SmallCNN(image_size=train_set[0][0].shape[-1]).to(worker.device)
     # Broadcasts rank 0's weights now, and averages the gradients of all ranks in every backward.
     ddp_model = DistributedDataParallel(
-        torch.compile(model) if args.compile else model,
-        device_ids=[worker.local_rank] if worker.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # .grad points into the communication buffer: no copy
-        static_graph=args.accumulate == 1,  # same graph each step; no_sync() makes steps differ
+        torch.compile(model) if settings.compile else model,
+        device_ids=[worker.device.index] if worker.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # gradients lie in the buffer that is sent: held once
+        static_graph=settings.accumulate == 1,  # no_sync() makes the steps of one batch differ
     )
-    optimizer = make_optimizer(args, model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine_with_warmup(args, total_steps))
+    optimizer = make_optimizer(settings, model)
     # fp16 gradients underflow unless the loss is scaled; bf16 has the range of fp32.
-    scaler = torch.amp.GradScaler(worker.device.type, enabled=args.precision == "fp16")
-    torch.manual_seed(args.seed + worker.rank)  # from here on, ranks may draw different numbers
+    scaler = torch.amp.GradScaler(worker.device.type, enabled=settings.precision == "fp16")
+    torch.manual_seed(settings.seed + worker.rank)  # from here on, ranks draw different numbers
 
-    path = args.output_dir / "checkpoint.pt" if args.output_dir else None
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
-    run = {key: getattr(args, key) for key in RUN_KEYS}
-    step = first_step = resume(path, parts, run, worker) if path else 0  # optimizer steps done
-    metrics = Metrics(args.output_dir, step, worker, args.tensorboard)
-    progress = tqdm(total=total_steps, initial=step, disable=None if worker.is_main else True)
-    started = time.perf_counter()
+    folder = settings.output_dir / "checkpoints" if settings.output_dir else None
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    run = settings.identity() | {"total_steps": total_steps}
+    step, saved_run = resume(folder, parts, settings.identity(), worker) if folder else (0, {})
+    if worker.is_main and step and saved_run["total_steps"] != total_steps:
+        print(
+            f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
+            "the learning rate follows the new plan"
+        )
+    tracker = make_tracker(settings.tracker, run, worker)
+    metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard, tracker)
+    first_step, result, stopping = step, None, False
+    throughput = Throughput(step)
 
-    for epoch in range(step // steps_per_epoch, args.epochs):
-        sampler.set_epoch(epoch)  # a new order per epoch, the same on all ranks
-        loader.generator.manual_seed(args.seed + epoch)  # seeds its workers; resuming is exact
-        for batch, (images, labels) in enumerate(loader):
-            if epoch * steps_per_epoch + batch < step:
-                continue  # trained on before the restart
-            images = images.to(worker.device, non_blocking=True)
-            labels = labels.to(worker.device, non_blocking=True)
-            loss = train_step(ddp_model, images, labels, optimizer, scaler, args)
-            schedule.step()
+    with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
+        for epoch, images, labels in batches(loader, step, steps_per_epoch, settings, worker):
+            lr = learning_rate(step, total_steps, settings)
+            loss, grad_norm = train_step(ddp_model, images, labels, optimizer, scaler, lr, settings)
             step += 1
-            progress.update()
+            if profiler:
+                profiler.step()
 
-            end_of_epoch, stops = step % steps_per_epoch == 0, 0
-            if step % args.log_every == 0 or end_of_epoch:
-                # One small collective tells every rank the mean loss, and whether any of them was
-                # asked to stop: they must all leave the loop at the same step.
-                loss_sum, stops = all_sum([loss, len(stop_requests)], worker)
-                loss, lr = loss_sum / worker.world_size, schedule.get_last_lr()[0]
-                metrics.write(step, epoch, loss=loss, lr=lr)
-                progress.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            stopping = stop.agreed(step) and step < total_steps
+            end_of_epoch = step % steps_per_epoch == 0
+            save_every = settings.checkpoint_every or steps_per_epoch
+            saving = folder and (step % save_every == 0 or step == total_steps or stopping)
+            if not (step % settings.log_every == 0 or end_of_epoch or saving or stopping):
+                continue
+
+            (loss,) = all_sum([loss / worker.world_size], worker)  # the mean of the global batch
+            check_finite(step, loss, grad_norm, settings)
+            metrics.log(
+                step,
+                epoch,
+                loss=loss,
+                lr=lr,
+                grad_norm=float(grad_norm),
+                images_per_second=throughput.stop(step) * settings.batch_size,
+                memory_mb=memory_mb(worker.device),
+            )
             if end_of_epoch:
-                test_loss, accuracy = evaluate(model, test_set, args, worker)
-                metrics.write(step, epoch, test_loss=test_loss, test_accuracy=accuracy)
-            if path and (stops or step % (args.checkpoint_every or steps_per_epoch) == 0):
-                save_checkpoint(path, parts, step, run, worker)
-            if stops and step < total_steps:
-                progress.close()
-                metrics.close()
-                if worker.is_main:
-                    saved = f"saved to {path}, the same command continues" if path else "not saved"
-                    print(f"stopped by SIGTERM after step {step} of {total_steps}: {saved}")
-                return False
+                result = evaluate(model, test_set, settings, worker)
+                metrics.log(step, epoch, test_loss=result[0], test_accuracy=result[1])
+            if saving:
+                save_checkpoint(folder, parts, step, run, worker, settings.keep)
+            if stopping:
+                break
+            throughput.start(step)  # what was done since it stopped is no training
 
-    progress.close()
     metrics.close()
-    seconds = time.perf_counter() - started
-    test_loss, accuracy = evaluate(model, test_set, args, worker)
+    if stopping:
+        if worker.is_main:
+            saved = f"saved to {folder}, the same command continues" if folder else "not saved"
+            print(f"stopped by SIGTERM after step {step} of {total_steps}: {saved}")
+        return False
+    test_loss, accuracy = result or evaluate(model, test_set, settings, worker)
     if worker.is_main:
-        done = step - first_step
-        rate = done * args.batch_size / seconds
-        print(f"steps {done} of {total_steps}   images/s {rate:,.0f}   s {seconds:.1f}")
+        rate = throughput.steps_per_second * settings.batch_size
+        print(f"steps {step - first_step} of {total_steps}   images/s {rate:,.0f}")
         print(f"test loss {test_loss:.4f}   test accuracy {accuracy:.2%} of {len(test_set)} images")
     return True
 
 
-def train_step(ddp_model, images, labels, optimizer, scaler, args) -> torch.Tensor:
-    """One optimizer step on this rank's share of the global batch; returns its mean loss."""
+def batches(
+    loader: DataLoader, step: int, steps_per_epoch: int, settings: Settings, worker: Worker
+):
+    """Yield (epoch, images, labels) of this rank, on its device, from global batch `step` on."""
+    for epoch in range(step // steps_per_epoch, settings.epochs):
+        loader.sampler.set_epoch(epoch)  # a new order per epoch, the same on all ranks
+        loader.sampler.skip = step % steps_per_epoch * loader.batch_size  # done before a restart
+        # The loader's processes draw other random numbers on each rank, and in each epoch.
+        loader.generator.manual_seed(settings.seed + epoch * worker.world_size + worker.rank)
+        if settings.augment:
+            loader.dataset.epoch = epoch
+        for images, labels in loader:
+            images = images.to(worker.device, non_blocking=True)
+            labels = labels.to(worker.device, non_blocking=True)
+            yield epoch, images, labels
+            step += 1
+
+
+def train_step(
+    ddp_model, images, labels, optimizer, scaler, lr: float, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimizer step on this rank's part of the global batch.
+
+    Returns the mean loss of this part, and the norm of the gradients (of all ranks' mean).
+    """
     optimizer.zero_grad(set_to_none=True)
     total_loss = torch.zeros((), device=images.device)
-    for i in range(args.accumulate):
-        last = i == args.accumulate - 1
+    for i in range(settings.accumulate):
+        last = i == settings.accumulate - 1
         # Gradients travel in the last backward only; the earlier ones add up on each rank. The
         # forward pass must be inside no_sync() too: it is where DDP decides.
         with nullcontext() if last else ddp_model.no_sync():
-            x, y = images.chunk(args.accumulate)[i], labels.chunk(args.accumulate)[i]
-            with autocast(args, images.device):
+            x, y = images.chunk(settings.accumulate)[i], labels.chunk(settings.accumulate)[i]
+            with autocast(settings, images.device):
                 logits = ddp_model(x)
             # Divided, because backward() adds: the sum over parts is the mean over the batch.
-            loss = F.cross_entropy(logits.float(), y) / args.accumulate
+            loss = F.cross_entropy(logits.float(), y) / settings.accumulate
             scaler.scale(loss).backward()
         total_loss += loss.detach()
-    if args.clip:
-        scaler.unscale_(optimizer)  # or the threshold would apply to the scaled gradients
-        # DDP has left the same gradients on every rank: the norm needs no communication.
-        torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), args.clip)
+    scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
+    # DDP has left the same gradients on every rank: the norm needs no communication.
+    max_norm = settings.clip or math.inf
+    grad_norm = torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), max_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     scaler.step(optimizer)
     scaler.update()
-    return total_loss
+    return total_loss, grad_norm
 
 
-def autocast(args, device: torch.device) -> torch.autocast:
+def autocast(settings: Settings, device: torch.device) -> torch.autocast:
     """Matrix products and convolutions in --precision; parameters and sums stay in fp32."""
-    return torch.autocast(device.type, PRECISIONS[args.precision], args.precision != "fp32")
+    dtype = PRECISIONS[settings.precision]
+    return torch.autocast(device.type, dtype, enabled=settings.precision != "fp32")
+
+
+def check_finite(step: int, loss: float, grad_norm: torch.Tensor, settings: Settings) -> None:
+    """Raise `UserError` rather than train on, and save, what is no number any more."""
+    # In fp16 a step with infinite gradients is normal: the scaler leaves it out, and scales less.
+    norm = 0.0 if settings.precision == "fp16" else float(grad_norm)
+    if not math.isfinite(loss + norm):
+        raise UserError(
+            f"step {step}: the loss is {loss}, the gradient norm {float(grad_norm)}: try a smaller "
+            "--lr, a longer --warmup or a smaller --clip; checkpoints from before are as they were"
+        )
 
 
 @torch.no_grad()
-def evaluate(model, test_set, args, worker: Worker) -> tuple[float, float]:
+def evaluate(model, test_set, settings: Settings, worker: Worker) -> tuple[float, float]:
     """Mean loss and accuracy over the whole test set, each image counted once.
 
     A DistributedSampler would repeat images until all ranks have equally many. A strided subset
     does not, so ranks may run different numbers of batches: hence the bare model, whose forward
     (unlike DDP's) never talks to other ranks, and sums that are added at the end.
     """
-    share = Subset(test_set, range(worker.rank, len(test_set), worker.world_size))
+    local_set = Subset(test_set, range(worker.rank, len(test_set), worker.world_size))
+    loader = DataLoader(
+        local_set,
+        batch_size=256,
+        num_workers=settings.workers,
+        pin_memory=worker.device.type == "cuda",
+        generator=torch.Generator(),  # or it would draw from the global one
+    )
     loss_sum = correct = count = 0
     model.eval()
-    for images, labels in DataLoader(share, batch_size=256):
-        images, labels = images.to(worker.device), labels.to(worker.device)
-        with autocast(args, worker.device):
+    for images, labels in loader:
+        images = images.to(worker.device, non_blocking=True)
+        labels = labels.to(worker.device, non_blocking=True)
+        with autocast(settings, worker.device):
             logits = model(images)
         loss_sum += F.cross_entropy(logits.float(), labels, reduction="sum")
         correct += (logits.argmax(1) == labels).sum()
@@ -205,71 +253,19 @@ def all_sum(values: list, worker: Worker) -> list[float]:
     return total.tolist()
 
 
-def make_optimizer(args, model) -> torch.optim.Optimizer:
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=args.lr)
+def make_optimizer(settings: Settings, model) -> torch.optim.Optimizer:
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=settings.lr)
 
 
-def cosine_with_warmup(args, total_steps: int):
-    """The factor of --lr at a step: linear over the warm-up, then half a cosine down to zero."""
-    warmup = round(args.warmup * total_steps)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
-
-    return factor
-
-
-def parse_args():
-    parser = ArgumentParser(description="Train a small CNN on handwritten digits with DDP.")
-    add = parser.add_argument
-    add("--dataset", choices=DATASETS, default="digits")
-    add("--data-dir", default="data", help="where MNIST is, or is to be downloaded to")
-    add("--epochs", type=int, default=20)
-    add("--batch-size", type=int, default=64, help="images per optimizer step, over all ranks")
-    add("--accumulate", type=int, default=1, help="parts in which a rank works through its share")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    add("--lr", type=float, default=2e-3, help="peak learning rate")
-    add("--warmup", type=float, default=0.1, help="fraction of all steps until the peak")
-    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    add("--precision", choices=PRECISIONS, default="fp32")
-    add("--compile", action="store_true", help="torch.compile the model")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--workers", type=int, default=0, help="processes per rank that load data")
-    add("--seed", type=int, default=0)
-    add("--output-dir", type=Path, help="checkpoint and metrics; continues a run that is there")
-    add("--checkpoint-every", type=int, default=0, help="steps; 0: at the end of each epoch")
-    add("--log-every", type=int, default=10, help="steps between losses, and looks at SIGTERM")
-    add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    args = parser.parse_args()
-
-    for names, holds, limit in (
-        ("epochs batch_size accumulate log_every", lambda x: x >= 1, "at least 1"),
-        ("clip workers checkpoint_every", lambda x: x >= 0, "at least 0"),
-        ("lr", lambda x: 0 < x < math.inf, "above 0"),
-        ("warmup", lambda x: 0 <= x <= 1, "from 0 to 1"),
-    ):
-        for name in names.split():
-            value, flag = getattr(args, name), "--" + name.replace("_", "-")
-            if not holds(value):
-                parser.error(f"{flag} must be {limit}, not {value}")
-    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch_size % parts:
-        parser.error(
-            f"--batch-size {args.batch_size} does not divide into {parts} equal parts "
-            f"({parts // args.accumulate} rank(s) x --accumulate {args.accumulate})"
-        )
-    if args.tensorboard and not args.output_dir:
-        parser.error("--tensorboard needs an --output-dir to write to")
-    if args.output_dir:
-        try:
-            args.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--output-dir {args.output_dir} cannot be made: {error.strerror}")
-    return args
+def learning_rate(step: int, total_steps: int, settings: Settings) -> float:
+    """Linear over the warm-up to --lr, then half a cosine down to zero."""
+    warmup = round(settings.warmup * total_steps)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ is bare, without DDP and without accumulation. The global batches are the same i
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddp_basics"))
 
 import torch
 import train
+from config import Settings
 from model import SmallCNN
 from runtime import distributed_worker
 from torch import nn
@@ -65,15 +65,12 @@ def build(kind: str) -> nn.Module:
 
 
 def run_case(worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0) -> list[dict]:
-    args = SimpleNamespace(
-        optimizer=optimizer, lr=1e-2, accumulate=accumulate, clip=clip, precision="fp32"
-    )
     module = build(model)
     if worker.rank > 0:  # DDP must replace this by rank 0's weights
         for parameter in module.parameters():
             nn.init.zeros_(parameter)
     if worker.world_size == 1:
-        ddp_model, args.accumulate = module, 1  # the reference
+        ddp_model, accumulate = module, 1  # the reference
     else:
         ddp_model = DistributedDataParallel(
             module,
@@ -81,15 +78,18 @@ def run_case(worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0) -> 
             static_graph=accumulate == 1 and model != "unused",
             find_unused_parameters=model == "unused",
         )
-    optim = train.make_optimizer(args, module)
+    settings = Settings(optimizer=optimizer, lr=1e-2, accumulate=accumulate, clip=clip)
+    optim = train.make_optimizer(settings, module)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     generator = torch.Generator().manual_seed(1)
     steps = []
     for _ in range(STEPS):
         images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
         labels = torch.randint(10, (GLOBAL_BATCH,), generator=generator)
-        share = slice(worker.rank, None, worker.world_size)
-        loss = train.train_step(ddp_model, images[share], labels[share], optim, scaler, args)
+        local = slice(worker.rank, None, worker.world_size)
+        loss, norm = train.train_step(
+            ddp_model, images[local], labels[local], optim, scaler, settings.lr, settings
+        )
         gradients = {  # an unused parameter has none in one process, and zeros under DDP
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in module.named_parameters()
@@ -100,6 +100,7 @@ def run_case(worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0) -> 
                 "loss": train.all_sum([loss], worker)[0] / worker.world_size,
                 "gradients": gradients,
                 "norm": torch.nn.utils.get_total_norm(gradients.values()),
+                "norm before clipping": norm,
                 "parameters": {n: p.detach().clone() for n, p in module.named_parameters()},
             }
         )
@@ -118,13 +119,11 @@ def all_reduces_per_step(accumulate: int) -> int:
 
     ddp_model = DistributedDataParallel(build("plain"))
     ddp_model.register_comm_hook(None, hook)
-    args = SimpleNamespace(optimizer="sgd", lr=0.1, accumulate=accumulate, clip=0, precision="fp32")
+    settings = Settings(optimizer="sgd", lr=0.1, accumulate=accumulate)
     images, labels = torch.rand(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)
-    optim, scaler = (
-        train.make_optimizer(args, ddp_model),
-        torch.amp.GradScaler("cpu", enabled=False),
-    )
-    train.train_step(ddp_model, images, labels, optim, scaler, args)
+    optim = train.make_optimizer(settings, ddp_model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    train.train_step(ddp_model, images, labels, optim, scaler, 0.1, settings)
     return len(sent)
 
 
