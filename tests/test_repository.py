@@ -345,6 +345,12 @@ def shows(page: str, source: str) -> bool:
     return f"{code}```" in page or textwrap.indent(code, "    ") in page
 
 
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_first_page_shows_minimal_in_full(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert shows(text, (ROOT / "ddp_basics/minimal.py").read_text())
+
+
 @pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
 def test_readme_shows_minimal_in_full(path):
     assert shows((path.parent / "README.md").read_text(encoding="utf-8"), path.read_text())
@@ -413,12 +419,21 @@ def test_help(path, helps):
     status, text = helps[path]
     assert status == 0, f"{path} --help: {status}"
     assert text.startswith(f"usage: {path.name}"), text
-    missing = {option for option in options_of(path.read_text()) if option not in text}
+    missing = {option for option in all_options(path) if option not in text}
     assert not missing, f"--help is silent on {missing}"
 
 
+def all_options(path: Path) -> set[str]:
+    """Those that the script adds, and a template's config.py for it."""
+    source, config = path.read_text(), path.parent / "config.py"
+    own = options_of(source)
+    if "config" in imported_modules(source) and "parse_args()" in source and not own:
+        own = options_of(config.read_text())
+    return own
+
+
 def test_train_options_are_found():
-    assert {"--epochs", "--device"} <= options_of((ROOT / "ddp_basics/train.py").read_text())
+    assert {"--epochs", "--device"} <= all_options(ROOT / "ddp_basics/train.py")
 
 
 # Each directory alone, without a network. Python asks the audit hook before it opens a connection
