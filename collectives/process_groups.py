@@ -146,21 +146,22 @@ def show_ready_made(grid: torch.Tensor, worker: Worker) -> None:
         "split_group": lambda: dist.split_group(split_ranks=rows),
         "new_group by members alone": lambda: members_alone(rows[-1]),
     }
-    lines, lacks = [], ""
+    lines, missing = [], []
     for name, make in ways.items():
         try:
             group = make()
             lines.append(dist.get_process_group_ranks(group) if group else "not in it")
         except RuntimeError as error:
             lines.append("missing")
-            lacks = f"{name} is missing on {dist.get_backend()}: {error}"
+            missing.append(f"{name} is missing on {dist.get_backend()}: {error}")
     everyone = [None] * worker.world_size
     dist.gather_object(lines, everyone if worker.is_main else None)
     if worker.is_main:
         print("\n2. Ready-made groups: those of the first and of the last rank")
         rows = list(zip(ways, everyone[0], everyone[-1], strict=True))
         print_table(["made by", "rank 0", f"rank {worker.world_size - 1}"], rows)
-        print(lacks)
+        for reason in missing:
+            print(reason)
 
 
 def mesh_group(grid: torch.Tensor, axis: str, worker: Worker):
