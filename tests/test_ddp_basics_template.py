@@ -1,4 +1,4 @@
-"""What the template adds to DDP: data that resume in place, SIGTERM in time, a log, one GPU each."""
+"""What the template adds to DDP: data that resume in place, SIGTERM, a log, one GPU a rank."""
 
 import json
 import os
@@ -386,7 +386,7 @@ def test_state_is_sent_tensor_by_tensor(short, tmp_path):
             for name, tensor in values.items():
                 assert torch.equal(found["optimizer"]["state"][index][name], tensor)
     size = sum(t.nbytes for t in saved["model"].values())
-    assert size > 300_000
+    assert size > 200_000
     assert max(ours["objects"]) < 20_000  # pickled: forms, not numbers
 
 
