@@ -18,9 +18,9 @@ COPIES = [
     ("arguments.py", "ddp_basics", EXAMPLES),
     ("metrics.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
     ("data.py", "ddp_basics", ["fsdp_basics"]),
-    ("checkpoint.py", "fsdp_basics", ["t5_finetuning"]),
+    ("stopping.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
+    ("checkpoint.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("model.py", "transformer_basics", ["parallel_basics"]),
-    ("parallelize.py", "transformer_basics", ["parallel_basics"]),
     ("comparing.py", "transformer_basics", ["parallel_basics"]),
     ("counting.py", "transformer_basics", ["parallel_basics"]),
 ]
