@@ -381,6 +381,8 @@ def test_backends_prints(job, alone):
         "all_reduce, PREMUL_SUM": "Cannot use ReduceOp.PREMUL_SUM with Gloo",
         "all_gather, uneven sizes": "ProcessGroupGloo::allgather: invalid tensor size",
     }
+    if torch.__version__ < "2.12":  # torch's own class compares the numbers, not the letters
+        lacks["all_to_all"] = "Backend gloo does not support alltoall"
     if not GLOO_SPLITS:
         lacks["split_group"] = "No device associated with the default pg"
     for printed, n in ((job.printed["backends"], N), (alone["backends"], 1)):
@@ -472,7 +474,7 @@ def test_process_groups_prints(job, alone):
         "init_device_mesh, row": rows,
         "init_device_mesh, column": columns,
         "split_group": rows if GLOO_SPLITS else ["missing", "missing"],
-        "new_group by members alone": ["not in it", "[2, 3]"],
+        "new_group by members alone": rows,
     }
     assert ("\nsplit_group is missing on gloo: No device" in printed) == (not GLOO_SPLITS)
     wrong = "Global rank 0 is not part of group"
@@ -482,6 +484,7 @@ def test_process_groups_prints(job, alone):
         ["2", "0", wrong, "2", "2"],
         ["3", "1", wrong, "2", "2"],
     ]
+    assert table(printed, "4. A backend per group")[1][1][1] == "gloo"
     rows = table(printed, "5. Rank 3 leaves out")[1]
     assert [row[0] for row in rows] == list("0123")
     # The key ends in 3, unless a busy machine has made another rank late.
