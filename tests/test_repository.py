@@ -340,8 +340,8 @@ def test_minimal_is_minimal(path):
 
 
 def shows(page: str, source: str) -> bool:
-    """Whether the page has the code in full, in fences or indented, but for the docstring."""
-    code = source.partition('"""\n\n')[2]
+    """Whether the page has the code in full, in fences or indented, from its first function on."""
+    code = source[source.index("\ndef ") + 1 :]
     return f"{code}```" in page or textwrap.indent(code, "    ") in page
 
 
@@ -357,10 +357,10 @@ def test_readme_shows_minimal_in_full(path):
 
 
 def test_code_that_a_page_lacks_is_caught():
-    source = '"""About it."""\n\nimport torch\n\nprint(1)\n'
-    assert shows("# title\n```python\nimport torch\n\nprint(1)\n```\n", source)
-    assert shows("# title\n\n    import torch\n\n    print(1)\n", source)
-    assert not shows("# title\n```python\nimport torch\n\nprint(2)\n```\n", source)
+    source = '"""About it."""\n\nimport torch\n\n\ndef main():\n    print(1)\n\n\nmain()\n'
+    assert shows("# t\n```python\ndef main():\n    print(1)\n\n\nmain()\n```\n", source)
+    assert shows("# t\n\n    def main():\n        print(1)\n\n\n    main()\n", source)
+    assert not shows("# t\n```python\ndef main():\n    print(2)\n\n\nmain()\n```\n", source)
 
 
 def test_too_much_is_caught(tmp_path):
