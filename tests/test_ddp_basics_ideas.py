@@ -237,7 +237,8 @@ def zero(tmp_path_factory):
     shutil.copytree(folder / "two", folder / "three")
     for ranks, name in ((2, "two"), (3, "three")):
         runs[name] = warm.run(ZERO, "--output-dir", folder / name, ranks=ranks)
-    states = {name: torch.load(folder / name / "zero.pt", weights_only=True) for name in runs}
+    last = {name: folder / name / "checkpoints" / "step_00000012.pt" for name in runs}
+    states = {name: torch.load(file, weights_only=True) for name, file in last.items()}
     return SimpleNamespace(
         folder=folder,
         states=states,
