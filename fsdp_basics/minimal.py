@@ -58,4 +58,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(device)  # one GPU per rank, or all of them would take the first
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # the ranks meet
     train(device)  # the model ends with this function: before the group that it talks through
+    dist.barrier()  # nobody closes a connection that another rank still reads from
     dist.destroy_process_group()
