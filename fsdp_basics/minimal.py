@@ -22,7 +22,7 @@ def train(device: torch.device) -> None:
     images, labels = map(torch.tensor, load_digits(return_X_y=True))  # 1,797 images
     dataset = TensorDataset((images / 16).float().view(-1, 8, 8), labels)  # of 8 rows of 8 pixels
     # One shuffled order, dealt out to the ranks. In a step they take 60 images together.
-    sampler = DistributedSampler(dataset, shuffle=True, drop_last=True)
+    sampler = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, batch_size=60 // world_size, sampler=sampler, drop_last=True)
 
     torch.manual_seed(0)  # the same first values on all ranks, of which each keeps its part
