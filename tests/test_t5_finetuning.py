@@ -86,7 +86,7 @@ def test_two_ranks_equal_one_process(results, optimizer, option):
         pytest.skip("one optimizer for each option is enough")
     assert len(case["steps"]) == 3
     # Sums in another order: seen 1e-7 for gradients of up to 0.3. AdamW divides small gradients by
-    # their own size, and so magnifies that: seen SEENA at a learning rate of 1e-3.
+    # their own size, and so magnifies that: seen 1e-5 at a learning rate of 1e-3.
     for i, step in enumerate(case["steps"]):
         assert step["loss"] == pytest.approx(step["expected loss"], abs=5e-6)
         close(step["gradients"], step["expected gradients"], 1e-6, f"step {i}, gradient")
