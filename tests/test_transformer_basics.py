@@ -21,7 +21,7 @@ from optimizer import learning_rate
 from pipeline import Pipeline, stage_layers
 from pretrained import copy_weights, read_pretrained
 from runtime import Worker
-from workers.gpt_equivalence import CASES, KINDS, LR, STEPS
+from workers.gpt_equivalence import CASES, KINDS, LR, STEPS, one_process
 
 FOLDER = ROOT / "transformer_basics"
 TRAIN = FOLDER / "train.py"
@@ -36,9 +36,10 @@ TINY = (
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
     script, folder = ROOT / "tests/workers/gpt_equivalence.py", tmp_path_factory.mktemp("matrix")
-    for ranks in (1, 2, 4, 8):
+    for ranks in (2, 4, 8):
         warm.run(script, folder / str(ranks), ranks=ranks, timeout=240).check()
-    return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 4, 8)}
+    found = {ranks: torch.load(folder / str(ranks)) for ranks in (2, 4, 8)}
+    return found | {1: {kind: one_process(kind) for kind in KINDS}}
 
 
 @pytest.mark.slow
@@ -52,7 +53,7 @@ def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     if KINDS[kind][1] == "adamw":
         tolerance["parameters"] = 1e-2 * LR
     if kind == "bf16":
-        tolerance = {"loss": 1e-2, "norm": 1e-1, "gradients": 1e-2, "parameters": 1e-2}
+        tolerance = {"loss": 1e-2, "norm": 2e-2, "gradients": 1e-2, "parameters": 1e-2}
     for part in ("loss", "norm"):
         assert len(actual[part]) == len(expected[part]) == STEPS
         for step, (a, b) in enumerate(zip(actual[part], expected[part], strict=True)):
