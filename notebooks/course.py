@@ -86,7 +86,7 @@ def gather(name: str) -> list:
 
 
 def run_script(
-    script, *args, ranks=2, timeout: float = 120, options=(), show=True, **environment: str
+    script, *args, ranks=2, timeout: float = 300, options=(), show=True, **environment: str
 ) -> str | None:
     """Run a script of this repository on `ranks` processes and print its output in rank order.
 
@@ -124,7 +124,8 @@ def run_script(
         files = sorted(logs.rglob("std*.log"), key=lambda file: (len(str(file)), str(file)))
         text = {"stdout": "", "stderr": ""}
         for file in files:
-            said = file.read_text().replace(f"{ROOT}{os.sep}", "").replace(sys.prefix, "...")
+            said = file.read_text(errors="replace")  # a killed process may leave half a letter
+            said = said.replace(f"{ROOT}{os.sep}", "").replace(sys.prefix, "...")
             # torchrun's own traceback says nothing: what counts is the table after it.
             text[file.stem] += said.rpartition("ChildFailedError:")[2]
         shutil.rmtree(logs)

@@ -85,7 +85,7 @@ def without_paths(text: str) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: all in this directory")
-    parser.add_argument("--cell-timeout", type=float, default=120, help="seconds for one cell")
+    parser.add_argument("--cell-timeout", type=float, default=300, help="seconds for one cell")
     args = parser.parse_args()
     for path in args.notebooks:
         if not path.is_file():
