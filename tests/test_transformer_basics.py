@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,28 @@ def close(actual, expected, tolerance, what):
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "mesh", "kind"), CASES)
+def test_flags_do_something(matrix, ranks, mesh, kind):
+    """A flag without effect would equal one process, too."""
+    found, words = matrix[ranks][mesh, kind], mesh.split()
+    sizes = {word: int(n) for word, n in pairwise(words) if n.isdigit()}
+    parts = sizes.get("--pp", 1) * sizes.get("--dp-shard", 1) * sizes.get("--tp", 1)
+    all_numbers = sum(p.numel() for p in matrix[1][kind]["parameters"][0].values())
+    # Norms and some biases are not cut by tp; stages are not equal.
+    assert all_numbers / parts <= found["held"] <= 1.25 * all_numbers / parts
+    assert found["compiled"] == ("--compile" in words)
+    if not found["compiled"]:
+        microbatches = sizes.get("--accumulate", sizes.get("--pp", 1))
+        computed = 2 if "--activation-checkpointing" in words else 1
+        assert found["mlp_calls"] == STEPS * microbatches * computed
+
+
+@pytest.mark.slow
+def test_keep_gathered_does_so(matrix):
+    assert matrix[2]["kept"] == [False, True]
 
 
 @pytest.mark.slow

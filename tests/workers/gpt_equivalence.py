@@ -121,6 +121,16 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
     mesh, model, pipeline = train.spread_model(settings.model(VOCABULARY), settings, worker)
     optimizer, (part, parts) = optimizer_of(name, model, settings), batch_part(mesh)
     found = {"loss": [], "norm": [], "gradients": []}
+    # That the flags did something: what rank 0 holds, how often it computes its first MLP.
+    first_block, found["mlp_calls"] = next(iter(model.blocks.values())), 0
+    found["held"] = sum(p.to_local().numel() for p in model.parameters())
+    found["compiled"] = first_block._compiled_call_impl is not None
+
+    def count(*_) -> None:
+        found["mlp_calls"] += 1
+
+    if not found["compiled"]:
+        first_block.mlp.register_forward_hook(count)
     for step, (x, y) in enumerate(batches()):
         x, y = x[part::parts], y[part::parts]
         loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings)
@@ -152,12 +162,21 @@ def gathered(worker) -> dict:
     return {"found": found, "blocks": bytes_of, "root": whole - sum(bytes_of)}
 
 
+def keeps_gathered(flags: str, worker) -> bool:
+    """Whether the first block's parameters are still there, not sharded, after its forward."""
+    settings = settings_of(f"--dp-shard 2 {flags}")
+    _, model, _ = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    model(next(batches())[0])
+    return not isinstance(next(model.blocks["0"].parameters()), DTensor)
+
+
 def main() -> None:
     with distributed_worker("cpu") as worker:
         meshes = MESHES[worker.world_size].items()
         results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
         if worker.world_size == 2:
             results["gathered"] = gathered(worker)
+            results["kept"] = [keeps_gathered(flags, worker) for flags in ("", "--keep-gathered")]
         if worker.is_main:
             torch.save(results, OUTPUT)
 
