@@ -5,12 +5,15 @@ PYTHON ?= python3
 REQUIREMENTS ?= $(firstword $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*)) requirements.txt)
 INSTALLED := .venv/installed-$(REQUIREMENTS)
 
+# An older torch to run the tests with. The course's recorded outputs belong to the pinned one.
+TORCH ?= 2.11.0
+
 # Ranks share the cores: one thread each.
 export OMP_NUM_THREADS = 1
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
-	@echo "Variables: PYTHON=$(PYTHON) REQUIREMENTS=$(REQUIREMENTS) (small CPU builds: requirements-cpu.txt)"
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+	@echo "Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) REQUIREMENTS=$(REQUIREMENTS) (small CPU builds: requirements-cpu.txt)"
 
 demo: check ## two processes train together on handwritten digits
 	.venv/bin/torchrun --standalone --nproc_per_node=2 ddp_basics/train.py
@@ -22,6 +25,15 @@ demo: check ## two processes train together on handwritten digits
 
 test: check ## all tests, the notebooks too
 	.venv/bin/python -m pytest -n 2
+
+quick: check ## the tests that are not marked slow
+	.venv/bin/python -m pytest -n 2 -m "not slow"
+
+test-torch: .venv-$(TORCH)/installed ## all tests but the notebooks, with another torch: TORCH=2.13.0
+	.venv-$(TORCH)/bin/python -m pytest -n 2 --ignore=tests/test_notebooks.py
+
+copies: ## bring the files in line that several directories hold
+	$(PYTHON) tests/copies.py
 
 lint: $(INSTALLED) ## ruff, over the notebooks too
 	.venv/bin/ruff check
@@ -45,11 +57,16 @@ $(INSTALLED): $(wildcard requirements*.txt) | .venv/bin/pip
 	@rm -f .venv/installed-*
 	@touch $@
 
-.venv/bin/pip:
+# pip finds the torchvision that was made for this torch.
+.venv-$(TORCH)/installed: requirements-common.txt | .venv-$(TORCH)/bin/pip
+	.venv-$(TORCH)/bin/python -m pip install torch===$(TORCH) torchvision -r requirements-common.txt
+	@touch $@
+
+%/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is not Python 3.11 or newer: install one and name it, as in 'make demo PYTHON=python3.12'."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)."; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $*
 
-.PHONY: help demo test lint notebooks bench check
+.PHONY: help demo test quick test-torch copies lint notebooks bench check

@@ -165,15 +165,15 @@ def ring_text(results: dict, ranks: int) -> list[str]:
         ratio = report.ratio_of_pairs(gloo, ours)
         rates = [f"{factor * nbytes / statistics.median(s) / 1e6:.3g}" for s in (gloo, ours)]
         rows.append((name, *map(report.summary, (gloo, ours, ratio)), *rates))
-        whole, sent, added = (
+        ring_ms, sent_ms, added_ms = (
             1e3 * statistics.median(sides[side]) for side in ("ring", "messages", "additions")
         )
         used = [1e3 * sides["processor"][side] for side in ("gloo", "ring")]
-        parts.append((name, *(f"{ms:.3g}" for ms in (whole, sent, added, *used))))
+        parts.append((name, *(f"{ms:.3g}" for ms in (ring_ms, sent_ms, added_ms, *used))))
         if statistics.median(ratio) < 1 and nbytes < 2**20:
-            small.append(f"{name} ({1e3 * whole / steps:.0f} us a step)")
+            small.append(f"{name} ({1e3 * ring_ms / steps:.0f} us a step)")
         elif statistics.median(ratio) < 1:
-            share = f"messages {sent / whole:.0%}, additions {added / whole:.0%}"
+            share = f"messages {sent_ms / ring_ms:.0%}, additions {added_ms / ring_ms:.0%}"
             large.append(f"{name} ({share}; {used[1] / used[0]:.2f})")
     sizes = [int(size) for size in results]
     fits = []

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "ddp_basics"), str(ROOT / "benchmarks")]
@@ -28,8 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train
-from bucketed_ddp import BucketedDDP, NaiveDDP
+from config import Settings, parse_args
 from data import random_images
+from ddp_from_scratch import BucketedDDP, NaiveDDP
 from model import SmallCNN
 from runtime import Worker, distributed_worker
 from torch import nn
@@ -37,9 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 TORCHRUN = report.torchrun(ranks=2)
-ARGS = SimpleNamespace(
-    optimizer="adamw", lr=2e-3, clip=1.0, accumulate=1, precision="fp32", batch_size=64
-)
+SETTINGS = Settings(optimizer="adamw", lr=2e-3)
 
 
 def main() -> None:
@@ -71,8 +69,8 @@ def template(worker: Worker, repeats: int) -> dict[str, list[float]]:
     def with_template() -> float:
         sys.argv = ["train.py", "--epochs", "1"]
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            train.train(train.parse_args(), worker)
-        return float(output.getvalue().split("images/s")[1].split()[0].replace(",", ""))
+            train.train(parse_args(), worker)
+        return float(output.getvalue().rpartition("images/s")[2].split()[0].replace(",", ""))
 
     def barest() -> float:
         torch.manual_seed(0)
@@ -133,7 +131,7 @@ def steps(model: nn.Module, global_batch: int, local_batch: int, count: int) -> 
     """Images per second, over all ranks, of `count` optimizer steps after one that warms up."""
     torch.manual_seed(0)
     images, labels = torch.rand(local_batch, 1, 28, 28), torch.randint(10, (local_batch,))
-    optimizer = train.make_optimizer(ARGS, model)
+    optimizer = train.make_optimizer(SETTINGS, model)
     for i in range(count + 1):
         if i == 1:
             started = time.perf_counter()

@@ -17,7 +17,8 @@ sys.path[:0] = [str(ROOT / "fsdp_basics"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
 import async_checkpoint
-import memory
+import measure_memory
+import process_memory
 import report
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.part:
         if args.part == "held":
-            memory.return_freed_memory()  # or RSS would not fall; it makes training slower
+            process_memory.return_freed_memory()  # or RSS would not fall; it makes training slower
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats, args.sizes)
             if worker.is_main:
@@ -86,8 +87,8 @@ def images_per_second(name: str, size: str, mesh) -> float:
     dim, depth, batch, steps = SIZES[size]
     torch.manual_seed(0)
     model, optimizer = build(name, VisionTransformer(dim=dim, depth=depth), mesh)
-    share = batch // mesh.size()
-    images, labels = torch.rand(share, 1, 8, 8), torch.randint(10, (share,))
+    local = batch // mesh.size()
+    images, labels = torch.rand(local, 1, 8, 8), torch.randint(10, (local,))
     for i in range(steps + 2):
         if i == 2:  # the first makes the optimizer state, after it DDP rebuilds its buckets
             dist.barrier()
@@ -109,7 +110,9 @@ def held(worker: Worker, repeats: int, sizes: list[str]) -> dict:
     def sample(name: str, size: str) -> tuple:
         dim, depth, batch, _ = SIZES[size]
         images, labels = torch.rand(batch, 1, 8, 8), torch.randint(10, (batch,))
-        row = memory.measure(name, dim, depth, images, labels, meshes[name], torch.device("cpu"))
+        row = measure_memory.measure(
+            name, dim, depth, images, labels, meshes[name], torch.device("cpu")
+        )
         with torch.device("meta"):
             bare = VisionTransformer(dim=dim, depth=depth)
         parts = {"DDP": 1, "HSDP": worker.world_size // 2}.get(name, worker.world_size)

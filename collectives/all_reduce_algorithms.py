@@ -1,16 +1,15 @@
-"""all_reduce out of nothing but sends and receives: five algorithms, their bytes and their steps.
+"""all_reduce out of nothing but sends and receives: five algorithms.
 
-    torchrun --standalone --nproc_per_node=2 collectives/all_reduce_algorithms.py
-    torchrun --standalone --nproc_per_node=4 collectives/all_reduce_algorithms.py
-    torchrun --standalone --nproc_per_node=3 collectives/all_reduce_algorithms.py --numel 1000003
+Each takes a contiguous tensor and leaves in it the sum over the group, as dist.all_reduce does, and
+returns what this rank has sent. compare_all_reduce.py runs them side by side:
 
-Look at
+    torchrun --standalone --nproc_per_node=4 collectives/compare_all_reduce.py
 
-1. the ring, step by step: a number says how many ranks' values are in it. After N-1 steps each of
-   the N ranks holds one finished part; the other N-1 steps pass the finished parts around.
-2. the algorithms: each gives dist.all_reduce's sum, and the same bits on every rank. A small tensor
-   takes as long as its steps, a large one as its bytes that cross one after another.
-3. bytes and steps that every rank sent, counted while sending, next to the formula.
+    naive                       all to rank 0, and back: the busiest rank sends N-1 tensors
+    tree                        rank 0 again, but the others help to collect and to pass on
+    ring                        a chunk per step to the neighbour: the fewest bytes, many steps
+    recursive_doubling          all of it with one partner after another: few steps, many bytes
+    recursive_halving_doubling  halves, quarters, ...: few bytes and few steps
 """
 
 import math
@@ -20,30 +19,10 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from all_reduce_traffic import (
-    Traffic,
-    bounds,
-    critical_path,
-    expected_traffic,
-    halves,
-    power_and_pairs,
-    tree_neighbours,
-)
-from arguments import ArgumentParser
-from runtime import Worker, distributed_worker
-from tables import print_table
-from torch.distributed.elastic.multiprocessing.errors import record
+from all_reduce_traffic import Traffic, bounds, halves, power_and_pairs, tree_neighbours
 
 PIECE_BYTES = 4 << 20  # the ring sends its chunks in pieces of about this size,
 PIECES_AHEAD = 4  # so many of them at a time
-
-
-@record
-def main() -> None:
-    args = parse_args()
-    with distributed_worker(args.device) as worker:
-        show_ring(worker)
-        compare(args.numel, worker)
 
 
 class Link:
@@ -216,61 +195,3 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise ValueError("the tensor must be contiguous: call .contiguous() and use what it gives")
     return tensor.detach().view(-1)
-
-
-def show_ring(worker: Worker) -> None:
-    size, rows = worker.world_size, []
-    for step in range(2 * size - 1):
-        tensor = torch.ones(size, dtype=torch.int64, device=worker.device)
-        ring(tensor, steps=step)
-        views = [None] * size
-        dist.all_gather_object(views, " ".join(map(str, tensor.tolist())))
-        rows.append([step, *views])
-    if worker.is_main:
-        print("\n1. The ring: how many ranks' values are in each element, after each step")
-        print_table(["step", *(f"rank {rank}" for rank in range(size))], rows)
-
-
-def compare(numel: int, worker: Worker) -> None:
-    torch.manual_seed(worker.rank)
-    own = torch.randn(numel, device=worker.device)
-    expected = own.clone()
-    dist.all_reduce(expected)
-    summary, details = [], []
-    for name, algorithm in ALGORITHMS.items():
-        result = own.clone()
-        sent = algorithm(result)
-        error = (result - expected).abs().max().item() if numel else 0.0
-        first = result.clone()
-        dist.broadcast(first, src=0)
-        views = [None] * worker.world_size
-        dist.all_gather_object(views, (sent, error, torch.equal(first, result)))
-        path = critical_path(name, numel, own.element_size(), worker.world_size)
-        share = path.bytes / own.nbytes if numel else 0.0
-        bits = "yes" if all(same for _, _, same in views) else "NO"
-        worst = f"{max(error for _, error, _ in views):.1e}"
-        summary.append([name, path.steps, f"{share:.3f}", worst, bits])
-        for rank, (sent, _, _) in enumerate(views):
-            formula = expected_traffic(name, numel, own.element_size(), worker.world_size, rank)
-            details.append([name, rank, sent.steps, formula.steps, sent.bytes, formula.bytes])
-    if worker.is_main:
-        print(f"\n2. The algorithms, for {numel:,} float32: S = {own.nbytes:,} bytes.")
-        print("Steps and bytes in turn (by formula): those that wait for each other")
-        header = ["steps in turn", "bytes in turn / S", "difference to all_reduce", "same bits"]
-        print_table(["algorithm", *header], summary)
-        print("\n3. What each rank sent, counted and by the formula")
-        print_table(["algorithm", "rank", "steps", "formula", "bytes", "formula"], details)
-
-
-def parse_args():
-    parser = ArgumentParser(description="all_reduce from point-to-point operations, five ways.")
-    parser.add_argument("--numel", type=int, default=100_003, help="float32 elements per rank")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    if not 0 <= args.numel <= 10**8:
-        parser.error(f"--numel must be from 0 to {10**8}, not {args.numel}")
-    return args
-
-
-if __name__ == "__main__":
-    main()

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser
+from arguments import ArgumentParser, at_least, between
 from costs import time_calls
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
@@ -254,17 +254,18 @@ def report(results: dict, args, worker: Worker) -> None:
 def parse_args():
     parser = ArgumentParser(description="Work handles; communication hidden behind computing.")
     add = parser.add_argument
-    add("--buckets", type=int, default=6, help="tensors to compute and all-reduce")
-    add("--megabytes", type=float, default=4.0, help="size of each, in 2^20 bytes")
-    add("--ratio", type=float, default=1.0, help="time to compute / time to communicate")
-    add("--repeats", type=int, default=5)
+    add("--buckets", type=at_least(1), default=6, help="tensors to compute and all-reduce")
+    add("--megabytes", type=between(0.001, 1000), default=4.0, help="size of each, in 2^20 bytes")
+    add(
+        "--ratio",
+        type=between(0.01, 100),
+        default=1.0,
+        help="time to compute / time to communicate",
+    )
+    add("--repeats", type=at_least(1), default=5)
     add("--plot", type=Path, metavar="FILE", help="save the timelines as a picture (PNG, PDF)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
-    limits = {"buckets": (1, 100), "megabytes": (0.001, 1000), "ratio": (0.01, 100)}
-    for name, (low, high) in (limits | {"repeats": (1, 1000)}).items():
-        if not low <= getattr(args, name) <= high:
-            parser.error(f"--{name} must be from {low} to {high}, not {getattr(args, name)}")
     if args.plot and not args.plot.resolve().parent.is_dir():
         parser.error(f"--plot {args.plot}: there is no such directory")
     return args

@@ -17,14 +17,13 @@ from functools import partial
 from functools import reduce as reduce_pairs
 from operator import and_
 
+import new_names
 import torch
 import torch.distributed as dist
 from arguments import ArgumentParser
 from runtime import Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
-
-from collectives import all_gather_into, reduce_scatter_into
 
 BETWEEN_TWO = ("isend, irecv", "receive from any source")
 
@@ -129,9 +128,9 @@ def operations(device, group) -> dict:
         return torch.cat(parts).tolist() == [e for e, s in pairs for _ in range(s)]
 
     def all_gather_one_tensor():
-        whole = number([0.0] * n)
-        all_gather_into(whole, mine(), group=group)
-        return whole.tolist() == everyone
+        gathered = number([0.0] * n)
+        new_names.all_gather_single(gathered, mine(), group=group)
+        return gathered.tolist() == everyone
 
     def scatter():
         x = number([0.0])
@@ -146,7 +145,7 @@ def operations(device, group) -> dict:
 
     def reduce_scatter_one_tensor():
         x = number([0.0])
-        reduce_scatter_into(x, number(everyone), group=group)
+        new_names.reduce_scatter_single(x, number(everyone), group=group)
         return x.item() == n * (rank + 1)
 
     def all_to_all():

@@ -3,18 +3,23 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import new_names
 import torch
 import torch.distributed as dist
 from all_reduce_algorithms import ALGORITHMS
 
-# torch 2.13 has new names for these two, and warns at the old ones.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-COLLECTIVES = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
-    *("gather", "scatter", "all_to_all", "send_recv"),
-)
-OPERATIONS = (*COLLECTIVES, *ALGORITHMS)  # the latter are those of all_reduce_algorithms.py
+COLLECTIVES = [
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "send_recv",
+]
+OPERATIONS = [*COLLECTIVES, *ALGORITHMS]  # the latter are those of all_reduce_algorithms.py
 
 
 def pattern(rank: int, numel: int, device=None) -> torch.Tensor:
@@ -25,69 +30,82 @@ def pattern(rank: int, numel: int, device=None) -> torch.Tensor:
 class Case(NamedTuple):
     run: Callable[[], object]  # a collective call: every rank of the group must make it
     result: torch.Tensor  # where this rank's result lies after run()
-    expected: Callable[[], torch.Tensor] | None  # None: this rank receives nothing
 
 
 def prepare(operation: str, x: torch.Tensor, y: torch.Tensor, group=None) -> Case:
-    """One call of `operation`, with its tensors, and the result that it must have.
+    """One call of `operation`, which reads x and writes into x or y.
 
-    x, y: float32 of one shape [S], x being filled with `pattern`; the size of the group divides S.
-    S is what all ranks together contribute to (all_)gather, or receive from scatter and
-    reduce_scatter, else what each rank holds.
+    x, y: float32 [S], where the size of the group divides S. S is what all ranks together
+    contribute to (all_)gather, or receive from scatter and reduce_scatter; else what each rank has.
     """
-    rank, n, device = dist.get_rank(group), dist.get_world_size(group), x.device
-    size = len(x)
-    part, piece = x[: size // n], y[: size // n]
-    from_root, to_root = {"group": group, "group_src": 0}, {"group": group, "group_dst": 0}
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    part_of_x, part_of_y = x[: len(x) // world_size], y[: len(y) // world_size]
+    parts_of_x = list(x.chunk(world_size)) if rank == 0 else None
+    parts_of_y = list(y.chunk(world_size)) if rank == 0 else None
 
-    def of(rank: int, numel: int = size) -> torch.Tensor:
-        return pattern(rank, numel, device)
-
-    def total() -> torch.Tensor:
-        return sum(of(r) for r in range(n))
-
-    def parts() -> torch.Tensor:
-        return torch.cat([of(r, size // n) for r in range(n)])
-
-    def swap() -> None:
-        send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % n)
-        receive = dist.P2POp(dist.irecv, y, group=group, group_peer=(rank - 1) % n)
+    def send_recv() -> None:
+        send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world_size)
+        receive = dist.P2POp(dist.irecv, y, group=group, group_peer=(rank - 1) % world_size)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
     match operation:
         case "all_reduce":
-            return Case(lambda: dist.all_reduce(x, group=group), x, total)
+            return Case(lambda: dist.all_reduce(x, group=group), x)
         case "reduce":
-            return Case(lambda: dist.reduce(x, **to_root), x, None if rank else total)
+            return Case(lambda: dist.reduce(x, group=group, group_dst=0), x)
         case "broadcast":
-            return Case(lambda: dist.broadcast(x, **from_root), x, lambda: of(0))
+            return Case(lambda: dist.broadcast(x, group=group, group_src=0), x)
         case "all_gather":
-            return Case(lambda: ALL_GATHER(y, part, group=group), y, parts)
+            return Case(lambda: new_names.all_gather_single(y, part_of_x, group=group), y)
         case "reduce_scatter":
-            expected = lambda: total().chunk(n)[rank]  # noqa: E731
-            return Case(lambda: REDUCE_SCATTER(piece, x, group=group), piece, expected)
+            return Case(
+                lambda: new_names.reduce_scatter_single(part_of_y, x, group=group), part_of_y
+            )
         case "gather":
-            out = None if rank else list(y.chunk(n))
-            return Case(lambda: dist.gather(part, out, **to_root), y, None if rank else parts)
+            return Case(lambda: dist.gather(part_of_x, parts_of_y, group=group, group_dst=0), y)
         case "scatter":
-            given = None if rank else list(x.chunk(n))
-            expected = lambda: of(0).chunk(n)[rank]  # noqa: E731
-            return Case(lambda: dist.scatter(piece, given, **from_root), piece, expected)
+            return Case(
+                lambda: dist.scatter(part_of_y, parts_of_x, group=group, group_src=0), part_of_y
+            )
         case "all_to_all":
-            expected = lambda: torch.cat([of(r).chunk(n)[rank] for r in range(n)])  # noqa: E731
-            return Case(lambda: dist.all_to_all_single(y, x, group=group), y, expected)
+            return Case(lambda: dist.all_to_all_single(y, x, group=group), y)
         case "send_recv":
-            return Case(swap, y, lambda: of((rank - 1) % n))
-    return Case(lambda: ALGORITHMS[operation](x, group), x, total)
+            return Case(send_recv, y)
+    return Case(lambda: ALGORITHMS[operation](x, group), x)
 
 
-def first_error(case: Case) -> str | None:
-    if case.expected is None:
+def expected_result(operation: str, numel: int, device=None, group=None) -> torch.Tensor | None:
+    """What this rank must have after the call, if each began with x = pattern(rank, numel).
+
+    None where it receives nothing.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    inputs = [pattern(r, numel, device) for r in range(world_size)]
+    match operation:
+        case "broadcast":
+            return inputs[0]
+        case "scatter":
+            return inputs[0].chunk(world_size)[rank]
+        case "gather" | "all_gather":
+            gathered = torch.cat([x[: numel // world_size] for x in inputs])
+            return gathered if operation == "all_gather" or rank == 0 else None
+        case "reduce_scatter":
+            return sum(inputs).chunk(world_size)[rank]
+        case "all_to_all":
+            return torch.cat([x.chunk(world_size)[rank] for x in inputs])
+        case "send_recv":
+            return inputs[rank - 1]
+        case "reduce":
+            return sum(inputs) if rank == 0 else None
+    return sum(inputs)  # all_reduce: torch's, and all of ours
+
+
+def first_error(result: torch.Tensor, expected: torch.Tensor | None) -> str | None:
+    if expected is None:
         return None
-    expected = case.expected()
-    wrong = (case.result != expected).nonzero().flatten()
+    wrong = (result != expected).nonzero().flatten()
     if not len(wrong):
         return None
     i = wrong[0].item()
-    return f"{len(wrong)} values, the first at {i}: {case.result[i]:g}, not {expected[i]:g}"
+    return f"{len(wrong)} values, the first at {i}: {result[i]:g}, not {expected[i]:g}"

@@ -16,18 +16,13 @@ the `src=` of torch.distributed counts over the whole job.
 import time
 from collections.abc import Callable
 
+import new_names
 import torch
 import torch.distributed as dist
 from arguments import ArgumentParser
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
-
-# all_gather_single and reduce_scatter_single are names of torch 2.13, where the old ones warn.
-if hasattr(dist, "all_gather_single"):
-    all_gather_into, reduce_scatter_into = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    all_gather_into, reduce_scatter_into = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 @record
@@ -94,7 +89,7 @@ def all_gather(x: torch.Tensor, group=None) -> list[torch.Tensor]:
 def all_gather_single(x: torch.Tensor, group=None) -> torch.Tensor:
     """Everybody gets all tensors one after the other along dim 0 of one tensor."""
     y = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-    all_gather_into(y, x.contiguous(), group=group)
+    new_names.all_gather_single(y, x.contiguous(), group=group)
     return y
 
 
@@ -120,7 +115,7 @@ def reduce_scatter(parts: list[torch.Tensor], op=dist.ReduceOp.SUM, group=None) 
 def reduce_scatter_single(x: torch.Tensor, op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
     """The same where the parts lie one after the other along dim 0 of `x`."""
     y = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
-    reduce_scatter_into(y, x.contiguous(), op=op, group=group)
+    new_names.reduce_scatter_single(y, x.contiguous(), op=op, group=group)
     return y
 
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,22 @@ def time_calls(run: Callable, repeats: int, calls: int, device, group=None) -> l
     """
     samples = []
     for _ in range(repeats + 1):
+        synchronize(device)  # or this sample would pay for what was queued before it
         dist.barrier(group=group)  # start together, or a rank's time would hold another's delay
         started = time.perf_counter()
         for _ in range(calls):
             run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # NCCL's calls return before the work is done
+        synchronize(device)
         samples.append((time.perf_counter() - started) / calls)
     slowest = torch.tensor(samples[1:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return slowest.tolist()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was told: calls return before the work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def bus_factor(operation: str, world_size: int) -> float:
@@ -57,32 +64,36 @@ def fit_alpha_beta(sizes: list[float], seconds: list[float]) -> tuple[float, flo
 
 def measure_limits(nbytes: int, repeats: int, worker: Worker) -> dict[str, list[float]]:
     """Bytes per second of one rank, per repeat. All ranks at once, as in a collective."""
-    source, target = (torch.ones(nbytes // 4, device=worker.device) for _ in range(2))
-    copies = time_calls(lambda: target.copy_(source), repeats, 1, worker.device)
-    limits = {"memory copy, all ranks at once": copies}
+    source = torch.ones(nbytes // 4, device=worker.device)
+    target = torch.ones_like(source)
+    copy = partial(target.copy_, source)
+    seconds = {
+        "memory copy, all ranks at once": time_calls(copy, repeats, 1, worker.device),
+    }
     if worker.world_size > 1:
         to_next, from_previous = connect_ring(worker)
-        data, space = torch.ones(nbytes, dtype=torch.uint8).numpy(), bytearray(nbytes)
+        message, space = bytes(nbytes), bytearray(nbytes)
 
         def stream(sends: bool, receives: bool) -> None:
-            sender = threading.Thread(target=to_next.sendall, args=(data,))
-            if sends:
+            sender = threading.Thread(target=to_next.sendall, args=(message,))
+            if sends:  # in a thread of its own, since this one may have to receive meanwhile
                 sender.start()
-            rest = memoryview(space)
-            while receives and rest:
-                rest = rest[from_previous.recv_into(rest) :]
+            missing = memoryview(space)
+            while receives and missing:
+                missing = missing[from_previous.recv_into(missing) :]
             if sends:
                 sender.join()
 
-        both = {
-            "socket, rank 0 to rank 1": (worker.rank == 0, worker.rank == 1),
-            "socket, every rank to its next": (True, True),
-        }
-        for name, (sends, receives) in both.items():
-            run = lambda s=sends, r=receives: stream(s, r)  # noqa: E731
-            limits[name] = time_calls(run, repeats, 1, worker.device)
-        to_next.close(), from_previous.close()
-    return {name: [nbytes / t for t in seconds] for name, seconds in limits.items()}
+        one_way = partial(stream, sends=worker.rank == 0, receives=worker.rank == 1)
+        all_ways = partial(stream, sends=True, receives=True)
+        for name, run in (
+            ("socket, rank 0 to rank 1", one_way),
+            ("socket, every rank to its next", all_ways),
+        ):
+            seconds[name] = time_calls(run, repeats, 1, worker.device)
+        to_next.close()
+        from_previous.close()
+    return {name: [nbytes / s for s in samples] for name, samples in seconds.items()}
 
 
 def connect_ring(worker: Worker) -> tuple[socket.socket, socket.socket]:

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, UserError
+from arguments import ArgumentParser, UserError, between
 from runtime import Worker, distributed_worker
 from tables import print_by_rank
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -151,7 +151,10 @@ def operations(worker: Worker, seconds: float) -> None:
     odd, x = worker.rank == worker.world_size - 1, torch.ones(2)
 
     def call(group):
-        dist.broadcast(x, src=0, group=group) if odd else dist.all_reduce(x, group=group)
+        if odd:
+            dist.broadcast(x, src=0, group=group)
+        else:
+            dist.all_reduce(x, group=group)
 
     group, did = group_for(seconds), "broadcast" if odd else "all_reduce"
     report(worker, "operations: one rank calls another one", did, outcome(lambda: call(group)))
@@ -269,12 +272,11 @@ monitored_barrier is Gloo's alone: with NCCL, make a Gloo group beside it."""
 def parse_args():
     parser = ArgumentParser(description="Planted hangs and what tells them apart.")
     parser.add_argument("--case", choices=("all", *CASES), default="all")
-    parser.add_argument("--timeout", type=float, default=1.5, help="seconds, of each case's group")
+    parser.add_argument(
+        "--timeout", type=between(0.5, 60), default=1.5, help="of each case's group, in s"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    if not 0.5 <= args.timeout <= 60:
-        parser.error(f"--timeout must be from 0.5 to 60 seconds, not {args.timeout:g}")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ import io
 import json
 import os
 import pickle
-import time
+import statistics
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser
+from arguments import ArgumentParser, at_least
+from costs import time_calls
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -112,15 +113,8 @@ def cost(call: Callable, repeats: int, device: torch.device) -> tuple[int, int, 
     """Collectives per call, bytes that this rank receives per call, median of milliseconds."""
     with CountCollectives() as count:
         call()
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - started))
-    return count.calls, count.bytes, sorted(times)[repeats // 2]
+    seconds = time_calls(call, repeats, 1, device)
+    return count.calls, count.bytes, 1000 * statistics.median(seconds)
 
 
 def show_cost(args, worker: Worker) -> None:
@@ -217,12 +211,9 @@ def safe_load(thing):
 
 def parse_args():
     parser = ArgumentParser(description="Object collectives: use, cost, danger.")
-    parser.add_argument("--repeats", type=int, default=10, help="of each timing")
+    parser.add_argument("--repeats", type=at_least(1), default=10, help="of each timing")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error(f"--repeats must be at least 1, not {args.repeats}")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, UserError
+from arguments import ArgumentParser, UserError, above, at_least
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -156,11 +156,11 @@ def receive_tagged(tag: int, source: int, group=None) -> float:
 
 def receive_from_anyone(count: int, group=None) -> dict[int, float]:
     """`count` numbers in the order in which they come; recv returns the (global) sender."""
-    number, found = torch.empty(1), {}
+    number, received = torch.empty(1), {}
     for _ in range(count):
         sender = dist.recv(number, group=group)  # no source is named
-        found[sender] = number.item()
-    return found
+        received[sender] = number.item()
+    return received
 
 
 def show_tags_and_any_source(gloo, worker: Worker) -> None:
@@ -227,18 +227,18 @@ def exchange_halo(padded: torch.Tensor, left, right, group=None) -> None:
         work.wait()
 
 
-def part_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    return whole[rank * len(whole) // world_size : (rank + 1) * len(whole) // world_size]
+def part_of(rod: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    return rod[rank * len(rod) // world_size : (rank + 1) * len(rod) // world_size]
 
 
-def collect(part: torch.Tensor, whole: torch.Tensor, worker: Worker) -> None:
-    """Bring all parts, which may differ in length, into `whole` on rank 0."""
+def collect(part: torch.Tensor, rod: torch.Tensor, worker: Worker) -> None:
+    """Bring all parts, which may differ in length, into `rod` on rank 0."""
     if worker.rank > 0:
         dist.send(part, 0)
         return
-    part_of(whole, 0, worker.world_size).copy_(part)
+    part_of(rod, 0, worker.world_size).copy_(part)
     for source in range(1, worker.world_size):  # the views have the lengths of the messages
-        dist.recv(part_of(whole, source, worker.world_size), source)
+        dist.recv(part_of(rod, source, worker.world_size), source)
 
 
 def show_heat(count: int, steps: int, worker: Worker) -> None:
@@ -247,8 +247,8 @@ def show_heat(count: int, steps: int, worker: Worker) -> None:
     x = torch.arange(1, count + 1, dtype=torch.float64, device=worker.device) / (count + 1)
     start = torch.sin(math.pi * x)
     part = heat(part_of(start, rank, size), steps, left, right)
-    whole = torch.empty_like(start)
-    collect(part, whole, worker)
+    rod = torch.empty_like(start)
+    collect(part, rod, worker)
     sent = steps * part.element_size() * sum(peer is not None for peer in (left, right))
     title = f"6. Heat equation, {count} cells, {steps} steps, halo exchange"
     print_by_rank(worker, title, cells=len(part), bytes_sent=sent, hottest=part.max().item())
@@ -256,24 +256,18 @@ def show_heat(count: int, steps: int, worker: Worker) -> None:
         alone = heat(start, steps)
         # A sine keeps its shape: each step multiplies it by the same number below one.
         exact = start * math.cos(math.pi / (2 * (count + 1))) ** (2 * steps)
-        print(f"same bits as one process: {'yes' if torch.equal(whole, alone) else 'NO'}")
-        print(f"largest difference to the formula: {(whole - exact).abs().max().item():.1e}")
+        print(f"same bits as one process: {'yes' if torch.equal(rod, alone) else 'NO'}")
+        print(f"largest difference to the formula: {(rod - exact).abs().max().item():.1e}")
 
 
 def parse_args():
     parser = ArgumentParser(description="Point-to-point communication, from send to halo exchange.")
     add = parser.add_argument
-    add("--timeout", type=float, default=1.0, help="seconds until the deadlock is given up")
-    add("--cells", type=int, default=101, help="of the rod, over all ranks")
-    add("--steps", type=int, default=1000, help="of the heat equation")
+    add("--timeout", type=above(0), default=1.0, help="seconds until the deadlock is given up")
+    add("--cells", type=at_least(1), default=101, help="of the rod, over all ranks")
+    add("--steps", type=at_least(1), default=1000, help="of the heat equation")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    if not 0 < args.timeout <= 60:
-        parser.error(f"--timeout must be above 0 and at most 60 seconds, not {args.timeout}")
-    for name in ("cells", "steps"):
-        if not 1 <= getattr(args, name) <= 10**6:
-            parser.error(f"--{name} must be from 1 to {10**6}, not {getattr(args, name)}")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # section 5 provokes a wa
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, UserError
+from arguments import ArgumentParser, UserError, above, at_least
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,9 +50,8 @@ def make_grid(world_size: int, columns: int | None = None) -> torch.Tensor:
     Returns int64 [rows, columns]. Raises ValueError if `columns` does not divide the world size.
     """
     if columns is None:
-        columns = min(
-            c for c in range(1, world_size + 1) if world_size % c == 0 <= c * c - world_size
-        )
+        divisors = [c for c in range(1, world_size + 1) if world_size % c == 0]
+        columns = next(c for c in divisors if c * c >= world_size)  # rows no longer than needed
     if columns < 1 or world_size % columns:
         raise ValueError(f"{world_size} rank(s) do not fill rows of {columns}")
     return torch.arange(world_size).view(-1, columns)
@@ -217,13 +216,10 @@ def try_new_group(timeout: float, **options) -> str:
 def parse_args():
     parser = ArgumentParser(description="Groups of ranks: rows and columns of a grid.")
     add = parser.add_argument
-    add("--columns", type=int, help="of the grid; default: as square as possible")
-    add("--timeout", type=float, default=0.5, help="seconds until the missing rank is given up")
+    add("--columns", type=at_least(1), help="of the grid; default: as square as possible")
+    add("--timeout", type=above(0), default=0.5, help="seconds until the missing rank is given up")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    if not 0 < args.timeout < 3600:
-        parser.error(f"--timeout must be above 0 and below 3600, not {args.timeout}")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

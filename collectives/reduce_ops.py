@@ -30,7 +30,10 @@ def main() -> None:
     args = parse_args()
     with distributed_worker(args.device) as worker:
         print_ops(worker)
-        print_orders(worker)
+        if worker.is_main:
+            print_how_many_differ()
+            print_one_that_differs()
+        print_sums_of_this_backend(worker)
 
 
 # 1. The operations.
@@ -148,7 +151,7 @@ def as_ring(values: torch.Tensor) -> torch.Tensor:
     So equal numbers at two places of one tensor may have different sums.
     """
     world_size = len(values)
-    pieces = [piece for piece in values.tensor_split(world_size, dim=1)]
+    pieces = values.tensor_split(world_size, dim=1)
     return torch.cat([in_rank_order(p.roll(-i, dims=0)) for i, p in enumerate(pieces)])
 
 
@@ -157,52 +160,56 @@ def random_values(world_size: int, count: int = 100_000) -> torch.Tensor:
     return torch.randn(world_size, count, generator=generator)
 
 
-def print_orders(worker: Worker) -> None:
-    if worker.is_main:
-        print("\n2. The same 100,000 float32 sums in another order of additions (simulated ranks)")
-        rows = []
-        for world_size in (2, 3, 4, 8, 64):
-            values = random_values(world_size)
-            base = in_rank_order(values)
-            ring, tree = ((f(values) - base).abs() for f in (as_ring, as_tree))
-            share = [f"{(d > 0).float().mean().item():.1%}" for d in (ring, tree)]
-            size = values.abs().sum(0)
-            rows.append([world_size, *share, f"{(torch.maximum(ring, tree) / size).max():.1e}"])
-        header = ["ranks", "ring differs in", "tree differs in", "at most, of the sum of |x|"]
-        print_table(header, rows)
-        print(f"(Two ranks: a + b is b + a. float32 rounds by up to {2**-24:.1e} per addition.)")
+ORDERS = {"in rank order": in_rank_order, "tree": as_tree, "ring": as_ring}
 
-        values = random_values(4)
-        ring, base = as_ring(values), in_rank_order(values)
-        k = int((ring != base).nonzero()[0])
-        exact = math.fsum(values[:, k].double().tolist())
-        print("\none of them: " + " + ".join(f"({v:.9g})" for v in values[:, k].tolist()))
-        lost = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
-        cases = {"in rank order": in_rank_order, "tree": as_tree, "ring": as_ring}
-        rows = [[name, f"{f(values)[k]:.9g}", f(lost).item()] for name, f in cases.items()]
-        rows.append(["exactly", f"{exact:.12g}", 2.0])
-        print_table(["4 ranks", "sum", "1e8 + 1 - 1e8 + 1"], rows)
 
+def print_how_many_differ() -> None:
+    print("\n2. The same 100,000 float32 sums in another order of additions (simulated ranks)")
+    rows = []
+    for world_size in (2, 3, 4, 8, 64):
+        values = random_values(world_size)
+        base = in_rank_order(values)
+        ring, tree = (as_ring(values) - base).abs(), (as_tree(values) - base).abs()
+        shares = [f"{(differences > 0).float().mean():.1%}" for differences in (ring, tree)]
+        largest = (torch.maximum(ring, tree) / values.abs().sum(0)).max()
+        rows.append([world_size, *shares, f"{largest:.1e}"])
+    header = ["ranks", "ring differs in", "tree differs in", "at most, of the sum of |x|"]
+    print_table(header, rows)
+    print(f"(Two ranks: a + b is b + a. float32 rounds by up to {2**-24:.1e} per addition.)")
+
+
+def print_one_that_differs() -> None:
+    values = random_values(4)
+    k = int((as_ring(values) != in_rank_order(values)).nonzero()[0])  # the first such sum
+    print("\none of them: " + " + ".join(f"({v:.9g})" for v in values[:, k].tolist()))
+    cancelling = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])  # 1e8 + 1 is 1e8 in float32
+    rows = [
+        [name, f"{order(values)[k]:.9g}", order(cancelling).item()]
+        for name, order in ORDERS.items()
+    ]
+    exact = math.fsum(values[:, k].double().tolist())
+    rows.append(["exactly", f"{exact:.12g}", 2.0])
+    print_table(["4 ranks", "sum", "1e8 + 1 - 1e8 + 1"], rows)
+
+
+def print_sums_of_this_backend(worker: Worker) -> None:
     values = random_values(worker.world_size)
     x = values[worker.rank].to(worker.device)
-    whole, again = x.clone(), x.clone()
-    dist.all_reduce(whole)
-    dist.all_reduce(again)
-    halves = torch.cat([reduced(half) for half in x.split([33_333, 66_667])])
-    bits = whole.view(torch.int32)
-    first = bits.clone()
-    dist.broadcast(first, src=0)
-    same = torch.tensor([torch.equal(first, bits), torch.equal(whole, again)], device=x.device)
-    same = same.int()
-    dist.all_reduce(same, op=dist.ReduceOp.MIN)
+    total, again = reduced(x), reduced(x)
+    in_two_calls = torch.cat([reduced(piece) for piece in x.split([33_333, 66_667])])
+
+    of_rank_0 = total.clone()
+    dist.broadcast(of_rank_0, src=0)
+    same_on_all_ranks = everywhere(torch.equal(of_rank_0, total), worker.device)
+    same_again = everywhere(torch.equal(total, again), worker.device)
     if worker.is_main:
         print(f"\n3. This backend's own sum of {worker.world_size} ranks, {dist.get_backend()}")
-        whole, halves = whole.cpu(), halves.cpu()
-        for name, f in cases.items():
-            print(f"differs from {name:14}{(whole != f(values)).float().mean().item():7.1%}")
-        pieces = (whole != halves).float().mean().item()
-        print(f"cut into two all_reduces   {pieces:7.1%} of the sums are other ones")
-        print(f"all ranks have the same bits: {yes(same[0])}; a second time: {yes(same[1])}")
+        for name, order in ORDERS.items():
+            differing = (total.cpu() != order(values)).float().mean().item()
+            print(f"differs from {name:14}{differing:7.1%}")
+        differing = (total != in_two_calls).float().mean().item()
+        print(f"cut into two all_reduces   {differing:7.1%} of the sums are other ones")
+        print(f"all ranks have the same bits: {same_on_all_ranks}; a second time: {same_again}")
 
 
 def reduced(x: torch.Tensor) -> torch.Tensor:
@@ -211,8 +218,11 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def yes(flag) -> str:
-    return "yes" if flag else "no"
+def everywhere(is_true: bool, device: torch.device) -> str:
+    """ "yes" if this holds on every rank."""
+    on_all = torch.tensor(int(is_true), device=device)
+    dist.all_reduce(on_all, op=dist.ReduceOp.MIN)
+    return "yes" if on_all else "no"
 
 
 def parse_args():

@@ -1,186 +1,191 @@
-"""DistributedDataParallel written by hand, twice, and compared with torch's and with one process.
+"""DistributedDataParallel written by hand: the idea, then what makes it fast.
 
     python ddp_basics/ddp_from_scratch.py
     torchrun --standalone --nproc_per_node=2 ddp_basics/ddp_from_scratch.py
     torchrun --standalone --nproc_per_node=3 ddp_basics/ddp_from_scratch.py --optimizer sgd
 
-Both classes are in bucketed_ddp.py: `NaiveDDP` is the idea (after backward, average each gradient),
-`BucketedDDP` is what makes it fast (few large messages, sent while backward still computes).
+`NaiveDDP` is the idea: after backward, average each gradient over the ranks. `BucketedDDP` sends
+few large messages instead of many small ones, while backward still computes.
 
-Look at the differences (with 2 ranks all bits agree with torch's DDP), the number of collectives,
-and the timeline: the first bucket leaves long before backward ends.
+Run, this file trains with both, with torch's DDP and with one process (compare_ddp.py does that).
+Look at the differences, the number of collectives, and the timeline: the first bucket leaves long
+before backward ends.
 """
 
-import os
-import statistics
-import time
-from contextlib import nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from arguments import ArgumentParser
-from bucketed_ddp import BucketedDDP, NaiveDDP
-from data import load_dataset
-from model import SmallCNN
-from runtime import Worker, distributed_worker
+from compare_ddp import compare, parse_args
+from runtime import distributed_worker
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode  # sees the collectives of C++ code too
 
 
 @record
 def main() -> None:
-    args = parse_args()
-    with distributed_worker(args.device) as worker:
-        compare(args, worker)
-
-
-def compare(args, worker: Worker) -> None:
-    images, labels = (t.to(worker.device) for t in load_dataset("digits")[0].tensors)
-    models = {}
-    for name, wrapper in {
-        "one process": lambda module: module,  # on every rank, with the whole global batch
+    args = parse_args("DDP by hand, next to torch's DDP and to one process.")
+    versions = {
         "naive": NaiveDDP,
         "bucketed": lambda module: BucketedDDP(module, args.bucket_cap_mb),
-        "torch DDP": lambda module: DistributedDataParallel(
-            module, bucket_cap_mb=args.bucket_cap_mb
-        ),
-    }.items():
-        torch.manual_seed(args.seed)
-        models[name] = wrapper(SmallCNN(channels=args.channels).to(worker.device))
-    optimizers = {name: OPTIMIZERS[args.optimizer](m.parameters()) for name, m in models.items()}
-    counts = {name: CountCollectives() for name in models}
-    worst = torch.zeros(len(models), 4, dtype=torch.float64, device=worker.device)
-    generator = torch.Generator().manual_seed(args.seed)
-
-    for step in range(args.steps):
-        batch = torch.randint(len(images), (args.batch_size,), generator=generator)
-        share = batch[worker.rank :: worker.world_size]
-        for name, model in models.items():
-            part = batch if name == "one process" else share
-            # Only the last step is counted: torch's DDP arranges its buckets after the first.
-            with counts[name] if step == args.steps - 1 else nullcontext():
-                start = train_step(model, optimizers[name], images[part], labels[part])
-            if name == "bucketed":
-                end = model.backward_end - start
-                timeline = [(bucket, bucket.start_time - start) for bucket in model.buckets]
-        states = [flat_state(model) for model in models.values()]
-        for row, state in zip(worst, states, strict=True):
-            differences = [(state - other).abs().amax(1) for other in (states[0], states[-1])]
-            torch.maximum(row, torch.cat(differences).double(), out=row)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # the rank that is furthest off counts
-
-    times = {name: [] for name in models if name != "one process"}
-    for _ in range(args.repeats):
-        for name, values in times.items():  # alternating: disturbances hit all of them alike
-            dist.barrier()
-            start = time.perf_counter()
-            train_step(models[name], optimizers[name], images[share], labels[share])
-            if worker.device.type == "cuda":
-                torch.cuda.synchronize()
-            values.append(1000 * (time.perf_counter() - start))
-    if worker.is_main:
-        print(
-            f"{args.steps} steps with {args.optimizer}, global batch {args.batch_size}: the largest"
-        )
-        print_differences(dict(zip(models, worst.tolist(), strict=True)), counts, worker)
-        print(f"\nms for a step      median   middle half of {args.repeats}")
-        for name, values in times.items():
-            low, median, high = statistics.quantiles(values, n=4)
-            print(f"{name:14}   {median:8.2f}   {low:.2f} to {high:.2f}")
-        print_timeline(timeline, end)
+    }
+    with distributed_worker(args.device) as worker:
+        compare(versions, args, worker)
 
 
-def train_step(model, optimizer, images, labels) -> float:
-    """One optimizer step; returns the time at which backward started."""
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(images), labels)
-    start = time.perf_counter()
-    loss.backward()
-    optimizer.step()
-    return start
+class NaiveDDP(nn.Module):
+    """Averages gradients over all ranks, one blocking all_reduce per parameter, after backward.
+
+    Used like torch's DistributedDataParallel. A parameter that this rank did not use counts as a
+    zero gradient (and gets one even if no rank used it): every rank must make the same calls.
+    Parameters that are frozen when it is built stay out. Not for a module on several devices.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self.sync = True  # False inside no_sync()
+        self.in_backward = False
+        # parameters() names a tied parameter once. Its hook runs once, too: after all uses.
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)  # equal starts plus equal gradients: equal ends
+        for param in self.params:
+            param.register_post_accumulate_grad_hook(self.on_gradient)  # when param.grad is ready
+
+    def forward(self, *inputs, **kwargs):
+        if self.sync and torch.is_grad_enabled():
+            for buffer in self.module.buffers():  # running statistics differ: rank 0's are kept
+                dist.broadcast(buffer, src=0)
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self):
+        """Gradients of backward passes in here only add up on each rank, to be averaged later."""
+        before = self.sync
+        self.sync = False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @torch.no_grad()
+    def on_gradient(self, param: nn.Parameter) -> None:
+        if self.sync and not self.in_backward:
+            # How do we learn that backward is over? Counting gradients fails when some parameter is
+            # unused. The autograd engine knows, and calls back before backward() returns. Its
+            # method is not public, but torch's own DDP and FSDP rely on it; the public way would
+            # be a call after backward(), which somebody forgets.
+            self.in_backward = True  # one call is enough
+            Variable._execution_engine.queue_callback(self.on_backward_end)
+
+    @torch.no_grad()
+    def on_backward_end(self) -> None:
+        self.in_backward = False
+        for param in self.params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            param.grad.mul_(1 / dist.get_world_size())
+            dist.all_reduce(param.grad)
 
 
-def flat_state(model: nn.Module) -> torch.Tensor:
-    """All gradients in row 0, all parameters in row 1."""
-    rows = ([p.grad for p in model.parameters()], list(model.parameters()))
-    return torch.stack([torch.cat([t.detach().flatten() for t in row]) for row in rows])
+class BucketedDDP(NaiveDDP):
+    """Averages gradients in buckets, each as soon as backward has filled it.
+
+    bucket_cap_mb: a bucket is closed when it has reached this size (MiB).
+    Backward computes the last layer's gradients first, so buckets are filled from the last
+    parameter to the first. They start in this order on every rank, or messages would be mixed up. A
+    bucket with a parameter that this backward does not reach therefore waits for the end, and with
+    it those behind. The missing gradient counts as zero; if no rank had one, it stays None.
+    """
+
+    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25):
+        super().__init__(module)
+        self.buckets = make_buckets(reversed(self.params), cap_bytes=bucket_cap_mb * 2**20)
+        self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.views}
+        self.started = 0  # buckets of this backward that are on their way
+
+    @torch.no_grad()
+    def on_gradient(self, param: nn.Parameter) -> None:
+        super().on_gradient(param)
+        if self.sync:
+            self.bucket_of[param].add(param)
+            while self.started < len(self.buckets) and self.buckets[self.started].is_full():
+                self.buckets[self.started].start()
+                self.started += 1
+
+    @torch.no_grad()
+    def on_backward_end(self) -> None:
+        self.in_backward = False
+        for bucket in self.buckets[self.started :]:  # those that miss a gradient, and those behind
+            bucket.start()
+        for bucket in self.buckets:
+            bucket.finish()
+        self.started = 0
 
 
-class CountCollectives(TorchDispatchMode):
-    """Counts the collectives called inside a `with` block, and the bytes handed to them."""
-
-    calls = bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            self.calls += 1
-            self.bytes += sum(t.nbytes for t in args[0])
-        return function(*args, **(kwargs or {}))
-
-
-def print_differences(worst, counts, worker: Worker) -> None:
-    print("                to one process         to torch DDP          in one step")
-    print("difference of   gradient   parameter   gradient   parameter  all_reduces     bytes")
-    for name, row in worst.items():
-        gradient, parameter, torch_gradient, torch_parameter = row
-        print(
-            f"{name:14}  {gradient:<11.1e}{parameter:<12.1e}{torch_gradient:<11.1e}"
-            f"{torch_parameter:<11.1e}{counts[name].calls:11}{counts[name].bytes:10,}"
-        )
-    same = not any(worst["naive"][2:] + worst["bucketed"][2:])
-    print(f"Do all three have the same bits? {'Yes' if same else 'No'}. ", end="")
-    if worker.world_size <= 2:
-        print("With two ranks they must: a + b is b + a, and halving is exact.")
-    else:
-        print(
-            "With three or more ranks they need not: (a + b) + c\nis not a + (b + c), and where a "
-            "number lies in its buffer decides at which rank its sum begins."
-        )
+def make_buckets(params, cap_bytes: float) -> list["Bucket"]:
+    """Deal the parameters out, in their order, to buckets of one dtype each."""
+    groups = []
+    for param in params:
+        group = groups[-1] if groups else []
+        is_full = sum(p.nbytes for p in group) >= cap_bytes
+        if not group or is_full or param.dtype != group[0].dtype:
+            groups.append([param])
+        else:
+            group.append(param)
+    return [Bucket(group) for group in groups]
 
 
-def print_timeline(timeline, end: float) -> None:
-    print(f"\nrank 0: the last gradient was there {1000 * end:.2f} ms after backward began")
-    print("bucket   parameters      bytes   all_reduce started after")
-    for i, (bucket, start) in enumerate(timeline):
-        bar = "." * round(40 * start / end) + "#"
-        print(
-            f"{i:6}   {len(bucket.views):10}   {bucket.flat.nbytes:8,}   {1000 * start:6.2f} ms "
-            f"{start / end:6.1%} of it  |{bar:41}|"
-        )
+class Bucket:
+    """A flat buffer with the gradients of some parameters, and one more number per parameter.
 
+    That number, 1 where this rank has a gradient, is summed like the rest: 0 means that none has.
+    """
 
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=2e-3),
-}
+    def __init__(self, params: list[nn.Parameter]):
+        sizes = [param.numel() for param in params]
+        self.flat = params[0].new_zeros(sum(sizes) + len(params))
+        *views, self.used = self.flat.split([*sizes, len(params)])
+        self.views = {p: view.view_as(p) for p, view in zip(params, views, strict=True)}
+        self.waiting_for = set(params)
+        self.work = None  # the all_reduce on its way
 
+    def is_full(self) -> bool:
+        return not self.waiting_for
 
-def parse_args():
-    parser = ArgumentParser(description="DDP by hand, next to torch's DDP and to one process.")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=96, help="images, over all ranks")
-    parser.add_argument("--channels", type=int, default=32, help="width of the network")
-    parser.add_argument("--bucket-cap-mb", type=float, default=0.05, help="small: several buckets")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    for name, least in (("steps", 2), ("repeats", 2), ("batch_size", 1)):
-        if getattr(args, name) < least:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be at least {least}, not {getattr(args, name)}")
-    if args.bucket_cap_mb <= 0:
-        parser.error(f"--bucket-cap-mb must be above 0, not {args.bucket_cap_mb}")
-    if args.channels < 4 or args.channels % 4:
-        parser.error(f"--channels must be a multiple of 4, not {args.channels}")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size % ranks:
-        parser.error(f"--batch-size {args.batch_size} does not divide by {ranks} ranks")
-    return args
+    def add(self, param: nn.Parameter) -> None:
+        """Put this parameter's gradient, divided by the number of ranks, into the buffer.
+
+        Divided before the sum, which might overflow in fp16. From here on .grad is the view: the
+        sum arrives in it and is not copied back, and a second set of gradients is not held. What is
+        left is this one write. After zero_grad(), which sets .grad to None, autograd puts a new
+        tensor there, and the write is a copy; after zero_grad(set_to_none=False) autograd adds into
+        the view, and only the division is left, in place.
+        """
+        torch.mul(param.grad, 1 / dist.get_world_size(), out=self.views[param])
+        param.grad = self.views[param]
+        self.waiting_for.discard(param)
+
+    def start(self) -> None:
+        self.used.fill_(1)
+        for i, (param, view) in enumerate(self.views.items()):
+            if param in self.waiting_for and param.grad is not None:
+                self.add(param)  # from an earlier backward, under no_sync()
+            elif param in self.waiting_for:
+                view.zero_()
+                self.used[i] = 0
+        self.work = dist.all_reduce(self.flat, async_op=True)  # returns at once
+
+    def finish(self) -> None:
+        self.work.wait()
+        if self.waiting_for:  # asked only then: on a GPU, reading a number waits for the GPU
+            for (param, view), used in zip(self.views.items(), self.used.tolist(), strict=True):
+                if used and param.grad is None:
+                    param.grad = view  # another rank had a gradient
+        self.waiting_for = set(self.views)
+        self.work = None
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError
+from arguments import ArgumentParser, UserError, at_least
 from data import load_dataset
 from model import SmallCNN
 from runtime import Worker, distributed_worker
@@ -44,7 +44,8 @@ def main() -> None:
 
 def choose_devices(device: str, worker: Worker) -> tuple[torch.device, torch.device]:
     """The devices of this rank's two halves. Raises `UserError` where --device cuda cannot be."""
-    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < 2 * ranks:
         raise UserError(
             f"--device cuda needs two GPUs per rank: {ranks} rank(s), {gpus} GPU(s) here"
@@ -80,59 +81,57 @@ def train(devices, group, args, worker: Worker) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     torch.manual_seed(0)
-    whole = SmallCNN()  # the reference: unsplit, on the CPU, with the whole global batch
-    whole_optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    reference = SmallCNN()  # unsplit, on the CPU, with the whole global batch
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
 
     images, labels = load_dataset("digits")[0][:]
-    worst = dict.fromkeys(["first", "second"], 0.0)
+    max_diff = {"first": 0.0, "second": 0.0}  # of the gradients of each half
     for step in range(args.steps):
-        batch = torch.arange(step * args.batch_size, (step + 1) * args.batch_size) % len(images)
-        share = batch[worker.rank :: worker.world_size]
+        start = step * args.batch_size
+        global_batch = torch.arange(start, start + args.batch_size) % len(images)
+        local_batch = global_batch[worker.rank :: worker.world_size]
         optimizer.zero_grad()
-        logits = ddp_model(images[share])
-        F.cross_entropy(logits, labels[share].to(logits.device)).backward()
-        whole_optimizer.zero_grad()
-        F.cross_entropy(whole(images[batch]), labels[batch]).backward()
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        logits = ddp_model(images[local_batch])
+        F.cross_entropy(logits, labels[local_batch].to(logits.device)).backward()
+        reference_optimizer.zero_grad()
+        F.cross_entropy(reference(images[global_batch]), labels[global_batch]).backward()
+        pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+        for (name, param), expected in pairs:
             half = name.split(".")[0]
-            worst[half] = max(worst[half], (p.grad.cpu() - q.grad).abs().max().item())
+            diff = (param.grad.cpu() - expected.grad).abs().max().item()
+            max_diff[half] = max(max_diff[half], diff)
         optimizer.step()
-        whole_optimizer.step()
-    report(model, whole, worst, args, worker)
+        reference_optimizer.step()
+    report(model, reference, max_diff, args, worker)
 
 
-def report(model: TwoHalves, whole: SmallCNN, worst: dict, args, worker: Worker) -> None:
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    parameters = max((p.detach().cpu() - q.detach()).abs().max().item() for p, q in pairs)
-    halves = [(name, list(getattr(model, name).parameters())) for name in worst]
-    rows = [
-        (name, ", ".join({str(p.device) for p in ps}), sum(p.numel() for p in ps), worst[name])
-        for name, ps in halves
-    ]
-    everyone = [None] * worker.world_size
-    dist.all_gather_object(everyone, (rows, parameters))
+def report(model: TwoHalves, reference: SmallCNN, max_diff: dict, args, worker: Worker) -> None:
+    rows = []
+    for half in ("first", "second"):
+        params = list(getattr(model, half).parameters())
+        devices = ", ".join({str(p.device) for p in params})
+        rows.append((half, devices, sum(p.numel() for p in params), max_diff[half]))
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    parameter_diff = max((p.detach().cpu() - q.detach()).abs().max().item() for p, q in pairs)
+    results = [None] * worker.world_size
+    dist.all_gather_object(results, (rows, parameter_diff))
     if not worker.is_main:
         return
     print("rank  half    lives on  parameters  max difference of gradients")
-    for rank, (rows, _) in enumerate(everyone):
-        for name, place, count, difference in rows:
-            print(f"{rank:4}  {name:6}  {place:8}  {count:10,}  {difference:27.1e}")
-    parameters = max(parameters for _, parameters in everyone)
-    print(f"max difference of parameters after {args.steps} steps: {parameters:.1e}")
+    for rank, (rows, _) in enumerate(results):
+        for half, devices, count, gradient_diff in rows:
+            print(f"{rank:4}  {half:6}  {devices:8}  {count:10,}  {gradient_diff:27.1e}")
+    parameter_diff = max(diff for _, diff in results)
+    print(f"max difference of parameters after {args.steps} steps: {parameter_diff:.1e}")
 
 
 def parse_args():
     parser = ArgumentParser(description="DDP over replicas that live on two devices each.")
     add = parser.add_argument
-    add("--steps", type=int, default=5)
-    add("--batch-size", type=int, default=48, help="images per step, over all ranks")
+    add("--steps", type=at_least(1), default=5)
+    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: 2 GPUs per rank")
-    args = parser.parse_args()
-    for name in ("steps", "batch_size"):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be at least 1, not {getattr(args, name)}")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser
+from arguments import ArgumentParser, above, at_least
 from data import load_dataset
 from model import SmallCNN
 from runtime import Worker, distributed_worker
@@ -36,15 +36,7 @@ def main() -> None:
     with distributed_worker(args.device) as worker:
         rows = [train(name, args, worker) for name in args.hooks]
     if worker.is_main:
-        print(f"{args.epochs} epochs, global batch {args.batch_size}, AdamW")
-        print("hook       bytes a step    formula    ratio   error of a gradient   test accuracy")
-        for row in rows:
-            print(
-                f"{row['hook']:8}   {row['bytes']:12,.0f}   {row['formula']:8,}   "
-                f"{rows[0]['bytes'] / row['bytes']:5.1f}x   {row['error']:19.1e}   "
-                f"{row['accuracy']:13.2%}"
-            )
-        print(f"ratio: to {rows[0]['hook']}. error: |g - exact| / |exact|, median over the run")
+        print_rows(rows, args)
         if args.output_dir:
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (args.output_dir / "metrics.jsonl").write_text(lines)
@@ -61,19 +53,22 @@ def train(name: str, args, worker: Worker) -> dict:
     model.register_comm_hook(state, hook)
     optimizer = torch.optim.AdamW(params, lr=args.lr)
     order = torch.Generator().manual_seed(args.seed)  # the same global batches for every hook
-    errors, sent = [], []
+    errors = []
+    bytes_sent = []  # in each step
     for _ in range(args.epochs):
         for batch in torch.randperm(len(images), generator=order).split(args.batch_size):
             if len(batch) < args.batch_size:
                 continue  # a full batch gives each rank the same weight in the average
-            share = batch[worker.rank :: worker.world_size]
-            measured = len(sent) % 20 == 19
-            exact = exact_gradient(module, images[share], labels[share]) if measured else None
+            local_batch = batch[worker.rank :: worker.world_size]
+            x, y = images[local_batch], labels[local_batch]
+            measure_error = len(bytes_sent) % 20 == 19
+            if measure_error:
+                exact = exact_gradient(module, x, y)
             optimizer.zero_grad()
             with count_bytes() as calls:
-                F.cross_entropy(model(images[share]), labels[share]).backward()
-            sent.append(sum(calls))
-            if measured:
+                F.cross_entropy(model(x), y).backward()
+            bytes_sent.append(sum(calls))
+            if measure_error:
                 gradient = torch.cat([p.grad.flatten() for p in params])
                 errors.append(((gradient - exact).norm() / exact.norm()).item())
             optimizer.step()
@@ -82,7 +77,7 @@ def train(name: str, args, worker: Worker) -> dict:
         accuracy = (module(test_images).argmax(1) == test_labels).float().mean().item()
     return {
         "hook": name,
-        "bytes": statistics.mean(sent[PLAIN_STEPS:]),
+        "bytes": statistics.mean(bytes_sent[PLAIN_STEPS:]),
         "formula": formula(name, args, [p.shape for p in params]),
         "error": statistics.median(errors),
         "accuracy": accuracy,
@@ -103,21 +98,25 @@ def count_bytes():
 
     Hooks find these functions in torch.distributed at each call, also from other threads.
     """
-    calls, originals = [], {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+    calls = []
+    real_all_reduce = dist.all_reduce
+    real_all_gather = dist.all_gather
 
     def all_reduce(tensor, *args, **kwargs):
         calls.append(tensor.nbytes)
-        return originals["all_reduce"](tensor, *args, **kwargs)
+        return real_all_reduce(tensor, *args, **kwargs)
 
     def all_gather(tensors, tensor, *args, **kwargs):
         calls.append(tensor.nbytes)
-        return originals["all_gather"](tensors, tensor, *args, **kwargs)
+        return real_all_gather(tensors, tensor, *args, **kwargs)
 
-    dist.all_reduce, dist.all_gather = all_reduce, all_gather
+    dist.all_reduce = all_reduce
+    dist.all_gather = all_gather
     try:
         yield calls
     finally:
-        dist.all_reduce, dist.all_gather = originals.values()
+        dist.all_reduce = real_all_reduce
+        dist.all_gather = real_all_gather
 
 
 PLAIN_STEPS = 2  # DDP rearranges its buckets after the first step: PowerSGD starts after the second
@@ -164,9 +163,9 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
     Ranks choose different places, so the pairs are gathered, not summed in flight: with N ranks
     each one receives N - 1 times this. An all_reduce moves twice (N - 1) / N times its buffer.
     """
-    gradient, world_size = bucket.buffer(), dist.get_world_size()
+    world_size = dist.get_world_size()
     layout = tuple(map(id, bucket.parameters()))  # a bucket may be rearranged after the first step
-    gradient = gradient + state.rest.get(layout, 0)
+    gradient = bucket.buffer() + state.rest.get(layout, 0)
     places = gradient.abs().topk(math.ceil(state.keep * gradient.numel())).indices
     values = gradient[places]
     gradient[places] = 0
@@ -179,7 +178,8 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
     def average(done) -> torch.Tensor:
         done.wait()  # raises what the collective raised
         result = bucket.buffer().zero_()
-        for values, places in (m.chunk(2) for m in messages):
+        for message in messages:
+            values, places = message.chunk(2)
             result.index_add_(0, places, values.view(torch.float32) / world_size)
         return result
 
@@ -194,37 +194,47 @@ def formula(name: str, args, shapes: list[torch.Size]) -> int:
     if name == "powersgd":  # (arXiv:1905.13727) vectors, and matrices too small to gain, go as is
         numbers = 0
         for shape in shapes:
-            low_rank = (shape[0] + shape[1:].numel()) * min(
-                args.rank, *(shape[0], shape[1:].numel())
-            )
-            gains = len(shape) > 1 and 2 * low_rank < shape.numel()
-            numbers += low_rank if gains else shape.numel()
+            rows, columns = shape[0], shape[1:].numel()
+            low_rank = (rows + columns) * min(args.rank, rows, columns)
+            is_worth_it = len(shape) > 1 and 2 * low_rank < shape.numel()
+            numbers += low_rank if is_worth_it else shape.numel()
         return 4 * numbers
     return total * {"none": 4, "fp16": 2, "bf16": 2}[name]
+
+
+def print_rows(rows: list[dict], args) -> None:
+    print(f"{args.epochs} epochs, global batch {args.batch_size}, AdamW")
+    print("hook       bytes a step    formula    ratio   error of a gradient   test accuracy")
+    for row in rows:
+        print(
+            f"{row['hook']:8}   {row['bytes']:12,.0f}   {row['formula']:8,}   "
+            f"{rows[0]['bytes'] / row['bytes']:5.1f}x   {row['error']:19.1e}   "
+            f"{row['accuracy']:13.2%}"
+        )
+    print(f"ratio: to {rows[0]['hook']}. error: |g - exact| / |exact|, median over the run")
 
 
 def parse_args():
     parser = ArgumentParser(description="Compress gradients: bytes, error, and test accuracy.")
     hooks = ("none", "fp16", "bf16", "powersgd", "top-k")
     parser.add_argument("--hooks", nargs="+", choices=hooks, default=hooks)
-    parser.add_argument("--rank", type=int, default=2, help="of PowerSGD's matrices")
-    parser.add_argument("--keep", type=float, default=0.02, help="fraction that top-k sends")
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=96, help="images, over all ranks")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--rank", type=at_least(1), default=2, help="of PowerSGD's matrices")
+    parser.add_argument("--keep", type=above(0), default=0.02, help="fraction that top-k sends")
+    parser.add_argument("--epochs", type=at_least(1), default=15)
+    parser.add_argument("--batch-size", type=at_least(1), default=96, help="images, over all ranks")
+    parser.add_argument("--lr", type=above(0), default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--output-dir", type=Path, help="also write metrics.jsonl there")
     args = parser.parse_args()
-    for name in ("rank", "epochs", "batch_size"):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be at least 1, not {getattr(args, name)}")
-    if not 0 < args.keep <= 1:
+    if args.keep > 1:
         parser.error(f"--keep must be above 0 and at most 1, not {args.keep}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.batch_size % ranks:
-        parser.error(f"--batch-size {args.batch_size} does not divide by {ranks} ranks")
+        parser.error(f"--batch-size {args.batch_size} does not divide over {ranks} rank(s)")
+    steps = args.epochs * (1437 // args.batch_size)  # of 1,437 images
+    if steps < 20:
+        parser.error(f"{steps} steps are too few to measure: more --epochs")
     if args.output_dir:
         args.output_dir.mkdir(parents=True, exist_ok=True)
     return args

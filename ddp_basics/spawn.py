@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node=2 ddp_basics/spawn.py
     python ddp_basics/spawn.py --how environment --ranks 2 --kill-rank 1     # a rank dies
 
-Look at the last line: the same loss and the same parameters, to the last bit, whoever starts the
-ranks. And what is started here in 60 lines is only a part of what torchrun does:
+Look at the last line: the same loss and the same parameters, on CPUs to the last bit, whoever
+starts the ranks. And what is started here in 60 lines is only a part of what torchrun does:
 
                                               spawn      by hand    torchrun
     RANK, WORLD_SIZE, MASTER_ADDR, ...        your code  your code  yes
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from arguments import ArgumentParser
+from arguments import ArgumentParser, at_least
 from checkpoint import write_file
 from data import load_dataset
 from model import SmallCNN
@@ -112,13 +112,16 @@ def start_by_hand(args, port: int) -> str | None:
             processes.append(subprocess.Popen(command, env=env))
         # Watch all of them at once: waiting for rank 0 first would be waiting for ever when rank 1
         # dies, because rank 0 waits for it in a collective.
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+        while True:
+            statuses = [process.poll() for process in processes]  # None: it still runs
+            for rank, status in enumerate(statuses):
+                if status == 2:
+                    sys.exit(2)  # a mistake of the user's, which the rank has reported
+                if status:
+                    return f"rank {rank} failed: exit status {status}"  # negative: a signal
+            if None not in statuses:
+                return None
             time.sleep(0.05)
-        for rank, process in enumerate(processes):
-            if process.poll() == 2:
-                sys.exit(2)  # a mistake of the user's, which the rank has reported
-            if process.poll():
-                return f"rank {rank} failed: exit status {process.returncode}"  # negative: a signal
     finally:
         for process in processes:
             process.kill()
@@ -143,11 +146,12 @@ def train(args, worker: Worker) -> None:
             os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
         if step == args.steps // 2 and worker.rank == args.raise_rank:
             raise RuntimeError(f"rank {worker.rank} was told to fail in step {step}")
-        share = torch.arange(worker.rank, args.batch_size, worker.world_size)
-        share = (share + step * args.batch_size) % len(images)
+        start = step * args.batch_size
+        global_batch = torch.arange(start, start + args.batch_size) % len(images)
+        local_batch = global_batch[worker.rank :: worker.world_size]
         optimizer.zero_grad()
-        logits = ddp_model(images[share].to(worker.device))
-        loss = F.cross_entropy(logits, labels[share].to(worker.device))
+        logits = ddp_model(images[local_batch].to(worker.device))
+        loss = F.cross_entropy(logits, labels[local_batch].to(worker.device))
         loss.backward()
         optimizer.step()
     loss = loss.detach() / worker.world_size
@@ -164,22 +168,17 @@ def parse_args():
     parser = ArgumentParser(description="Start ranks without torchrun.")
     add = parser.add_argument
     add("--how", choices=("spawn", "environment"), default="spawn", help="unused under torchrun")
-    add("--ranks", type=int, default=2, help="processes to start; unused under torchrun")
-    add("--steps", type=int, default=20)
-    add("--batch-size", type=int, default=48, help="images per step, over all ranks")
-    add("--kill-rank", type=int, help="this rank kills itself half-way")
-    add("--raise-rank", type=int, help="this rank raises an exception half-way")
+    add("--ranks", type=at_least(1), default=2, help="processes to start; unused under torchrun")
+    add("--steps", type=at_least(1), default=20)
+    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
+    add("--kill-rank", type=at_least(0), help="this rank kills itself half-way")
+    add("--raise-rank", type=at_least(0), help="this rank raises an exception half-way")
     add("--output", type=Path, help="file for the final loss and parameters")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
-    for name in ("ranks", "steps", "batch_size"):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be at least 1, not {getattr(args, name)}")
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
-    for name in ("kill_rank", "raise_rank"):
-        rank, flag = getattr(args, name), "--" + name.replace("_", "-")
-        if rank is not None and not 0 <= rank < ranks:
+    for flag, rank in (("--kill-rank", args.kill_rank), ("--raise-rank", args.raise_rank)):
+        if rank is not None and rank >= ranks:
             parser.error(f"{flag} must be from 0 to {ranks - 1}, not {rank}")
     if args.batch_size % ranks:
         parser.error(f"--batch-size {args.batch_size} does not divide over {ranks} rank(s)")

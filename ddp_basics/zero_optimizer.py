@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError
+from arguments import ArgumentParser, UserError, above, at_least
 from checkpoint import resume, save_checkpoint
 from data import load_dataset
 from model import SmallCNN
@@ -73,15 +73,14 @@ def train(args, worker: Worker) -> None:
     for step in range(args.steps):
         train_step(plain_ddp_model, plain_optimizer, data, step, args, worker)
     pairs = zip(model.parameters(), plain_model.parameters(), strict=True)
-    worst = torch.stack([(a - b).abs().max() for a, b in pairs]).max().detach()
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # over all ranks
+    max_diff = torch.stack([(a - b).detach().abs().max() for a, b in pairs]).max()
+    dist.all_reduce(max_diff, op=dist.ReduceOp.MAX)  # over all ranks
     if worker.is_main:
-        plain_bytes = state_bytes(plain_optimizer)
-        print(f"AdamW without it: {plain_bytes:,} bytes on every rank")
+        print(f"AdamW without it: {state_bytes(plain_optimizer):,} bytes on every rank")
         if path:
             print(f"saved to {path}: {path.stat().st_size:,} bytes")
         print(
-            f"max difference of parameters to AdamW: {worst:.1e} "
+            f"max difference of parameters to AdamW: {max_diff:.1e} "
             f"(steps {first_step + 1}-{args.steps} against 1-{args.steps})"
         )
 
@@ -94,13 +93,14 @@ def build(args, worker: Worker):
 
 
 def train_step(ddp_model, optimizer, data, step: int, args, worker: Worker) -> None:
-    """Train on the step's global batch, of which this rank takes its share."""
+    """Train on this rank's part of the step's global batch."""
     images, labels = data
-    share = torch.arange(worker.rank, args.batch_size, worker.world_size)
-    share = (share + step * args.batch_size) % len(images)
+    start = step * args.batch_size
+    global_batch = torch.arange(start, start + args.batch_size) % len(images)
+    local_batch = global_batch[worker.rank :: worker.world_size]
     optimizer.zero_grad()
-    logits = ddp_model(images[share].to(worker.device))
-    F.cross_entropy(logits, labels[share].to(worker.device)).backward()
+    logits = ddp_model(images[local_batch].to(worker.device))
+    F.cross_entropy(logits, labels[local_batch].to(worker.device)).backward()
     optimizer.step()  # updates this rank's parameters, then receives the others
 
 
@@ -110,14 +110,15 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def report_bytes(model, optimizer: ZeroRedundancyOptimizer, worker: Worker) -> None:
-    mine = [p for group in optimizer.optim.param_groups for p in group["params"]]
-    largest = max((p.numel() for p in mine), default=0)
-    row = (len(mine), sum(p.numel() for p in mine), largest, state_bytes(optimizer.optim))
+    local_optimizer = optimizer.optim  # the AdamW of this rank's parameters
+    sizes = [p.numel() for group in local_optimizer.param_groups for p in group["params"]]
+    row = (len(sizes), sum(sizes), max(sizes, default=0), state_bytes(local_optimizer))
     rows = [None] * worker.world_size
     dist.all_gather_object(rows, row)
     if not worker.is_main:
         return
-    total, even = sum(row[1] for row in rows), 8 * sum(row[1] for row in rows) / worker.world_size
+    total = sum(parameters for _, parameters, _, _ in rows)
+    even = 8 * total / worker.world_size
     print("rank  tensors  parameters  largest  formula bytes  measured  of an even share")
     for rank, (tensors, parameters, largest, measured) in enumerate(rows):
         # Adam: two fp32 numbers per parameter, and a step count of 4 bytes per tensor.
@@ -132,17 +133,13 @@ def report_bytes(model, optimizer: ZeroRedundancyOptimizer, worker: Worker) -> N
 def parse_args():
     parser = ArgumentParser(description="Shard AdamW's state over the ranks, save it, continue.")
     add = parser.add_argument
-    add("--steps", type=int, default=12, help="total, including those before a restart")
-    add("--batch-size", type=int, default=48, help="images per step, over all ranks")
-    add("--channels", type=int, default=32, help="size of the model, a multiple of 4")
-    add("--lr", type=float, default=2e-3)
+    add("--steps", type=at_least(1), default=12, help="total, including those before a restart")
+    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
+    add("--channels", type=at_least(4), default=32, help="size of the model, a multiple of 4")
+    add("--lr", type=above(0), default=2e-3)
     add("--output-dir", type=Path, help="save zero.pt there; continue from it if it is there")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
-    for name in ("steps", "batch_size", "channels", "lr"):
-        if not 0 < getattr(args, name) < float("inf"):
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be above 0, not {getattr(args, name)}")
     if args.channels % 4:
         parser.error(f"--channels must be a multiple of 4, not {args.channels}")
     if args.output_dir:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from arguments import ArgumentParser
+from arguments import ArgumentParser, at_least
 from checkpoint import sharded_state
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
@@ -47,60 +47,86 @@ def compare(dim: int, depth: int, saves: int, folder: Path, worker: Worker) -> d
     save; "bytes": what this rank writes; "as saved": whether every asynchronous save holds the
     state of its moment.
     """
-    torch.manual_seed(0)
+    model, optimizer = build_sharded(dim, depth, worker)
+    parts = {"model": model, "optimizer": optimizer}
+    images = torch.rand(8, 1, 8, 8, device=worker.device)
+    labels = torch.zeros(8, dtype=torch.int64, device=worker.device)
 
-    def build():
+    def timed_step() -> float:
+        started = now(worker.device)
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return now(worker.device) - started
+
+    # The thread that saves talks to the other ranks' threads. It needs a group of its own: in one
+    # group, its messages and those of the training would be taken for one another. Gloo, because
+    # it saves copies that lie in CPU memory.
+    saving_group = dist.new_group(backend="gloo")
+    for _ in range(3):
+        timed_step()  # the first ones allocate gradients and optimizer state
+
+    waits = {"save": [], "async_save": []}
+    written = {"save": [], "async_save": []}
+    steps = {"alone": [], "during async_save": []}
+    as_saved = True
+    for i in range(saves):
+        dist.barrier()
+        started = now(worker.device)
+        dcp.save(sharded_state(parts), checkpoint_id=folder / f"save_{i}")
+        seconds = now(worker.device) - started
+        waits["save"].append(seconds)
+        written["save"].append(seconds)
+
+        for _ in range(3):
+            steps["alone"].append(timed_step())
+
+        dist.barrier()
+        values = [p.to_local().clone() for p in model.parameters()]  # to compare with, later
+        async_folder = folder / f"async_{i}"
+        started = now(worker.device)
+        saving = dcp.async_save(
+            sharded_state(parts), checkpoint_id=async_folder, process_group=saving_group
+        )
+        waits["async_save"].append(now(worker.device) - started)
+        while not all_done(saving, worker):  # together: a step needs all ranks
+            steps["during async_save"].append(timed_step())
+        saving.result()  # raises what went wrong in the thread
+        written["async_save"].append(now(worker.device) - started)
+        as_saved = as_saved and holds(async_folder, model, values)
+    own_files = folder.glob(f"save_0/__{worker.rank}_*")
+    return {
+        "waits": waits,
+        "written": written,
+        "step": steps,
+        "as saved": as_saved,
+        "bytes": sum(file.stat().st_size for file in own_files),
+    }
+
+
+def build_sharded(dim: int, depth: int, worker: Worker):
+    """A sharded model on this rank's device, and its optimizer."""
+
+    def build() -> VisionTransformer:
+        torch.manual_seed(0)
         return VisionTransformer(dim=dim, depth=depth)
 
     with torch.device("meta"):
         model = build()
     shard(model, init_device_mesh(worker.device.type, (worker.world_size,)))
     materialize(model, build, worker.device, worker.is_main)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    parts = {"model": model, "optimizer": optimizer}
-    images = torch.rand(8, 1, 8, 8, device=worker.device)
-    labels = torch.zeros(8, dtype=torch.int64, device=worker.device)
-
-    def step() -> float:
-        started = time.perf_counter()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - started
-
-    # The thread that saves talks to the other ranks' threads. It needs a group of its own: in one
-    # group, its messages and those of the training would be taken for one another.
-    group = dist.new_group(backend="gloo")
-    for _ in range(3):
-        step()  # the first ones allocate gradients and optimizer state
-    seen = {"waits": {"save": [], "async_save": []}, "written": {"save": [], "async_save": []}}
-    seen |= {"step": {"alone": [], "during async_save": []}, "as saved": True}
-    for i in range(saves):
-        dist.barrier()
-        started = time.perf_counter()
-        dcp.save(sharded_state(parts), checkpoint_id=folder / f"save_{i}")
-        seen["waits"]["save"].append(time.perf_counter() - started)
-        seen["written"]["save"].append(seen["waits"]["save"][-1])
-
-        seen["step"]["alone"] += [step() for _ in range(3)]
-        dist.barrier()
-        values = [p.to_local().clone() for p in model.parameters()]  # to compare with, later
-        started = time.perf_counter()
-        saved = dcp.async_save(
-            sharded_state(parts), checkpoint_id=folder / f"async_{i}", process_group=group
-        )
-        seen["waits"]["async_save"].append(time.perf_counter() - started)
-        while not all_done(saved, worker):  # together: a step needs all ranks
-            seen["step"]["during async_save"].append(step())
-        saved.result()  # raises what went wrong in the thread
-        seen["written"]["async_save"].append(time.perf_counter() - started)
-        seen["as saved"] &= holds(folder / f"async_{i}", model, values)
-    seen["bytes"] = sum(f.stat().st_size for f in folder.glob(f"save_0/__{worker.rank}_*"))
-    return seen
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def all_done(saved, worker: Worker) -> bool:
-    done = torch.tensor(float(saved.done()), device=worker.device)
+def now(device: torch.device) -> float:
+    """Seconds, once everything is done that the GPU was asked to do: it works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def all_done(saving, worker: Worker) -> bool:
+    done = torch.tensor(float(saving.done()), device=worker.device)
     dist.all_reduce(done, op=dist.ReduceOp.MIN)
     return bool(done)
 
@@ -120,9 +146,8 @@ def report(seen: dict) -> None:
     print(f"{'milliseconds, median (min ... max)':24} {'waits':>22} {'until written':>24}")
     for way in seen["waits"]:
         print(f"{way:24} {spread(seen['waits'][way]):>32} {spread(seen['written'][way]):>24}")
-    ratio = statistics.median(seen["waits"]["async_save"]) / statistics.median(
-        seen["waits"]["save"]
-    )
+    medians = {way: statistics.median(seconds) for way, seconds in seen["waits"].items()}
+    ratio = medians["async_save"] / medians["save"]
     print(f"async_save keeps training waiting for {ratio:.0%} of the time of save\n")
     for when, times in seen["step"].items():
         print(f"a step {when:17} {spread(times) if times else 'none: it was written at once':>32}")
@@ -151,19 +176,15 @@ def shared_folder(parent: Path, worker: Worker) -> Iterator[Path]:
 def parse_args():
     parser = ArgumentParser(description="Compare a synchronous and an asynchronous sharded save.")
     add = parser.add_argument
-    add("--dim", type=int, default=256, help="width of the model, a multiple of 4")
-    add("--depth", type=int, default=4, help="blocks")
-    add("--saves", type=int, default=3, help="of either kind")
-    add(
-        "--folder",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        help="where files go for a moment",
-    )
+    add("--dim", type=at_least(4), default=256, help="width of the model, a multiple of 4")
+    add("--depth", type=at_least(1), default=4, help="blocks")
+    add("--saves", type=at_least(1), default=3, help="of either kind")
+    temporary = Path(tempfile.gettempdir())
+    add("--folder", type=Path, default=temporary, help="where files go for a moment")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
-    if min(args.dim, args.depth, args.saves) < 1 or args.dim % 4:
-        parser.error("--dim must be a multiple of 4, --depth and --saves at least 1")
+    if args.dim % 4:
+        parser.error(f"--dim must be a multiple of 4, not {args.dim}")
     if not args.folder.is_dir():
         parser.error(f"--folder {args.folder} is no folder")
     return args

@@ -22,12 +22,11 @@ import socket
 import stat
 import struct
 from collections import Counter
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser
+from arguments import ArgumentParser, at_least
 from data import load_dataset
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
@@ -47,7 +46,9 @@ def main() -> None:
 
 
 def compare(args, worker: Worker) -> None:
-    images, labels = (t[: args.batch_size].to(worker.device) for t in load_dataset("digits")[0][:])
+    images, labels = load_dataset("digits")[0][:]
+    images = images[: args.batch_size].to(worker.device)
+    labels = labels[: args.batch_size].to(worker.device)
     rows = {
         name: measure(name, args.dim, args.depth, images, labels, mesh, worker.device)
         for name, mesh in make_meshes(worker.device.type, worker.world_size).items()
@@ -69,22 +70,26 @@ def measure(name: str, dim: int, depth: int, images, labels, mesh, device) -> di
     units = units_of(model)
     model, optimizer = build(name, model, mesh)
     if name != "one process":
-        images, labels = (t[dist.get_rank() :: mesh.size()] for t in (images, labels))
-    count = CountTraffic()
-    for step in range(3):  # DDP arranges its buckets after the first
-        if step == 2:
-            barrier(mesh)
-            before = bytes_sent()
-        with count if step == 2 else nullcontext():
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
+        local = slice(dist.get_rank(), None, mesh.size())
+        images, labels = images[local], labels[local]
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    train_step()
+    train_step()  # after the first, DDP has arranged its buckets anew
+    barrier(mesh)
+    bytes_before = bytes_sent()
+    with CountTraffic() as count:
+        train_step()
     barrier(mesh)  # now nothing is on its way any more
     return {
         "calls": dict(count.calls),
         "sent": {operation: round(sent) for operation, sent in count.sent.items()},
         "formula": expected_traffic(name, units, mesh.size()),
-        "tcp": bytes_sent() - before,
+        "tcp": bytes_sent() - bytes_before,
     }
 
 
@@ -97,22 +102,32 @@ class CountTraffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            name = function.overloadpacket.__name__.replace("_", "")  # allgatherbase, allreduce
-            operation = next((o for o in OPERATIONS if name.startswith(o.replace("_", ""))), name)
+            operation = operation_of(function.overloadpacket.__name__)
             group = next(a for a in args if isinstance(a, torch.ScriptObject))
             ranks = dist.ProcessGroup.unbox(group).size()
             # The larger one: what an all_gather gives, or a reduce_scatter takes.
-            whole = max(total_bytes(tensors) for tensors in args[:2])
+            full_size = max(total_bytes(tensors) for tensors in args[:2])
             passes = 2 if operation == "all_reduce" else 1  # a reduce_scatter and an all_gather
             self.calls[operation] += 1
-            self.sent[operation] += passes * (ranks - 1) / ranks * whole
+            self.sent[operation] += passes * (ranks - 1) / ranks * full_size
         return function(*args, **(kwargs or {}))
+
+
+def operation_of(name: str) -> str:
+    """C++'s name of a collective, such as _allgather_base_, as one of OPERATIONS."""
+    letters = name.replace("_", "")
+    for operation in OPERATIONS:
+        if letters.startswith(operation.replace("_", "")):
+            return operation
+    return name
 
 
 def total_bytes(tensors) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.nbytes
-    return sum(map(total_bytes, tensors)) if isinstance(tensors, list | tuple) else 0
+    if isinstance(tensors, list | tuple):
+        return sum(total_bytes(item) for item in tensors)
+    return 0
 
 
 def bytes_sent() -> int:
@@ -133,7 +148,10 @@ def bytes_sent() -> int:
 
 def over_tcp(formula: dict[str, tuple[int, int]]) -> int:
     """Bytes a rank sends with Gloo: a reduce_scatter goes as an all_reduce of the same tensor."""
-    return sum(sent * (1 + (name == "reduce_scatter")) for name, (_, sent) in formula.items())
+    total = 0
+    for operation, (_, sent) in formula.items():
+        total += 2 * sent if operation == "reduce_scatter" else sent
+    return total
 
 
 def barrier(mesh) -> None:
@@ -145,18 +163,18 @@ def report(rows: dict[str, dict], args, worker: Worker) -> None:
     size = sum(p.nbytes for p in model.parameters())
     gloo = worker.device.type == "cpu"
     print(f"P = {size:,} bytes of parameters in {args.depth + 1} units; one step, one rank")
-    calls = "".join(f"{operation:>16}" for operation in OPERATIONS)
-    print(f"\n{'calls':15}{calls}")
+    print(f"\n{'calls':15}" + "".join(f"{operation:>16}" for operation in OPERATIONS))
     for name, row in rows.items():
         print(f"{name:15}" + "".join(f"{row['calls'].get(o, 0):16}" for o in OPERATIONS))
     print(f"\n{'bytes sent':15}     counted     formula   ratio   bytes / P", end="")
     print("    over TCP     formula   ratio" if gloo else "")
     for name, row in rows.items():
-        counted, formula = sum(row["sent"].values()), sum(b for _, b in row["formula"].values())
+        counted = sum(row["sent"].values())
+        formula = sum(sent for _, sent in row["formula"].values())
         line = f"{name:15}{counted:12,}{formula:12,}{ratio(counted, formula)}{counted / size:12.3f}"
         if gloo:
-            wire = over_tcp(row["formula"])
-            line += f"{row['tcp']:12,.0f}{wire:12,}{ratio(row['tcp'], wire)}"
+            with_gloo = over_tcp(row["formula"])
+            line += f"{row['tcp']:12,.0f}{with_gloo:12,}{ratio(row['tcp'], with_gloo)}"
         print(line)
 
 
@@ -167,20 +185,17 @@ def ratio(measured: float, formula: int) -> str:
 def parse_args():
     parser = ArgumentParser(description="Collectives and bytes of a step, counted and by formula.")
     add = parser.add_argument
-    add("--dim", type=int, default=256, help="width of the transformer, a multiple of 4")
-    add("--depth", type=int, default=4, help="its blocks")
-    add("--batch-size", type=int, default=24, help="images, over all ranks")
+    add("--dim", type=at_least(HEADS), default=256, help="width of the transformer: n x 4")
+    add("--depth", type=at_least(1), default=4, help="its blocks")
+    add("--batch-size", type=at_least(1), default=24, help="images, over all ranks; up to 1400")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if args.dim < HEADS or args.dim % HEADS:
+    if args.dim % HEADS:
         parser.error(f"--dim must be a multiple of {HEADS}, not {args.dim}")
-    if args.depth < 1:
-        parser.error(f"--depth must be at least 1, not {args.depth}")
-    if not 0 < args.batch_size <= 1400 or args.batch_size % ranks:
+    if args.batch_size > 1400 or args.batch_size % ranks:
         parser.error(
-            f"--batch-size must be a multiple of {ranks} rank(s) from 1 to 1400, "
-            f"not {args.batch_size}"
+            f"--batch-size must be a multiple of {ranks} rank(s) up to 1400, not {args.batch_size}"
         )
     return args
 

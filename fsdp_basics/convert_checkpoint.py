@@ -1,7 +1,7 @@
 """Turn a sharded checkpoint into one file for torch.load or safetensors, and back. No ranks needed.
 
-    python fsdp_basics/convert_checkpoint.py runs/vit/checkpoint model.safetensors
-    python fsdp_basics/convert_checkpoint.py runs/vit/checkpoint model.pt
+    python fsdp_basics/convert_checkpoint.py runs/vit/checkpoints model.safetensors
+    python fsdp_basics/convert_checkpoint.py runs/vit/checkpoints model.pt
     python fsdp_basics/convert_checkpoint.py model.safetensors sharded     # and back
 
 Only the model is converted: of a checkpoint that train.py has written, a third; the rest is the
@@ -49,7 +49,8 @@ def read_model(source: Path) -> dict[str, torch.Tensor]:
             return load_file(source)
         if source.suffix == ".pt":
             return torch.load(source, map_location="cpu", weights_only=True)
-        folder = found[0] if (found := newest(source)) else source
+        found = newest(source)  # of a folder of saves; else `source` is a sharded model itself
+        folder = found[0] if found else source
         # The metadata name every tensor with its shape, so that room can be made for the model
         # alone. no_dist: this one process reads all the shards.
         listed = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata

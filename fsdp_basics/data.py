@@ -1,16 +1,20 @@
 """The data sets: real digits that need no download, MNIST, and random images for benchmarks."""
 
 import os
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
 from arguments import UserError, fail
-from torch.utils.data import Dataset, TensorDataset
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 DATASETS = ("digits", "mnist", "synthetic")
 
 
-def load_dataset(name: str, data_dir: str = "data") -> tuple[Dataset, Dataset]:
+def load_dataset(name: str, data_dir: Path | str = "data") -> tuple[Dataset, Dataset]:
     """Return (train, test), each of (image (1, size, size) float32 in [0, 1], label int64) pairs.
 
     digits: scikit-learn's 1,797 images of 8 x 8 pixels, one fifth of each class kept for the test.
@@ -40,7 +44,7 @@ def load_digits() -> tuple[Dataset, Dataset]:
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 
-def load_mnist(data_dir: str) -> tuple[Dataset, Dataset]:
+def load_mnist(data_dir: Path | str) -> tuple[Dataset, Dataset]:
     from torchvision.datasets import MNIST
 
     try:
@@ -53,7 +57,7 @@ def load_mnist(data_dir: str) -> tuple[Dataset, Dataset]:
     return tuple(TensorDataset(p.data.unsqueeze(1) / 255, p.targets.long()) for p in parts)
 
 
-def download_mnist(data_dir: str) -> None:
+def download_mnist(data_dir: Path | str) -> None:
     """Fetch MNIST into `data_dir` unless it is there. Call it before joining the job.
 
     Local rank 0 does the work, the others return at once: they wait for it when they join. If it
@@ -61,18 +65,64 @@ def download_mnist(data_dir: str) -> None:
     """
     from torchvision.datasets import MNIST
 
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    folder = Path(data_dir, "MNIST")
+    if os.environ.get("LOCAL_RANK", "0") != "0" or folder.exists():
         return
     try:
-        MNIST(data_dir, download=True)
+        Path(data_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=data_dir) as private:
+            MNIST(private, download=True)
+            # Whole at once: several nodes that share the disk may be doing the same.
+            if not folder.exists():
+                os.rename(Path(private, "MNIST"), folder)
     except (RuntimeError, OSError):
-        fail(
-            f"MNIST is not in {data_dir} and cannot be downloaded: connect to the network, copy "
-            f"its four files to {Path(data_dir, 'MNIST', 'raw')}, or use --dataset digits"
-        )
+        if not folder.exists():  # else another node was first
+            fail(
+                f"MNIST is not in {data_dir} and cannot be downloaded: connect to the network, "
+                f"copy its four files to {folder / 'raw'}, or use --dataset digits"
+            )
 
 
 def random_images(count: int, seed: int) -> Dataset:
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(count, 1, 28, 28, generator=generator)
     return TensorDataset(images, torch.randint(10, (count,), generator=generator))
+
+
+class Shifted(Dataset):
+    """The images of `dataset`, each moved by up to a pixel, anew in each epoch.
+
+    By how much depends on seed, epoch and index, and on nothing else: not on the rank or process
+    that reads an image, nor on what it has read before. So any number of ranks, and a run that was
+    interrupted, see the same images. (What draws from torch's global generator instead does not
+    repeat itself where --workers are started again in the middle of an epoch.)
+    """
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+        self.epoch = 0  # set it before each epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self.dataset[index]
+        number = (self.seed * 1_000_003 + self.epoch) * len(self) + index
+        generator = torch.Generator().manual_seed(number)
+        shifts = torch.randint(-1, 2, (2,), generator=generator).tolist()
+        return torch.roll(image, shifts, dims=(1, 2)), label
+
+
+class ResumableSampler(DistributedSampler):
+    """A DistributedSampler that can begin in the middle of an epoch.
+
+    Nothing is read to be skipped: a run that continues reads just what the other would have read.
+    """
+
+    skip = 0  # samples of the epoch that this rank has had; set it before each epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.skip, None)
+
+    def __len__(self) -> int:
+        return super().__len__() - self.skip

@@ -1,10 +1,10 @@
 """The options of FullyShardedDataParallel, each next to its successor. Run fsdp1_to_fsdp2.py.
 
-`cases()` is to be read like a dictionary: `old` builds a model as older tutorials do, `new` builds
-the same with fully_shard.
+To be read like a dictionary: each function builds one model twice, `old` as older tutorials do it,
+and `new` with fully_shard. `fsdp1` and `fsdp2`, at the end, hold what all of them have in common.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from runtime import Worker
 from sharding import materialize
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -36,196 +36,293 @@ LARGE = 10_000  # parameters, for the policy by size: a block has 12,704
 
 
 @dataclass
-class Case:
-    option: str  # of FSDP1
-    successor: str
-    old: Callable[[], nn.Module] | None  # None: not to be run
-    new: Callable[[], nn.Module]
-    needs_gpu: bool = False  # FSDP1 has this on GPUs only
-    parts: int = 1  # backward passes per step
-    clip: bool = False
+class Job:
+    """Where the models are to be built."""
 
+    worker: Worker
+    mesh: DeviceMesh  # all ranks in a row
+    hybrid_mesh: DeviceMesh  # (replicate, shard)
 
-def cases(worker: Worker) -> list[Case]:
-    device, bf16 = worker.device, torch.bfloat16
-    flat_mesh = init_device_mesh(device.type, (worker.world_size,))
-    rows = 2 if worker.world_size % 2 == 0 and worker.world_size > 2 else 1
-    shape = (rows, worker.world_size // rows)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    by_size = partial(size_based_auto_wrap_policy, min_num_params=LARGE)
-    blocks, strategy = ModuleWrapPolicy({Block}), ShardingStrategy
+    @property
+    def device(self) -> torch.device:
+        return self.worker.device
 
-    def build(seed: int = 0) -> VisionTransformer:
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def model(self, seed: int = 0) -> VisionTransformer:
         torch.manual_seed(seed)
+        return VisionTransformer(dim=32, depth=2).to(self.device)
+
+
+def make_job(worker: Worker) -> Job:
+    """All ranks call this: it makes process groups."""
+    has_two_rows = worker.world_size > 2 and worker.world_size % 2 == 0
+    rows = 2 if has_two_rows else 1
+    shape = (rows, worker.world_size // rows)
+    return Job(
+        worker,
+        init_device_mesh(worker.device.type, (worker.world_size,)),
+        init_device_mesh(worker.device.type, shape, mesh_dim_names=("replicate", "shard")),
+    )
+
+
+@dataclass
+class Option:
+    name: str  # in FSDP1
+    successor: str
+    build: Callable[[Job], tuple[nn.Module | None, nn.Module]]  # (old, new)
+    gpu_only: bool  # in FSDP1; on CPUs its FULL_SHARD is compared instead
+    accumulate: int  # backward passes per step
+    clip: bool
+
+
+OPTIONS: list[Option] = []
+
+
+def option(
+    name: str, successor: str, gpu_only: bool = False, accumulate: int = 1, clip: bool = False
+) -> Callable:
+    """Put the function below into OPTIONS."""
+
+    def add(build: Callable) -> Callable:
+        OPTIONS.append(Option(name, successor, build, gpu_only, accumulate, clip))
+        return build
+
+    return add
+
+
+# ---- how much is sharded
+
+
+@option("FULL_SHARD", "reshard_after_forward=True")
+def full_shard(job: Job):
+    old = fsdp1(job, job.model(), sharding_strategy=ShardingStrategy.FULL_SHARD)
+    new = fsdp2(job, job.model(), reshard_after_forward=True)
+    return old, new
+
+
+@option("SHARD_GRAD_OP", "reshard_after_forward=False")
+def shard_grad_op(job: Job):
+    old = fsdp1(job, job.model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    new = fsdp2(job, job.model(), reshard_after_forward=False)
+    return old, new
+
+
+@option("NO_SHARD", "DistributedDataParallel")
+def no_shard(job: Job):
+    old = None  # FSDP1 never frees such a model, and with it the process group: it is not run
+    new = DistributedDataParallel(job.model(), device_ids=[job.device] if job.on_gpu else None)
+    return old, new
+
+
+@option("HYBRID_SHARD", "a mesh (replicate, shard)")
+def hybrid_shard(job: Job):
+    strategy = ShardingStrategy.HYBRID_SHARD
+    old = fsdp1(job, job.model(), sharding_strategy=strategy, device_mesh=job.hybrid_mesh)
+    new = fsdp2(job, job.model(), mesh=job.hybrid_mesh)
+    return old, new
+
+
+@option("_HYBRID_SHARD_ZERO2", "the same, reshard_after_forward=False")
+def hybrid_shard_zero2(job: Job):
+    strategy = ShardingStrategy._HYBRID_SHARD_ZERO2  # it never got a public name
+    old = fsdp1(job, job.model(), sharding_strategy=strategy, device_mesh=job.hybrid_mesh)
+    new = fsdp2(job, job.model(), mesh=job.hybrid_mesh, reshard_after_forward=False)
+    return old, new
+
+
+# ---- what is gathered together
+
+
+@option("auto_wrap_policy=None", "fully_shard(model) alone")
+def one_unit(job: Job):
+    old = fsdp1(job, job.model(), auto_wrap_policy=None)
+    new = fully_shard(job.model(), mesh=job.mesh)
+    return old, new
+
+
+@option("ModuleWrapPolicy({Block})", "a loop over the blocks")
+def unit_per_block(job: Job):
+    old = fsdp1(job, job.model(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    new = job.model()
+    for block in new.blocks:
+        fully_shard(block, mesh=job.mesh)
+    fully_shard(new, mesh=job.mesh)
+    return old, new
+
+
+@option("size_based_auto_wrap_policy", "a loop that counts parameters")
+def units_by_size(job: Job):
+    policy = partial(size_based_auto_wrap_policy, min_num_params=LARGE)
+    old = fsdp1(job, job.model(), auto_wrap_policy=policy)
+    new = job.model()
+    new = fsdp2(job, new, units=large_modules(new))
+    return old, new
+
+
+@option("CustomPolicy", "a loop with options")
+def options_per_unit(job: Job):
+    old = job.model()
+    first, second = old.blocks
+
+    def policy(module: nn.Module) -> bool | dict:
+        if module is first:
+            return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+        return module is second
+
+    old = fsdp1(job, old, auto_wrap_policy=CustomPolicy(policy))
+
+    new = job.model()
+    first, second = new.blocks
+    fully_shard(first, mesh=job.mesh, reshard_after_forward=False)
+    fully_shard(second, mesh=job.mesh)
+    fully_shard(new, mesh=job.mesh)
+    return old, new
+
+
+@option("ignored_states", "ignored_params")
+def ignored(job: Job):
+    old, new = frozen_position(job), frozen_position(job)
+    old = fsdp1(job, old, ignored_states={old.position})
+    new = fsdp2(job, new, ignored_params={new.position})
+    return old, new
+
+
+@option("a frozen parameter", "the same")
+def frozen(job: Job):
+    old = fsdp1(job, frozen_position(job))
+    new = fsdp2(job, frozen_position(job))
+    return old, new
+
+
+# ---- in which type, where, and when
+
+
+@option("MixedPrecision(bf16, fp32)", "MixedPrecisionPolicy(bf16, fp32)")
+def mixed_precision(job: Job):
+    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    old = fsdp1(job, job.model(), mixed_precision=MixedPrecision(**types))
+    new = fsdp2(job, job.model(), mp_policy=MixedPrecisionPolicy(**types))
+    return old, new
+
+
+@option("CPUOffload(True)", "CPUOffloadPolicy()", gpu_only=True)
+def cpu_offload(job: Job):
+    if job.on_gpu:
+        old = fsdp1(job, job.model(), cpu_offload=CPUOffload(True))
+    else:
+        old = fsdp1(job, job.model())
+    new = fsdp2(job, job.model(), offload_policy=CPUOffloadPolicy(pin_memory=job.on_gpu))
+    return old, new
+
+
+@option("BackwardPrefetch.BACKWARD_PRE", "set_modules_to_backward_prefetch")
+def backward_prefetch(job: Job):
+    old = fsdp1(job, job.model(), backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    new = fsdp2(job, job.model())
+    first, second = new.blocks
+    second.set_modules_to_backward_prefetch([first])
+    return old, new
+
+
+@option("forward_prefetch=True", "set_modules_to_forward_prefetch")
+def forward_prefetch(job: Job):
+    old = fsdp1(job, job.model(), forward_prefetch=True)
+    new = fsdp2(job, job.model())
+    first, second = new.blocks
+    first.set_modules_to_forward_prefetch([second])
+    return old, new
+
+
+# ---- first values: rank 0's for all
+
+
+@option("sync_module_states=True", "set_model_state_dict, from rank 0", gpu_only=True)
+def values_of_rank_0(job: Job):
+    rank = job.worker.rank  # as a seed: the other ranks' values must not count
+    if job.on_gpu:
+        old = fsdp1(job, job.model(seed=rank), sync_module_states=True)
+    else:
+        old = fsdp1(job, job.model())
+    new = fsdp2(job, job.model(seed=rank))
+    values = job.model().state_dict() if job.worker.is_main else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(new, values, options=options)
+    return old, new
+
+
+@option("param_init_fn, meta device", "to_empty() after sharding", gpu_only=True)
+def without_memory_at_first(job: Job):
+    def build() -> VisionTransformer:
+        torch.manual_seed(0)
         return VisionTransformer(dim=32, depth=2)
 
-    def fsdp1(model=None, policy=blocks, **options):
-        options = {"device_mesh": flat_mesh, "use_orig_params": True} | options
-        return FullyShardedDataParallel(
-            model or build(), auto_wrap_policy=policy, device_id=device, **options
-        )
+    def make_memory(module: nn.Module) -> None:
+        module.to_empty(device=job.device, recurse=False)
 
-    def fsdp2(model=None, units=lambda model: model.blocks, **options):
-        model = model or build().to(device)
-        options = {"mesh": flat_mesh} | options
-        for module in units(model):
-            fully_shard(module, **options)
-        return fully_shard(model, **options)
+    with torch.device("meta"):
+        new = build()
+    new = materialize(fsdp2(job, new), build, job.device, job.worker.is_main)
 
-    def first_kept_old():
-        def rule(module):
-            keep = {"sharding_strategy": strategy.SHARD_GRAD_OP}
-            return keep if module is model.blocks[0] else module is model.blocks[1]
+    if not job.on_gpu:
+        return fsdp1(job, job.model()), new
+    if job.worker.is_main:
+        return fsdp1(job, build(), sync_module_states=True), new
+    with torch.device("meta"):
+        old = build()
+    return fsdp1(job, old, param_init_fn=make_memory, sync_module_states=True), new
 
-        model = build()
-        return fsdp1(model, CustomPolicy(rule))
 
-    def first_kept_new():
-        model = build().to(device)
-        fully_shard(model.blocks[0], mesh=flat_mesh, reshard_after_forward=False)
-        return fsdp2(model, lambda model: model.blocks[1:])
+# ---- the training step: see Run in fsdp1_to_fsdp2.py
 
-    def meta_old():
-        with torch.device("cpu" if worker.is_main else "meta"):
-            model = build()
-        empty = None if worker.is_main else lambda m: m.to_empty(device=device, recurse=False)
-        return fsdp1(model, param_init_fn=empty, sync_module_states=True)
 
-    def meta_new():
-        with torch.device("meta"):
-            model = build()
-        return materialize(fsdp2(model), build, device, worker.is_main)
+@option("no_sync()", "set_requires_gradient_sync(False)", accumulate=2)
+def accumulation(job: Job):
+    return fsdp1(job, job.model()), fsdp2(job, job.model())
 
-    def broadcast_new():
-        model = fsdp2(build(worker.rank).to(device))
-        state = build().state_dict() if worker.is_main else {}
-        set_model_state_dict(
-            model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        )
-        return model
 
-    def prefetch_new(direction):
-        model = fsdp2()
-        first, second = model.blocks
-        if direction == "forward":
-            first.set_modules_to_forward_prefetch([second])
-        else:
-            second.set_modules_to_backward_prefetch([first])
-        return model
+@option("model.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm_", clip=True)
+def clipping(job: Job):
+    return fsdp1(job, job.model()), fsdp2(job, job.model())
 
-    def frozen():
-        model = build().to(device)
-        model.position.requires_grad_(False)
-        return model
 
-    def ignored(shard, option):
-        model = frozen()
-        return shard(model, **{option: {model.position}})
+# ---- what they have in common
 
-    def ddp():
-        gpu = [worker.local_rank] if device.type == "cuda" else None
-        return DistributedDataParallel(build().to(device), device_ids=gpu)
 
-    hybrid = f"HYBRID_SHARD, {shape[0]} x {shape[1]}"
-    zero2 = strategy._HYBRID_SHARD_ZERO2  # it never got a public name
-    found = [
-        Case("FULL_SHARD", "reshard_after_forward=True", fsdp1, fsdp2),
-        Case(
-            "SHARD_GRAD_OP",
-            "reshard_after_forward=False",
-            lambda: fsdp1(sharding_strategy=strategy.SHARD_GRAD_OP),
-            lambda: fsdp2(reshard_after_forward=False),
-        ),
-        Case("NO_SHARD", "DistributedDataParallel", None, ddp),
-        Case(
-            hybrid,
-            "a mesh (replicate, shard)",
-            lambda: fsdp1(sharding_strategy=strategy.HYBRID_SHARD, device_mesh=mesh),
-            lambda: fsdp2(mesh=mesh),
-        ),
-        Case(
-            "_HYBRID_SHARD_ZERO2",
-            "the same, reshard_after_forward=False",
-            lambda: fsdp1(sharding_strategy=zero2, device_mesh=mesh),
-            lambda: fsdp2(mesh=mesh, reshard_after_forward=False),
-        ),
-        Case(
-            "auto_wrap_policy=None",
-            "fully_shard(model) alone",
-            lambda: fsdp1(policy=None),
-            lambda: fsdp2(units=lambda model: []),
-        ),
-        Case("ModuleWrapPolicy({Block})", "a loop over the blocks", fsdp1, fsdp2),
-        Case(
-            "size_based_auto_wrap_policy",
-            "a loop that counts parameters",
-            lambda: fsdp1(policy=by_size),
-            lambda: fsdp2(units=large_modules),
-        ),
-        Case("CustomPolicy", "a loop with options", first_kept_old, first_kept_new),
-        Case(
-            "MixedPrecision(bf16, fp32)",
-            "MixedPrecisionPolicy(bf16, fp32)",
-            lambda: fsdp1(
-                mixed_precision=MixedPrecision(param_dtype=bf16, reduce_dtype=torch.float32)
-            ),
-            lambda: fsdp2(mp_policy=MixedPrecisionPolicy(bf16, torch.float32)),
-        ),
-        Case(
-            "CPUOffload(True)",
-            "CPUOffloadPolicy()",
-            lambda: fsdp1(cpu_offload=CPUOffload(True)),
-            lambda: fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")),
-            needs_gpu=True,
-        ),
-        Case(
-            "BackwardPrefetch.BACKWARD_PRE",
-            "set_modules_to_backward_prefetch",
-            lambda: fsdp1(backward_prefetch=BackwardPrefetch.BACKWARD_PRE),
-            lambda: prefetch_new("backward"),
-        ),
-        Case(
-            "forward_prefetch=True",
-            "set_modules_to_forward_prefetch",
-            lambda: fsdp1(forward_prefetch=True),
-            lambda: prefetch_new("forward"),
-        ),
-        Case(
-            "sync_module_states=True",
-            "set_model_state_dict, from rank 0",
-            lambda: fsdp1(build(worker.rank).to(device), sync_module_states=True),
-            broadcast_new,
-            needs_gpu=True,
-        ),
-        Case(
-            "param_init_fn, meta device",
-            "to_empty() after sharding",
-            meta_old,
-            meta_new,
-            needs_gpu=True,
-        ),
-        Case(
-            "ignored_states",
-            "ignored_params",
-            lambda: ignored(fsdp1, "ignored_states"),
-            lambda: ignored(fsdp2, "ignored_params"),
-        ),
-        Case("a frozen parameter", "the same", lambda: fsdp1(frozen()), lambda: fsdp2(frozen())),
-        Case("no_sync()", "set_requires_gradient_sync(False)", fsdp1, fsdp2, parts=2),
-        Case("model.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm_", fsdp1, fsdp2, clip=True),
-    ]
-    for case in found:
-        if case.needs_gpu and device.type == "cpu":
-            case.old, case.option = fsdp1, f"{case.option} *"
-    return found
+def fsdp1(job: Job, model: nn.Module, **options) -> FullyShardedDataParallel:
+    """Wrap each block, and the rest; `options` are FSDP1's and come on top."""
+    defaults = {
+        "auto_wrap_policy": ModuleWrapPolicy({Block}),
+        "device_mesh": job.mesh,
+        "device_id": job.device,
+        "use_orig_params": True,  # parameters keep their names, for the optimizer and for us
+    }
+    return FullyShardedDataParallel(model, **(defaults | options))
+
+
+def fsdp2(
+    job: Job, model: nn.Module, units: Iterable[nn.Module] | None = None, **options
+) -> nn.Module:
+    """Shard each block (or each of `units`), and the rest; `options` are fully_shard's."""
+    options = {"mesh": job.mesh} | options
+    for module in model.blocks if units is None else units:
+        fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def frozen_position(job: Job) -> VisionTransformer:
+    model = job.model()
+    model.position.requires_grad_(False)
+    return model
 
 
 def large_modules(model: nn.Module) -> list[nn.Module]:
     """What size_based_auto_wrap_policy finds: no lists, and only what has parameters enough."""
-    return [
-        module
-        for module in model.modules()
-        if module is not model
-        and not isinstance(module, nn.ModuleList)
-        and sum(p.numel() for p in module.parameters()) >= LARGE
-    ]
+    found = []
+    for module in model.modules():
+        size = sum(p.numel() for p in module.parameters())
+        if module is not model and not isinstance(module, nn.ModuleList) and size >= LARGE:
+            found.append(module)
+    return found

@@ -18,9 +18,10 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError
+from arguments import ArgumentParser, UserError, at_least
 from data import load_dataset
-from fsdp1_options import cases
+from differences import full_tensor, largest_differences
+from fsdp1_options import OPTIONS, Job, fsdp1, fsdp2, make_job
 from runtime import Worker, distributed_worker
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -56,29 +57,35 @@ def main() -> None:
 
 def compare(args, worker: Worker) -> None:
     data = load_dataset("digits")[0][:]
+    job = make_job(worker)
     if worker.is_main:
-        print(f"{args.steps} steps with {args.optimizer}, global batch {args.batch_size}\n")
+        rows, columns = job.hybrid_mesh.shape
+        print(f"{args.steps} steps with {args.optimizer}, global batch {args.batch_size}")
+        print(f"the hybrid mesh has {rows} x {columns} ranks\n")
         print(f"{'':71}largest difference of")
         print(f"{'FullyShardedDataParallel':31}{'fully_shard':36}       loss   gradient  parameter")
-    for case in cases(worker):
-        if case.old is None:
-            print_row(case.option, case.successor, None, None, None, worker)
+    for option in OPTIONS:
+        name = f"{option.name} *" if option.gpu_only and not job.on_gpu else option.name
+        old, new = option.build(job)
+        if old is None:
+            print_row(name, option.successor, None, None, None, worker)
             continue
         results = []
-        for build in (case.old, case.new):
-            run = Run(build(), args, worker, data, case.parts, case.clip)
+        for model in (old, new):
+            run = Run(model, args, worker, data, option.accumulate, option.clip)
             for i in range(args.steps - 1):
-                run.step(i, look=False)
-            results.append(run.step(args.steps - 1))
-        row = torch.tensor(differences(*results), dtype=torch.float64, device=worker.device)
+                run.step(i)
+            results.append(run.step(args.steps - 1, look=True))
+        row = torch.tensor(largest_differences(*results), dtype=torch.float64)
+        row = row.to(worker.device)
         dist.all_reduce(row, op=dist.ReduceOp.MAX)  # the rank that is furthest off counts
-        print_row(case.option, case.successor, *row.tolist(), worker)
+        print_row(name, option.successor, *row.tolist(), worker)
     if worker.is_main:
         print()
-    for row in state_dicts(args, worker, data):
+    for row in compare_state_dicts(job, args, data):
         print_row(*row, worker)
     if worker.is_main:
-        if worker.device.type == "cpu":
+        if not job.on_gpu:
             print("\n* FSDP1 has this on GPUs only: compared with its FULL_SHARD")
         print("NO_SHARD is not run: FSDP1 never frees such a model, and with it the process group")
 
@@ -86,40 +93,53 @@ def compare(args, worker: Worker) -> None:
 class Run:
     """A model, whoever sharded it, and its training step."""
 
-    def __init__(self, model, args, worker: Worker, data, parts: int = 1, clip: bool = False):
-        self.model, self.worker, self.data, self.size = model, worker, data, args.batch_size
-        self.parts, self.clip = parts, clip
+    def __init__(self, model, args, worker: Worker, data, accumulate: int = 1, clip: bool = False):
+        self.model, self.worker, self.data = model, worker, data
+        self.batch_size = args.batch_size
+        self.accumulate = accumulate
+        self.clip = clip
+        self.is_fsdp2 = isinstance(model, FSDPModule)
         self.optimizer = OPTIMIZERS[args.optimizer](model.parameters())
 
-    def step(self, index: int, look: bool = True) -> dict[str, Tensor]:
-        """Take a step; look: return its loss, its gradients and the parameters it left, whole."""
-        model, new = self.model, isinstance(self.model, FSDPModule)
-        share = torch.arange(self.worker.rank, self.size, self.worker.world_size)
-        parts = (share + index * self.size).chunk(self.parts)
-        self.optimizer.zero_grad()
-        loss = sum(self.backward(part, last=part is parts[-1]) for part in parts)
-        if self.clip and not new:
-            model.clip_grad_norm_(CLIP)
-        elif self.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        found = whole(self.model, "gradient") if look else {}
-        self.optimizer.step()
-        found |= whole(self.model, "parameter") if look else {}
-        dist.all_reduce(loss.div_(self.worker.world_size))
-        return found | {"loss": loss}
+    def step(self, index: int, look: bool = False) -> dict[str, Tensor]:
+        """Take a step on batch `index`.
 
-    def backward(self, part: Tensor, last: bool) -> Tensor:
-        new = isinstance(self.model, FSDPModule)
-        if new:
-            self.model.set_requires_gradient_sync(last)  # stays so until it is set again
-        with nullcontext() if new or last else self.model.no_sync():
-            images, labels = (t[part].to(self.worker.device) for t in self.data)
-            loss = F.cross_entropy(self.model(images).float(), labels) / self.parts
+        look: return its loss, its gradients and the parameters it left, all of them whole.
+        """
+        worker, tensors = self.worker, {}
+        local_batch = torch.arange(worker.rank, self.batch_size, worker.world_size)
+        micro_batches = (local_batch + index * self.batch_size).chunk(self.accumulate)
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=worker.device)
+        for micro_batch in micro_batches:
+            loss += self.backward(micro_batch, is_last=micro_batch is micro_batches[-1])
+        if self.clip and self.is_fsdp2:
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        elif self.clip:
+            self.model.clip_grad_norm_(CLIP)
+        if look:
+            loss /= worker.world_size
+            dist.all_reduce(loss)
+            tensors = {"loss": loss} | full_tensors(self.model, "gradient")
+        self.optimizer.step()
+        if look:
+            tensors |= full_tensors(self.model, "parameter")
+        return tensors
+
+    def backward(self, indices: Tensor, is_last: bool) -> Tensor:
+        images, labels = (t[indices].to(self.worker.device) for t in self.data)
+        no_sync = nullcontext()
+        if self.is_fsdp2:
+            self.model.set_requires_gradient_sync(is_last)  # stays so until it is set again
+        elif not is_last:
+            no_sync = self.model.no_sync()
+        with no_sync:
+            loss = F.cross_entropy(self.model(images).float(), labels) / self.accumulate
             loss.backward()
         return loss.detach()
 
 
-def whole(model: nn.Module, kind: str) -> dict[str, Tensor]:
+def full_tensors(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """Copies of all parameters, or of all gradients, under "parameter NAME" or "gradient NAME"."""
     if isinstance(model, FullyShardedDataParallel):
         # In this context, and only there, the wrapped modules hold whole parameters.
@@ -129,64 +149,65 @@ def whole(model: nn.Module, kind: str) -> dict[str, Tensor]:
 
 
 def copies(model: nn.Module, kind: str) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, param in model.named_parameters():
-        tensor = param if kind == "parameter" else param.grad
-        # FSDP1 shows zeros as the gradient of a frozen parameter.
-        if tensor is not None and (kind == "parameter" or param.requires_grad):
-            name = name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
-            found[f"{kind} {name}"] = plain(tensor)
-    return found
+        name = name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
+        if kind == "parameter":
+            tensors[f"parameter {name}"] = plain(param)
+        elif param.grad is not None and param.requires_grad:
+            # (FSDP1 shows zeros as the gradient of a frozen parameter.)
+            tensors[f"gradient {name}"] = plain(param.grad)
+    return tensors
 
 
-def differences(old: dict[str, Tensor], new: dict[str, Tensor]) -> list[float]:
-    """Largest difference of the loss, of any gradient, of any parameter."""
-    if old.keys() != new.keys():
-        raise RuntimeError(f"not the same tensors: {old.keys() ^ new.keys()}")
-    worst = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
-    for name, tensor in old.items():
-        kind = name.split()[0]
-        worst[kind] = max(worst[kind], (tensor - new[name]).abs().max().item())
-    return list(worst.values())
+def compare_state_dicts(job: Job, args, data) -> list[tuple]:
+    """Compare what both save after a step; then continue the run of FSDP1 under FSDP2.
 
+    Returns rows for the table: (of FSDP1, successor, and the differences, None where there is no
+    such thing).
+    """
+    old = Run(fsdp1(job, job.model()), args, job.worker, data)
+    new = Run(fsdp2(job, job.model()), args, job.worker, data)
+    old.step(0)
+    new.step(0)
 
-def state_dicts(args, worker: Worker, data) -> list[tuple]:
-    """Compare what both save after a step; then continue the run of FSDP1 under FSDP2."""
-    case = cases(worker)[0]
-    old, new = runs = [Run(build(), args, worker, data) for build in (case.old, case.new)]
-    for run in runs:
-        run.step(0, look=False)
-    context, full = FullyShardedDataParallel.state_dict_type, StateDictOptions(full_state_dict=True)
-    with context(old.model, StateDictType.FULL_STATE_DICT):
-        state = old.model.state_dict()
-    with context(old.model, StateDictType.SHARDED_STATE_DICT):
-        shards = old.model.state_dict()
+    state_dict_type = FullyShardedDataParallel.state_dict_type
+    with state_dict_type(old.model, StateDictType.FULL_STATE_DICT):
+        old_state = old.model.state_dict()
+    with state_dict_type(old.model, StateDictType.SHARDED_STATE_DICT):
+        old_shards = old.model.state_dict()
         # Not with FULL_STATE_DICT: on CPUs, torch 2.13 then returns the last of the optimizer's
         # states, exp_avg_sq, under all of their names.
-        optimizer_state = FullyShardedDataParallel.optim_state_dict(old.model, old.optimizer)
-    for entry in optimizer_state["state"].values():
-        entry.update({key: plain(tensor) for key, tensor in entry.items()})
-    new_state = get_optimizer_state_dict(new.model, new.optimizer, options=full)
-    pairs = {
-        ("FULL_STATE_DICT", "get_model_state_dict(full)"): (
-            state,
-            get_model_state_dict(new.model, options=full),
-        ),
-        ("SHARDED_STATE_DICT", "model.state_dict()"): (shards, new.model.state_dict()),
-        ("FSDP.optim_state_dict", "get_optimizer_state_dict"): (
-            flatten(optimizer_state["state"]),
-            flatten(new_state["state"]),
-        ),
-    }
-    table = []
-    for names, states in pairs.items():
-        left, right = ({f"parameter {n}": plain(t) for n, t in x.items()} for x in states)
-        table.append((*names, None, None, differences(left, right)[-1]))
+        old_optimizer_state = FullyShardedDataParallel.optim_state_dict(old.model, old.optimizer)
+    for entry in old_optimizer_state["state"].values():
+        for key, tensor in entry.items():
+            entry[key] = plain(tensor)
 
-    continued = Run(case.new(), args, worker, data)
-    load_from_fsdp1(continued.model, continued.optimizer, state, optimizer_state, worker)
-    results = [run.step(1) for run in (old, continued)]
-    table.append(("one step more", "the same, from FSDP1's states", *differences(*results)))
+    full = StateDictOptions(full_state_dict=True)
+    new_state = get_model_state_dict(new.model, options=full)
+    new_shards = new.model.state_dict()
+    new_optimizer_state = get_optimizer_state_dict(new.model, new.optimizer, options=full)
+
+    table = []
+    for name, successor, left, right in (
+        ("FULL_STATE_DICT", "get_model_state_dict(full)", old_state, new_state),
+        ("SHARDED_STATE_DICT", "model.state_dict()", old_shards, new_shards),
+        (
+            "FSDP.optim_state_dict",
+            "get_optimizer_state_dict",
+            flatten(old_optimizer_state["state"]),
+            flatten(new_optimizer_state["state"]),
+        ),
+    ):
+        _, _, difference = largest_differences(as_parameters(left), as_parameters(right))
+        table.append((name, successor, None, None, difference))
+
+    continued = Run(fsdp2(job, job.model()), args, job.worker, data)
+    load_from_fsdp1(
+        continued.model, continued.optimizer, old_state, old_optimizer_state, job.worker
+    )
+    difference = largest_differences(old.step(1, look=True), continued.step(1, look=True))
+    table.append(("one step more", "the same, from FSDP1's states", *difference))
     return table
 
 
@@ -199,18 +220,23 @@ def load_from_fsdp1(model, optimizer, state: dict, optimizer_state: dict, worker
     gave names of its own, the flat parameters of LOCAL_STATE_DICT, only FSDP1 can read.)
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    mine = worker.is_main
-    set_model_state_dict(model, state if mine else {}, options=options)
-    set_optimizer_state_dict(model, optimizer, optimizer_state if mine else {}, options=options)
+    if not worker.is_main:
+        state, optimizer_state = {}, {}
+    set_model_state_dict(model, state, options=options)
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
 
 
 def flatten(state: dict[str, dict]) -> dict[str, Tensor]:
     return {f"{name} {key}": t for name, entry in state.items() for key, t in entry.items()}
 
 
+def as_parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"parameter {name}": plain(tensor) for name, tensor in state.items()}
+
+
 def plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return tensor.detach().float().cpu().clone()
+    """A whole copy in fp32, on the CPU."""
+    return full_tensor(tensor).float().cpu()
 
 
 def print_row(option: str, successor: str, loss, gradient, parameter, worker: Worker) -> None:
@@ -229,16 +255,11 @@ CLIP = 0.1  # far below the norm of the gradients, so that it does something
 
 def parse_args():
     parser = ArgumentParser(description="FSDP1's options and their successors, both run.")
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=48, help="images, over all ranks")
+    parser.add_argument("--steps", type=at_least(1), default=2)
+    parser.add_argument("--batch-size", type=at_least(1), default=48, help="over all ranks")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    for name in ("steps", "batch_size"):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be at least 1, not {getattr(args, name)}")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism by hand, compared with torch's fully_shard and with one process.
+"""Fully sharded data parallelism by hand: parameters that are whole only while they are used.
 
     python fsdp_basics/fsdp_from_scratch.py
     torchrun --standalone --nproc_per_node=2 fsdp_basics/fsdp_from_scratch.py
@@ -11,155 +11,200 @@ holds one flat shard of every unit. A unit is whole only around its forward and 
     backward   all_gather them again, compute, reduce_scatter the gradients, free both
     step       the optimizer updates the shards: it is an ordinary one, and sees nothing else
 
-That is ZeRO-3. With --keep, nothing is freed between forward and backward: ZeRO-2. The sharding is
-in sharded_units.py; this file compares.
+That is ZeRO-3. With --keep, nothing is freed between forward and backward: ZeRO-2. Hooks do the
+work: before and after the module's forward, before its backward, and when its gradients are there.
 
-Look at the differences (with 2 ranks all bits agree with fully_shard's), at the bytes that a rank
-holds between steps, at the most that was whole at one time, and at the order of events.
+The script compares it with torch's fully_shard and with one process. Look at the differences (with
+2 ranks on CPUs all bits agree with fully_shard's), at the bytes that a rank holds between steps, at
+the most that was whole at one time, and at the order of events.
 """
-
-import textwrap
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError
-from data import load_dataset
-from model import VisionTransformer
-from runtime import Worker, distributed_worker
-from sharded_units import shard_by_hand, tensors_in
-from sharding import shard
+from compare_fsdp import compare, parse_args
+from runtime import distributed_worker
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.elastic.multiprocessing.errors import record
+
+# The second names are those of torch before 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @record
 def main() -> None:
     args = parse_args()
     with distributed_worker(args.device) as worker:
-        if args.batch_size % worker.world_size:
-            raise UserError(
-                f"--batch-size {args.batch_size} does not divide over {worker.world_size} rank(s)"
-            )
-        compare(args, worker)
+        compare(shard_by_hand, args, worker)
 
 
-def compare(args, worker: Worker) -> None:
-    images, labels = (t.to(worker.device) for t in load_dataset("digits")[0].tensors)
-    models = {}
-    for name in ("one process", "fully_shard", "by hand"):
-        torch.manual_seed(args.seed)
-        models[name] = VisionTransformer(dim=args.dim, depth=args.depth).to(worker.device)
-    one, theirs, ours = models.values()
-    mesh = init_device_mesh(worker.device.type, (worker.world_size,))
-    shard(theirs, mesh, reshard_after_forward=not args.keep)
-    units = shard_by_hand(ours, ours.blocks, args.keep, events=(events := []))
-    held = [list(one.parameters()), list(theirs.parameters()), [unit.shard for unit in units]]
-    optimizers = [OPTIMIZERS[args.optimizer](params) for params in held]
-    worst = torch.zeros(2, 3, dtype=torch.float64, device=worker.device)
-    generator = torch.Generator().manual_seed(args.seed)
+class Unit:
+    """Parameters of `module` that are gathered, freed and reduced together; all of one dtype.
 
-    for _ in range(args.steps):
-        batch = torch.randint(len(images), (args.batch_size,), generator=generator)
-        share = batch[worker.rank :: worker.world_size]
-        losses, results = [], []
-        for model, optimizer in zip(models.values(), optimizers, strict=True):
-            part = batch if model is one else share
-            events.clear()
-            loss = F.cross_entropy(model(images[part]), labels[part])
-            events.append(("backward", "", 0))
-            loss.backward()
-            losses.append(loss.detach() / (1 if model is one else worker.world_size))
-            results.append(everything(model, units if model is ours else None, gradients=True))
-            optimizer.step()
-            optimizer.zero_grad()
-            results[-1] |= everything(model, units if model is ours else None, gradients=False)
-        for loss in losses[1:]:
-            dist.all_reduce(loss)
-        for row, loss, result in zip(worst, losses, results, strict=False):
-            row[0] = max(row[0], abs(loss - losses[2]))
-            for key, value in results[2].items():
-                column = 1 if key.startswith("gradient of") else 2
-                row[column] = max(row[column], (value - result[key]).abs().max())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    rows = [[sum(bytes_of(p) for p in params) for params in held]]
-    rows.append([sum(map(bytes_of, tensors_in(list(o.state.values())))) for o in optimizers])
-    whole = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in ours.parameters()}
-    rows[0][2] += sum(storage.nbytes() for storage in whole.values())  # 0: all is freed
-    everyone = [None] * worker.world_size
-    dist.all_gather_object(everyone, rows)
-    if worker.is_main:
-        print_report(args, worst.tolist(), everyone, events)
+    shard: what the optimizer gets: 1 / world_size of the unit's numbers, in one dim, with zeros at
+        the end where they do not divide.
+    full_flat: all numbers of the unit, padded. The module's parameters are windows into its memory,
+        which is there only while the module computes: in between it has 0 bytes.
+    keep: leave the parameters whole between forward and backward.
+    events: a list that receives ("gather" | "free" | "reduce", name, bytes of `full_flat`).
+    """
+
+    def __init__(self, name, module, params: dict[str, nn.Parameter], keep, group, events):
+        self.name = name
+        self.params = params
+        self.keep = keep
+        self.group = group
+        self.events = events
+        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        flat = torch.cat([p.detach().flatten() for p in params.values()])
+        self.full_flat = F.pad(flat, (0, -len(flat) % world_size))
+        dist.broadcast(self.full_flat, group=group, group_src=0)  # else shards of different models
+        trainable = next(iter(params.values())).requires_grad
+        self.shard = nn.Parameter(self.full_flat.chunk(world_size)[rank].clone(), trainable)
+        # Autograd counts the in-place writes to each tensor that it saves for backward, and refuses
+        # to use one that was written to since. Our gather is such a write, though of the numbers
+        # that were there before. Set through .data, a parameter shares the memory of `full_flat`,
+        # but keeps a counter of its own: what we write into `full_flat` is not held against it.
+        for param, window in zip(params.values(), self.windows(self.full_flat), strict=True):
+            param.data = window
+        self.is_gathered = self.in_backward = False
+        self.full_flat.untyped_storage().resize_(0)
+
+        self.watches = []
+        module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+        module.register_forward_hook(self.after_forward)
+        if trainable:
+            # Fires when this backward has computed all gradients that it will: a parameter that it
+            # does not reach is not waited for. A tied one comes once, after all its uses.
+            register_multi_grad_hook(list(params.values()), self.reduce)
+            for param in params.values():
+                param.register_post_accumulate_grad_hook(drop_gradient)
+
+    def windows(self, flat: Tensor) -> list[Tensor]:
+        sizes = [p.numel() for p in self.params.values()]
+        pieces = flat[: sum(sizes)].split(sizes)
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.params.values(), strict=True)]
+
+    def gather(self) -> None:
+        if not self.is_gathered:
+            self.full_flat.untyped_storage().resize_(self.full_flat.nbytes)
+            all_gather(self.full_flat, self.shard.detach(), group=self.group)
+            self.is_gathered = True
+            self.events.append(("gather", self.name, self.full_flat.nbytes))
+
+    def free(self) -> None:
+        if self.is_gathered:
+            # Other than `del`, this also takes the memory from what autograd has saved, and the
+            # next gather gives it back to all of them.
+            self.full_flat.untyped_storage().resize_(0)
+            self.is_gathered = self.in_backward = False
+            self.events.append(("free", self.name, self.full_flat.nbytes))
+
+    def before_forward(self, module, args, kwargs) -> None:
+        self.gather()
+        if not self.shard.requires_grad and torch.is_grad_enabled():
+            # A frozen unit is needed in backward, too, for the gradients of its inputs. Nobody
+            # reduces it: it may go when the gradients of all that the module has are there.
+            others = (*tensors_in([args, kwargs]), *module.parameters())
+            watched = [t for t in others if t.requires_grad]
+            if watched:
+                self.watches.append(register_multi_grad_hook(watched, self.after_backward))
+
+    def after_forward(self, module, args, output) -> None:
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(self.before_backward)
+        # Inside backward, this is activation checkpointing that runs the module once more.
+        if not self.in_backward and not (self.keep and outputs):
+            self.free()
+
+    def before_backward(self, gradient: Tensor) -> None:
+        self.in_backward = True
+        self.gather()
+
+    def after_backward(self, gradients) -> None:
+        self.free()
+        while self.watches:
+            self.watches.pop().remove()
+
+    @torch.no_grad()
+    def reduce(self, gradients: list[Tensor | None]) -> None:
+        """Average the gradients over the ranks; each keeps those of its own shard."""
+        flat = torch.zeros_like(self.full_flat)  # zero also where no gradient is
+        for window, gradient in zip(self.windows(flat), gradients, strict=True):
+            if gradient is not None:
+                window.copy_(gradient)
+        flat /= dist.get_world_size(self.group)
+        shard_gradient = torch.empty_like(self.shard)
+        reduce_scatter(shard_gradient, flat, group=self.group)
+        if self.shard.grad is not None:
+            shard_gradient += self.shard.grad
+        self.shard.grad = shard_gradient
+        self.events.append(("reduce", self.name, flat.nbytes))
+        self.free()
+
+    def full(self, shard: Tensor) -> dict[str, Tensor]:
+        """What all ranks hold in `shard`, or in another tensor of its kind, by parameter name."""
+        flat = torch.empty_like(self.full_flat)
+        all_gather(flat, shard.detach(), group=self.group)
+        return dict(zip(self.params, self.windows(flat), strict=True))
 
 
-def everything(model: nn.Module, units, gradients: bool) -> dict[str, Tensor]:
-    """All parameters, or all gradients, whole and by name, however they are held."""
-    if units is not None:
-        found = {}
-        for unit in units:
-            found |= unit.full(unit.shard.grad if gradients else unit.shard)
-    else:
-        named = {n: p.grad if gradients else p.detach() for n, p in model.named_parameters()}
-        found = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in named.items()}
-    return {f"{'gradient' if gradients else 'value'} of {n}": t.clone() for n, t in found.items()}
+def shard_by_hand(model: nn.Module, blocks, keep=False, group=None, events=None) -> list[Unit]:
+    """Shard `model` over the ranks of `group`, in place. The optimizer takes the units' shards.
+
+    blocks: the modules that are to be units; all other parameters are the root's, which stays whole
+        from its forward to the end of its backward. A block may be called several times in a step.
+    Every rank must call the same blocks in the same order. What is frozen must be so before. The
+    gradient of a parameter that backward does not reach is zero, not None.
+    Raises ValueError if two units share a parameter.
+    """
+    if events is None:
+        events = []
+    owners, units = {}, []
+    chosen = set(blocks)
+    blocks = [module for module in model.modules() if module in chosen]  # each once, in order
+    names = {module: name for name, module in model.named_modules()} | {model: "root"}
+    for module in (*blocks, model):
+        kinds = {}  # (trainable?, dtype) -> name -> parameter: a flat tensor is of one kind
+        for name, param in parameters_of(module, blocks):
+            if param not in owners:
+                owners[param] = names[module]
+                kinds.setdefault((param.requires_grad, param.dtype), {})[name] = param
+            elif owners[param] != names[module]:
+                raise ValueError(
+                    f"{name} of unit {names[module]} belongs to unit {owners[param]}, too, and "
+                    "would be freed by one while the other computes: leave both to one unit"
+                )
+        prefix = f"{names[module]}." if module is not model else ""
+        for kind in kinds.values():
+            params = {prefix + name: param for name, param in kind.items()}
+            keep_it = keep or module is model
+            units.append(Unit(names[module], module, params, keep_it, group, events))
+    return units
 
 
-def bytes_of(tensor: Tensor) -> int:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+def parameters_of(module: nn.Module, blocks, prefix: str = ""):
+    """(name, parameter) of a module without the blocks in it; a tied one under each name."""
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield prefix + name, param
+    for name, child in module.named_children():
+        if child not in blocks:
+            yield from parameters_of(child, blocks, f"{prefix}{name}.")
 
 
-def print_report(args, worst, everyone, events) -> None:
-    print(f"{args.steps} steps with {args.optimizer}, global batch {args.batch_size}\n")
-    print("largest difference of       loss   gradient  parameter")
-    for name, row in zip(("one process", "fully_shard"), worst, strict=True):
-        print(f"by hand to {name:12}" + "".join(f"{value:11.1e}" for value in row))
-    print("\nbytes between steps    parameters                      optimizer state")
-    print("               one process fully_shard    by hand   one process fully_shard    by hand")
-    for rank, (parameters, state) in enumerate(everyone):
-        columns = "".join(f"{b:12,}" for b in (*parameters, *state))
-        print(f"rank {rank:<9}{columns}")
-    size = peak = 0
-    for event, _, nbytes in events:
-        size += {"gather": nbytes, "free": -nbytes}.get(event, 0)
-        peak = max(peak, size)
-    print(f"most that was whole at one time in a step: {peak:,} bytes of parameters")
-    print("\norder of events on rank 0, in the last step")
-    phase, words = "forward", []
-    for event, name, _ in (*events, ("end", "", 0)):
-        if event in ("backward", "end"):
-            text = ", ".join(words).replace(" ", "~").replace(",~", ", ")  # lines break at commas
-            lines = textwrap.fill(text, 90, subsequent_indent=" " * 10).replace("~", " ")
-            print(f"{phase:10}{lines}")
-            phase, words = event, []
-        else:
-            words.append(f"{event} {name.replace('blocks.', 'block ')}")
+def drop_gradient(param: nn.Parameter) -> None:
+    param.grad = None  # reduce() has it; the shard's gradient is the one that counts
 
 
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=2e-3),
-}
-
-
-def parse_args():
-    parser = ArgumentParser(description="FSDP by hand, next to fully_shard and to one process.")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=48, help="images, over all ranks")
-    parser.add_argument("--dim", type=int, default=64, help="width of the model: a multiple of 4")
-    parser.add_argument("--depth", type=int, default=4, help="blocks")
-    parser.add_argument("--keep", action="store_true", help="do not free after forward: ZeRO-2")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    for name in ("steps", "batch_size", "dim", "depth"):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be at least 1, not {getattr(args, name)}")
-    if args.dim % 4:
-        parser.error(f"--dim must be a multiple of 4, not {args.dim}")
-    return args
+def tensors_in(x) -> list[Tensor]:
+    if isinstance(x, dict):
+        x = list(x.values())
+    if isinstance(x, list | tuple):
+        return [tensor for item in x for tensor in tensors_in(item)]
+    return [x] if isinstance(x, Tensor) else []
 
 
 if __name__ == "__main__":

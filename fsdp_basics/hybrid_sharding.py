@@ -19,13 +19,16 @@ Look at the groups and bytes of each collective (counted in the run, next to the
 what leaves a node. The all_gathers, on which the computation waits, never do.
 """
 
+import math
 import os
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError
+from arguments import ArgumentParser, UserError, at_least
 from data import load_dataset
+from differences import full_tensor, largest_differences, local_tensor
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
 from sharding import shard
@@ -46,120 +49,146 @@ def main() -> None:
 
 
 def compare(args, worker: Worker) -> None:
-    replicate, within = mesh_shape(args.replicate, args.shard, worker.world_size)
+    rows, columns = mesh_shape(args.replicate, args.shard, worker.world_size)
     device = worker.device.type
     meshes = {
         "one process": None,  # on every rank, with the whole global batch
         "full": init_device_mesh(device, (worker.world_size,)),
-        "hybrid": init_device_mesh(
-            device, (replicate, within), mesh_dim_names=("replicate", "shard")
-        ),
+        "hybrid": init_device_mesh(device, (rows, columns), mesh_dim_names=("replicate", "shard")),
     }
     images, labels = (t.to(worker.device) for t in load_dataset("digits")[0].tensors)
-    results, counts, held = {}, {}, {}
+    steps, traffic, held = {}, {}, {}
     for name, mesh in meshes.items():
         torch.manual_seed(args.seed)
         model = VisionTransformer(dim=args.dim, depth=args.depth).to(worker.device)
+        shapes = shapes_of_units(model)
         if mesh is not None:
             shard(model, mesh)
-        results[name], counts[name] = train(model, images, labels, args, worker, mesh is None)
-        held[name] = sum(local(p).nbytes for p in model.parameters())
-        if name == "one process":
-            units = [*model.blocks, model]
-            sizes = [[tuple(p.shape) for p in unit.parameters()] for unit in units]
-    worst = [differences(results[name], results["one process"]) for name in ("full", "hybrid")]
-    worst = torch.tensor(worst, dtype=torch.float64, device=worker.device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # the rank that is furthest off counts
-    if not worker.is_main:
-        return
+        steps[name], traffic[name] = train(model, images, labels, args, worker, mesh is None)
+        held[name] = sum(local_tensor(p).nbytes for p in model.parameters())
 
-    for i, row in enumerate(meshes["hybrid"].mesh.tolist()):
-        print(f"node {i} (row {i} of the mesh): ranks {' '.join(map(str, row))}")
-    print(
-        "\nlargest difference to one process    loss    gradient   parameter   bytes held by rank 0"
-    )
-    for name, row in zip(("full", "hybrid"), worst.tolist(), strict=True):
+    max_diffs = torch.zeros(2, 3, dtype=torch.float64, device=worker.device)
+    for i, name in enumerate(("full", "hybrid")):
+        for step, expected in zip(steps[name], steps["one process"], strict=True):
+            differences = torch.tensor(largest_differences(step, expected), device=worker.device)
+            max_diffs[i] = torch.maximum(max_diffs[i], differences)
+    dist.all_reduce(max_diffs, op=dist.ReduceOp.MAX)  # the rank that is furthest off counts
+    if worker.is_main:
+        for i, row in enumerate(meshes["hybrid"].mesh.tolist()):
+            print(f"node {i} (row {i} of the mesh): ranks {' '.join(map(str, row))}")
+        print_differences(dict(zip(("full", "hybrid"), max_diffs.tolist(), strict=True)), held)
+        formulas = {"full": formula(shapes, worker.world_size), "hybrid": formula(shapes, columns)}
+        sent = print_traffic(traffic, formulas, columns)
+        print_summary(sent, columns)
+
+
+def shapes_of_units(model: VisionTransformer) -> list[list[torch.Size]]:
+    """Of the parameters of each block, and last of the whole model."""
+    return [[p.shape for p in module.parameters()] for module in (*model.blocks, model)]
+
+
+def print_differences(max_diffs: dict[str, list[float]], held: dict[str, int]) -> None:
+    print("\nlargest difference to one process    loss    gradient   parameter", end="")
+    print("   bytes held by rank 0")
+    for name, row in max_diffs.items():
         print(f"{name:31}" + "".join(f"{x:12.1e}" for x in row) + f"{held[name]:23,}")
+
+
+def print_traffic(traffic: dict, formulas: dict, columns: int) -> dict[tuple[str, bool], int]:
+    """Returns (sharding, does the group span nodes?) -> bytes that a rank sends."""
     print("\none step, rank 0; bytes of the whole tensors, counted and by formula")
-    print(
-        "sharding  collective      group               calls     counted   formula  sent by a rank"
-    )
-    sent = {}
-    for name, size in (("full", worker.world_size), ("hybrid", within)):
-        wanted = formula(sizes, size)
-        for (collective, ranks), (calls, whole) in counts[name].items():
-            spans = len({rank // within for rank in ranks}) > 1
-            part = round(FACTORS[collective](len(ranks)) * whole)
-            sent[name, spans] = sent.get((name, spans), 0) + part
-            where = f"{'across' if spans else 'in node'}: {' '.join(map(str, ranks))}"
+    print("sharding  collective      group               calls", end="")
+    print("     counted   formula  sent by a rank")
+    sent = Counter()
+    for name, expected in formulas.items():
+        for (collective, ranks), (calls, full_size) in traffic[name].items():
+            spans_nodes = len({rank // columns for rank in ranks}) > 1
+            by_rank = round(FACTORS[collective](len(ranks)) * full_size)
+            sent[name, spans_nodes] += by_rank
+            where = f"{'across' if spans_nodes else 'in node'}: {' '.join(map(str, ranks))}"
             print(
-                f"{name:10}{collective:16}{where:19}{calls:6}{whole:12,}"
-                f"{wanted[collective]:10,}{part:16,}"
+                f"{name:10}{collective:16}{where:19}{calls:6}{full_size:12,}"
+                f"{expected[collective]:10,}{by_rank:16,}"
             )
-    print_summary(sent, within)
+    return sent
 
 
-def mesh_shape(replicate: int | None, within: int | None, ranks: int) -> tuple[int, int]:
+def mesh_shape(rows: int | None, columns: int | None, ranks: int) -> tuple[int, int]:
     """(rows, columns) of the mesh; what is not asked for follows from the number of ranks.
 
     Without any wish: a row per node; on one node two rows, if each then has two ranks or more.
     """
-    if replicate is None and within is None:
-        nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        replicate = nodes if nodes > 1 else 2 if ranks > 2 and ranks % 2 == 0 else 1
-    replicate = replicate or ranks // within
-    within = within or ranks // replicate
-    if replicate * within != ranks:
+    if rows is None and columns is None:
+        rows = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # nodes
+        if rows == 1 and ranks > 2 and ranks % 2 == 0:
+            rows = 2
+    if rows is None:
+        rows = ranks // columns
+    if columns is None:
+        columns = ranks // rows
+    if rows * columns != ranks:
         raise UserError(
-            f"--replicate {replicate} times --shard {within} is {replicate * within}, but this job "
+            f"--replicate {rows} times --shard {columns} is {rows * columns}, but this job "
             f"has {ranks} rank(s)"
         )
-    return replicate, within
+    return rows, columns
 
 
-def train(model, images, labels, args, worker: Worker, whole_batch: bool):
-    """Returns ([per step {name: tensor}], {(collective, ranks): [calls, bytes]} of the last)."""
+def train(model, images, labels, args, worker: Worker, takes_all: bool):
+    """Returns ([per step {name: tensor}], {(collective, ranks): [calls, bytes]} of the last).
+
+    takes_all: this rank trains on the whole global batch, not on its part of it.
+    """
     optimizer = OPTIMIZERS[args.optimizer](model.parameters())
     generator = torch.Generator().manual_seed(args.seed)
     steps = []
     for _ in range(args.steps):
         batch = torch.randint(len(images), (args.batch_size,), generator=generator)
-        part = batch if whole_batch else batch[worker.rank :: worker.world_size]
+        indices = batch if takes_all else batch[worker.rank :: worker.world_size]
         with CountByGroup() as counter:
-            loss = F.cross_entropy(model(images[part]), labels[part])
+            loss = F.cross_entropy(model(images[indices]), labels[indices])
             loss.backward()
-        steps.append({"loss": loss.detach()})
-        if not whole_batch:
-            dist.all_reduce(steps[-1]["loss"].div_(worker.world_size))
-        named = list(model.named_parameters())
-        steps[-1] |= {f"gradient of {name}": full(p.grad) for name, p in named}
+        loss = loss.detach()
+        if not takes_all:
+            loss /= worker.world_size
+            dist.all_reduce(loss)
+        step = {"loss": loss}
+        for name, p in model.named_parameters():
+            step[f"gradient {name}"] = full_tensor(p.grad)
         optimizer.step()
         optimizer.zero_grad()
-        steps[-1] |= {f"parameter {name}": full(p.detach()) for name, p in named}
-    return steps, counter.found
+        for name, p in model.named_parameters():
+            step[f"parameter {name}"] = full_tensor(p)
+        steps.append(step)
+    return steps, counter.traffic
 
 
 class CountByGroup(TorchDispatchMode):
     """Counts the collectives called inside a `with` block, by name and by the ranks of the group.
 
-    found: (name, ranks) -> [calls, bytes]. The bytes are those of the whole tensor: what an
+    traffic: (name, ranks) -> [calls, bytes]. The bytes are those of the whole tensor: what an
     all_gather returns, what a reduce_scatter or an all_reduce is given.
     """
 
     def __init__(self):
         super().__init__()
-        self.found = {}
+        self.traffic = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = NAMES.get(function.overloadpacket.__name__)
         if function.namespace == "c10d" and name:
             group = next(x for x in args if isinstance(x, torch.ScriptObject))
             ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-            tensors = [t for x in args[:2] for t in (x if isinstance(x, list) else [x])]
-            entry = self.found.setdefault((name, ranks), [0, 0])
+            entry = self.traffic.setdefault((name, ranks), [0, 0])
             entry[0] += 1
-            entry[1] += max(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+            entry[1] += max(largest_bytes(argument) for argument in args[:2])
         return function(*args, **(kwargs or {}))
+
+
+def largest_bytes(argument) -> int:
+    """Of a tensor, or of the tensors in a list."""
+    tensors = argument if isinstance(argument, list) else [argument]
+    return max((t.nbytes for t in tensors if isinstance(t, torch.Tensor)), default=0)
 
 
 NAMES = {
@@ -175,50 +204,36 @@ FACTORS = {
 }
 
 
-def formula(sizes: list[list[tuple]], within: int) -> dict[str, int]:
+def formula(shapes: list[list[torch.Size]], columns: int) -> dict[str, int]:
     """Bytes of the whole tensors in one step, float32.
 
-    sizes: the parameters' shapes of each block, and last of the whole model. Each parameter is cut
-    along its first dim, which is padded to a multiple of `within`, the ranks of a shard group.
+    shapes: of the parameters of each block, and last of the whole model. Each parameter is cut
+    along its first dim, which is padded to a multiple of `columns`, the ranks of a shard group.
     """
-    *blocks, everything = (
-        sum(4 * -(-shape[0] // within) * within * torch.Size(shape[1:]).numel() for shape in shapes)
-        for shapes in sizes
-    )
+    *blocks, everything = (sum(padded_bytes(shape, columns) for shape in unit) for unit in shapes)
     return {
         # The blocks once more for backward; the root is kept from forward to backward.
         "all_gather": everything + sum(blocks),
         "reduce_scatter": everything,
-        "all_reduce": everything // within,  # of what a rank holds
+        "all_reduce": everything // columns,  # of what a rank holds
     }
 
 
-def print_summary(sent: dict, within: int) -> None:
-    across, hybrid = (sent.get((name, True), 0) for name in ("full", "hybrid"))
-    inside = sent.get(("hybrid", False), 0)
-    print(f"\nfull sharding: a rank sends {across:,} bytes in a group that spans the nodes")
-    print(f"hybrid:        {hybrid:,} bytes in such a group, {inside:,} inside its node")
+def padded_bytes(shape: torch.Size, columns: int) -> int:
+    rows = math.ceil(shape[0] / columns) * columns
+    return 4 * rows * shape[1:].numel()
+
+
+def print_summary(sent: dict[tuple[str, bool], int], columns: int) -> None:
+    """sent: (sharding, does the group span nodes?) -> bytes that a rank sends."""
+    full_across, hybrid_across = sent["full", True], sent["hybrid", True]
+    print(f"\nfull sharding: a rank sends {full_across:,} bytes in a group that spans the nodes")
+    inside = sent["hybrid", False]
+    print(f"hybrid:        {hybrid_across:,} bytes in such a group, {inside:,} inside its node")
     # A ring in rank order leaves each node once. Full sharding is one ring over all ranks; hybrid
     # has one ring per column of the mesh, and a node is part of each.
-    print(f"with rings, out of a node: {across:,} bytes (full), {within * hybrid:,} bytes (hybrid)")
-
-
-def differences(steps: list[dict], reference: list[dict]) -> list[float]:
-    """Largest difference of the loss, of any gradient, of any parameter, in any step."""
-    worst = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
-    for ours, expected in zip(steps, reference, strict=True):
-        for key, value in expected.items():
-            kind = key.split()[0]
-            worst[kind] = max(worst[kind], (ours[key] - value).abs().max().item())
-    return list(worst.values())
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    leaving = columns * hybrid_across
+    print(f"with rings, out of a node: {full_across:,} bytes (full), {leaving:,} bytes (hybrid)")
 
 
 OPTIMIZERS = {
@@ -229,22 +244,17 @@ OPTIMIZERS = {
 
 def parse_args():
     parser = ArgumentParser(description="Hybrid sharding: which traffic stays inside the node?")
-    parser.add_argument(
-        "--replicate", type=int, help="rows of the mesh: nodes (default: see above)"
-    )
-    parser.add_argument("--shard", type=int, help="columns of the mesh: ranks of a node")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=48, help="images, over all ranks")
-    parser.add_argument("--dim", type=int, default=64, help="width of the model: a multiple of 4")
-    parser.add_argument("--depth", type=int, default=4, help="blocks")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add = parser.add_argument
+    add("--replicate", type=at_least(1), help="rows of the mesh: nodes (default: see above)")
+    add("--shard", type=at_least(1), help="columns of the mesh: ranks of a node")
+    add("--steps", type=at_least(1), default=3)
+    add("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
+    add("--dim", type=at_least(4), default=64, help="width of the model: a multiple of 4")
+    add("--depth", type=at_least(1), default=4, help="blocks")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--seed", type=int, default=0)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
-    for name in ("replicate", "shard", "steps", "batch_size", "dim", "depth"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")
     return args

@@ -1,22 +1,38 @@
-"""JSON lines, and TensorBoard if asked for, written by rank 0."""
+"""What a run tells: lines to read, JSON lines to plot, and whatever tracker you use. By rank 0."""
 
 import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import torch
 from arguments import UserError
 from runtime import Worker
 
 
 class Metrics:
-    """Appends one JSON object per call of `write` to OUTPUT_DIR/metrics.jsonl.
+    """`log` prints a line and appends a JSON object to OUTPUT_DIR/metrics.jsonl.
 
-    After a restart, lines beyond `step` are dropped: those steps are done, and written, again.
+    step: of the checkpoint that is continued. Lines beyond it are dropped from the file: those
+        steps are done, and written, again.
+    total_steps: of the run, for the printed line.
+    tracker: is called with each dict of values and its step; see `make_tracker`.
     Raises `UserError` if the file there is not ours.
     """
 
     def __init__(
-        self, output_dir: Path | None, step: int, worker: Worker, tensorboard: bool = False
+        self,
+        output_dir: Path | None,
+        step: int,
+        total_steps: int,
+        worker: Worker,
+        tensorboard: bool = False,
+        tracker: Callable[[dict, int], None] | None = None,
     ):
+        self.total_steps, self.worker, self.tracker = total_steps, worker, tracker
         self.file = self.board = None
         if output_dir is None or not worker.is_main:
             return
@@ -35,14 +51,101 @@ class Metrics:
 
             self.board = SummaryWriter(output_dir / "tensorboard", purge_step=step + 1)
 
-    def write(self, step: int, epoch: int, **values: float) -> None:
+    def log(self, step: int, epoch: int, **values: float) -> None:
+        """values: by name, as in loss=0.3 or images_per_second=5000."""
+        if not self.worker.is_main:
+            return
+        words = [f"{readable(name)} {number(value)}" for name, value in values.items()]
+        width = len(str(self.total_steps))
+        print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
+        sys.stdout.flush()  # into a file, too, while the job runs
         if self.file:
             self.file.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
+        if self.tracker:
+            self.tracker(values, step)
 
     def close(self) -> None:
         for writer in (self.file, self.board):
             if writer:
                 writer.close()
+
+
+def readable(name: str) -> str:
+    return name.replace("_per_second", "/s").replace("_mb", " MB").replace("_", " ")
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+class Throughput:
+    """Steps per second, without what lies between stop() and start(): evaluation, saving.
+
+    On a GPU call stop() where a number has just been read: only then its steps are done.
+    """
+
+    def __init__(self, step: int):
+        self.steps, self.seconds = 0, 0.0  # of all intervals
+        self.start(step)
+
+    def start(self, step: int) -> None:
+        self.first_step, self.started = step, time.perf_counter()
+
+    def stop(self, step: int) -> float:
+        """The steps per second since start()."""
+        steps, seconds = step - self.first_step, time.perf_counter() - self.started
+        self.steps += steps
+        self.seconds += seconds
+        return steps / seconds
+
+    @property
+    def steps_per_second(self) -> float:
+        return self.steps / self.seconds if self.steps else 0.0
+
+
+def make_tracker(name: str | None, run: dict, worker: Worker) -> Callable[[dict, int], None] | None:
+    """A function (values, step) that sends metrics to "wandb" or "mlflow"; None without a name.
+
+    run: the settings, shown beside the curves. Raises `UserError` if it is not installed.
+    """
+    if name is None or not worker.is_main:
+        return None
+    try:
+        if name == "wandb":
+            import wandb
+
+            wandb.init(config=run)
+            return lambda values, step: wandb.log(values, step=step)
+        import mlflow
+
+        mlflow.log_params(run)
+        return lambda values, step: mlflow.log_metrics(values, step=step)
+    except ImportError:
+        raise UserError(f"--tracker {name} is not installed: pip install {name}") from None
+
+
+def memory_mb(device: torch.device) -> float:
+    """MB in use on the GPU, as nvidia-smi shows it; on a CPU the most this process had (RSS)."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def make_profiler(on: bool, output_dir: Path | None, worker: Worker) -> AbstractContextManager:
+    """Records steps 10 to 12 of this run; the file opens in Perfetto (ui.perfetto.dev).
+
+    Inside the `with` block call its step() after each step; with on=False it does nothing.
+    """
+    if not on:
+        return nullcontext()
+
+    def write(profiler) -> None:
+        profiler.export_chrome_trace(str(output_dir / f"trace_{worker.rank}.json"))
+
+    steps = torch.profiler.schedule(skip_first=8, wait=0, warmup=1, active=3, repeat=1)
+    return torch.profiler.profile(schedule=steps, on_trace_ready=write)

@@ -1,7 +1,6 @@
-"""How the model is sharded, apart from the model and from the training loop."""
+"""How a model is sharded, apart from the model and from the training loop."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -23,35 +22,61 @@ def shard(
     A parameter becomes a DTensor, of which a rank holds its own rows. Each block is one unit: its
     parameters are gathered together just before the block runs, and its gradients are averaged and
     scattered together just after its backward. What no block holds (patches, position, norm, head)
-    is the root's unit.
+    is the root's unit. train.py does the same in its own lines.
 
     mesh: one axis: shards. Two axes (replicate, shard): shards within a row, copies across rows.
     reshard_after_forward: free a block's gathered parameters after its forward, and gather them
         again for its backward (ZeRO-3). False: keep them (ZeRO-2): more memory, fewer bytes.
+    compute_dtype, offload: see `unit_options`. prefetch: see `prefetch_blocks`.
+    """
+    block_options, root_options = unit_options(mesh, compute_dtype, offload)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **block_options)
+    # Last, the root takes what is left. Its parameters come first in backward, right after its
+    # forward: to free them in between would save nothing.
+    fully_shard(model, reshard_after_forward=False, **root_options)
+    prefetch_blocks(list(model.blocks), prefetch)
+    return model
+
+
+def unit_options(
+    mesh: DeviceMesh, compute_dtype: torch.dtype = torch.float32, offload: bool = False
+) -> tuple[dict, dict]:
+    """Keyword arguments of `fully_shard` for the blocks, and for the root.
+
     compute_dtype: what parameters and inputs are cast to for forward and backward. The shards, the
         reduction of the gradients, and the optimizer stay in float32.
     offload: shards and optimizer live in CPU memory; a block is copied to the GPU when it runs.
-    prefetch: gather so many blocks ahead of the one that runs. 0: FSDP's own choice (the next one
-        in backward; in forward none, but on GPUs the CPU runs ahead and so issues them early).
     """
-    precision = MixedPrecisionPolicy(
-        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
-        reduce_dtype=torch.float32,
-    )
-    options = {"mesh": mesh, "mp_policy": precision}
+    param_dtype = None if compute_dtype == torch.float32 else compute_dtype
+    block_options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32),
+    }
     if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    # Last, the root takes what is left, and hands the logits to the loss in float32. Its parameters
-    # come first in backward, right after its forward: to free them in between would save nothing.
-    options["mp_policy"] = replace(precision, output_dtype=torch.float32)
-    fully_shard(model, reshard_after_forward=False, **options)
-    blocks = list(model.blocks)
-    for i, block in enumerate(blocks if prefetch else ()):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
-    return model
+        pinned = mesh.device_type == "cuda"  # pinned memory is for copies to a GPU
+        block_options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
+    # The root hands the logits to the loss in float32. (An inner block must not: the next one would
+    # get inputs of another dtype than its parameters.)
+    root_policy = MixedPrecisionPolicy(
+        param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    return block_options, block_options | {"mp_policy": root_policy}
+
+
+def prefetch_blocks(blocks: list[nn.Module], count: int) -> None:
+    """Gather `count` blocks ahead of the one that runs, in forward and in backward.
+
+    0: FSDP's own choice: the next one in backward; in forward none, but on GPUs the CPU runs ahead
+    and so issues the gathering early.
+    """
+    if count == 0:
+        return
+    for i, block in enumerate(blocks):
+        next_in_forward = blocks[i + 1 : i + 1 + count]
+        next_in_backward = blocks[max(0, i - count) : i][::-1]
+        block.set_modules_to_forward_prefetch(next_in_forward)
+        block.set_modules_to_backward_prefetch(next_in_backward)
 
 
 def materialize(

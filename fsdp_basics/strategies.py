@@ -93,21 +93,25 @@ def expected_memory(name: str, units: list[Shapes], rank: int, ranks: int) -> di
     state of one tensor.
     """
     shapes = list(chain.from_iterable(units))
-    whole = 4 * sum(shape.numel() for shape in shapes)
+    model_bytes = 4 * sum(shape.numel() for shape in shapes)
     if name in ("one process", "DDP", "ZeRO-1"):
-        mine = deal(shapes, ranks)[rank] if name == "ZeRO-1" else shapes
-        optimizer = sum(8 * shape.numel() + 4 for shape in mine)
-        return {"parameters": whole, "gathered": 0, "gradients": whole, "optimizer": optimizer}
-    parts = ranks // ROWS if name == "HSDP" else ranks
-    place = rank % parts
-    shards = 4 * padded(shapes, parts)
-    kept = shapes if name == "ZeRO-2" else units[-1]
-    optimizer = sum(8 * rows_of(s, parts, place) * s[1:].numel() + 4 for s in shapes)
+        own_shapes = deal(shapes, ranks)[rank] if name == "ZeRO-1" else shapes
+        return {
+            "parameters": model_bytes,
+            "gathered": 0,
+            "gradients": model_bytes,
+            "optimizer": sum(8 * shape.numel() + 4 for shape in own_shapes),
+        }
+    shard_ranks = ranks // ROWS if name == "HSDP" else ranks
+    shard_rank = rank % shard_ranks
+    shard_bytes = 4 * padded(shapes, shard_ranks)
+    gathered_shapes = shapes if name == "ZeRO-2" else units[-1]
+    own_sizes = [rows_of(s, shard_ranks, shard_rank) * s[1:].numel() for s in shapes]
     return {
-        "parameters": shards,
-        "gathered": 4 * parts * padded(kept, parts),
-        "gradients": shards,
-        "optimizer": optimizer,
+        "parameters": shard_bytes,
+        "gathered": 4 * shard_ranks * padded(gathered_shapes, shard_ranks),
+        "gradients": shard_bytes,
+        "optimizer": sum(8 * size + 4 for size in own_sizes),
     }
 
 
@@ -124,7 +128,8 @@ def padded(shapes: Shapes, ranks: int) -> int:
 
 def deal(shapes: Shapes, ranks: int) -> list[Shapes]:
     """As ZeroRedundancyOptimizer does: the largest first, each to the rank that has least."""
-    hands, sizes = [[] for _ in range(ranks)], [0] * ranks
+    hands = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
     for shape in sorted(shapes, key=torch.Size.numel, reverse=True):
         rank = sizes.index(min(sizes))
         hands[rank].append(shape)
@@ -149,23 +154,23 @@ def expected_traffic(name: str, units: list[Shapes], ranks: int) -> dict[str, tu
 
     For shards P includes the padding. Nothing is sent between fewer than two ranks.
     """
-    shapes = list(chain.from_iterable(units))
-    whole = 4 * sum(shape.numel() for shape in shapes)
     if name == "one process" or ranks == 1:
         return {}
+    shapes = list(chain.from_iterable(units))
+    model_bytes = 4 * sum(shape.numel() for shape in shapes)
     if name in ("DDP", "ZeRO-1"):
-        traffic = {"all_reduce": (0, 2 * (ranks - 1) * whole // ranks)}
+        traffic = {"all_reduce": (0, 2 * (ranks - 1) * model_bytes // ranks)}
         if name == "ZeRO-1":
-            traffic["broadcast"] = (len(shapes), (ranks - 1) * whole // ranks)
+            traffic["broadcast"] = (len(shapes), (ranks - 1) * model_bytes // ranks)
         return traffic
-    parts = ranks // ROWS if name == "HSDP" else ranks
-    once = [4 * (parts - 1) * padded(unit, parts) for unit in units]
-    again = [] if name == "ZeRO-2" else once[:-1]
+    shard_ranks = ranks // ROWS if name == "HSDP" else ranks
+    for_forward = [4 * (shard_ranks - 1) * padded(unit, shard_ranks) for unit in units]
+    for_backward = [] if name == "ZeRO-2" else for_forward[:-1]
     traffic = {
-        "all_gather": (len(once + again), sum(once + again)),
-        "reduce_scatter": (len(once), sum(once)),
+        "all_gather": (len(for_forward + for_backward), sum(for_forward + for_backward)),
+        "reduce_scatter": (len(units), sum(for_forward)),
     }
     if name == "HSDP":
-        shards = 4 * padded(shapes, parts)
-        traffic["all_reduce"] = (len(units), 2 * (ROWS - 1) * shards // ROWS)
+        shard_bytes = 4 * padded(shapes, shard_ranks)
+        traffic["all_reduce"] = (len(units), 2 * (ROWS - 1) * shard_bytes // ROWS)
     return traffic

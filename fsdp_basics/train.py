@@ -9,204 +9,263 @@
 
 Look at the first lines: how much of the model each rank holds. The accuracy at the end is the same
 for any number of ranks. The flags and the loop are those of ddp_basics/train.py: a diff of the two
-files is the difference between DDP and FSDP.
+files is the difference between DDP and FSDP. minimal.py has the distributed lines alone.
 """
 
 import math
-import os
 import signal
 import sys
-import time
-from pathlib import Path
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError
+from arguments import UserError
 from checkpoint import resume, save_checkpoint
-from data import DATASETS, download_mnist, load_dataset
-from metrics import Metrics
+from config import PRECISIONS, Settings, parse_args
+from data import ResumableSampler, Shifted, download_mnist, load_dataset
+from metrics import Metrics, Throughput, make_profiler, make_tracker, memory_mb
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
-from sharding import materialize, shard
+from sharding import materialize, prefetch_blocks, unit_options
+from stopping import StopRequests
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.utils.data import DataLoader, DistributedSampler, default_collate
-from tqdm import tqdm
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What a run is: a checkpoint continues only under the same values.
-RUN_KEYS = (
-    "dataset", "batch_size", "epochs", "optimizer", "lr", "warmup", "clip", "precision", "seed",
-    "dim", "depth",
-)  # fmt: skip
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Subset
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
 def main() -> None:
-    args = parse_args()
-    if args.dataset == "mnist":
-        download_mnist(
-            args.data_dir
-        )  # one rank per node does; the others wait for it when they join
-    with distributed_worker(args.device) as worker:
-        finished = train(args, worker)
+    settings = parse_args()
+    if settings.dataset == "mnist":
+        download_mnist(settings.data_dir)  # one rank per node; the others wait when they join
+    with distributed_worker(settings.device, timedelta(seconds=settings.timeout)) as worker:
+        finished = train(settings, worker)
     sys.exit(0 if finished else 128 + signal.SIGTERM)
 
 
-def train(args, worker: Worker) -> bool:
+def train(settings: Settings, worker: Worker) -> bool:
     """Train to the end and return True, or save and return False once SIGTERM has come."""
-    stop_requests = []  # a cluster sends SIGTERM before it takes the machine: the loop looks here
-    signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
-    train_set, test_set = load_dataset(args.dataset, args.data_dir)
+    stop = StopRequests(worker)
+    train_set, test_set = load_dataset(settings.dataset, settings.data_dir)
+    if settings.augment:
+        train_set = Shifted(train_set, settings.seed)
 
     # Rank r takes the samples r, r + N, r + 2N, ... of one shuffled order that all ranks share, so
     # that the k-th batches of all ranks together are the k-th batch of one process. drop_last keeps
     # every global batch full: each rank's mean then has the same weight in the average.
-    sampler = DistributedSampler(train_set, shuffle=True, seed=args.seed, drop_last=True)
+    sampler = ResumableSampler(train_set, shuffle=True, seed=settings.seed, drop_last=True)
     loader = DataLoader(
         train_set,
-        batch_size=args.batch_size // worker.world_size,  # the global batch is split over the ranks
+        batch_size=settings.batch_size // worker.world_size,  # the global batch is split
         sampler=sampler,
         drop_last=True,
-        num_workers=args.workers,
+        num_workers=settings.workers,
         pin_memory=worker.device.type == "cuda",
         generator=torch.Generator(),  # its own: the global one is left to the model
     )
-    steps_per_epoch, total_steps = len(loader), len(loader) * args.epochs
+    steps_per_epoch, total_steps = len(loader), len(loader) * settings.epochs
     if steps_per_epoch == 0:
-        size, have = args.batch_size, len(train_set)
-        raise UserError(f"--batch-size {size} exceeds the {have} training images")
+        raise UserError(
+            f"--batch-size {settings.batch_size} exceeds the {len(train_set)} training images"
+        )
 
-    model = build_model(args, train_set[0][0].shape[-1], worker)
-    optimizer = make_optimizer(args, model)  # of the shards: its state is sharded like them
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine_with_warmup(args, total_steps))
+    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10 bits in fp32's matrix products
+    build = partial(build_whole_model, settings, image_size=train_set[0][0].shape[-1])
+    with torch.device("meta"):  # shapes without memory: no rank needs room for the whole model
+        model = build()
+    mesh = init_device_mesh(worker.device.type, (worker.world_size,))
+    dtype = PRECISIONS[settings.precision]
+    block_options, root_options = unit_options(mesh, dtype, settings.offload)
+    # From here on a rank holds a part of each parameter. Those of a block are gathered just before
+    # it runs, and freed after it. Its gradients are averaged; a rank keeps those of its part.
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=not settings.keep_gathered, **block_options)
+    fully_shard(model, reshard_after_forward=False, **root_options)  # what no block holds
+    prefetch_blocks(list(model.blocks), settings.prefetch)
+    # Rank 0's first values for all: of each parameter a rank receives its part.
+    place = torch.device("cpu") if settings.offload else worker.device
+    materialize(model, build, place, worker.is_main)
+    describe(model, worker)
+    optimizer = make_optimizer(settings, model)  # of the shards: its state is sharded like them
     # fp16 gradients underflow unless the loss is scaled; bf16 has the range of fp32.
-    scaler = torch.amp.GradScaler(worker.device.type, enabled=args.precision == "fp16")
-    torch.manual_seed(args.seed + worker.rank)  # from here on, ranks may draw different numbers
+    scaler = torch.amp.GradScaler(worker.device.type, enabled=settings.precision == "fp16")
+    torch.manual_seed(settings.seed + worker.rank)  # from here on, ranks draw different numbers
 
-    path = args.output_dir / "checkpoint" if args.output_dir else None
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
-    run = {key: getattr(args, key) for key in RUN_KEYS}
-    step = first_step = resume(path, parts, run, worker) if path else 0  # optimizer steps done
-    metrics = Metrics(args.output_dir, step, worker, args.tensorboard)
-    progress = tqdm(total=total_steps, initial=step, disable=None if worker.is_main else True)
-    started = time.perf_counter()
+    folder = settings.output_dir / "checkpoints" if settings.output_dir else None
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    run = settings.identity() | {"total_steps": total_steps}
+    step, saved_run = resume(folder, parts, settings.identity(), worker) if folder else (0, {})
+    if worker.is_main and step and saved_run["total_steps"] != total_steps:
+        print(
+            f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
+            "the learning rate follows the new plan"
+        )
+    tracker = make_tracker(settings.tracker, run, worker)
+    metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard, tracker)
+    first_step, result, stopping = step, None, False
+    throughput = Throughput(step)
 
-    for epoch in range(step // steps_per_epoch, args.epochs):
-        sampler.set_epoch(epoch)  # a new order per epoch, the same on all ranks
-        loader.generator.manual_seed(args.seed + epoch)  # seeds its workers; resuming is exact
-        for batch, (images, labels) in enumerate(loader):
-            if epoch * steps_per_epoch + batch < step:
-                continue  # trained on before the restart
-            images = images.to(worker.device, non_blocking=True)
-            labels = labels.to(worker.device, non_blocking=True)
-            loss = train_step(model, images, labels, optimizer, scaler, args)
-            schedule.step()
+    with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
+        for epoch, images, labels in batches(loader, step, steps_per_epoch, settings, worker):
+            lr = learning_rate(step, total_steps, settings)
+            loss, grad_norm = train_step(model, images, labels, optimizer, scaler, lr, settings)
             step += 1
-            progress.update()
+            if profiler:
+                profiler.step()
 
-            end_of_epoch, stops = step % steps_per_epoch == 0, 0
-            if step % args.log_every == 0 or end_of_epoch:
-                # One small collective tells every rank the mean loss, and whether any of them was
-                # asked to stop: they must all leave the loop at the same step.
-                loss_sum, stops = all_sum([loss, len(stop_requests)], worker)
-                loss, lr = loss_sum / worker.world_size, schedule.get_last_lr()[0]
-                metrics.write(step, epoch, loss=loss, lr=lr)
-                progress.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            stopping = stop.agreed(step) and step < total_steps
+            end_of_epoch = step % steps_per_epoch == 0
+            save_every = settings.checkpoint_every or steps_per_epoch
+            saving = folder and (step % save_every == 0 or step == total_steps or stopping)
+            if not (step % settings.log_every == 0 or end_of_epoch or saving or stopping):
+                continue
+
+            (loss,) = all_sum([loss / worker.world_size], worker)  # the mean of the global batch
+            check_finite(step, loss, grad_norm, settings)
+            metrics.log(
+                step,
+                epoch,
+                loss=loss,
+                lr=lr,
+                grad_norm=float(grad_norm),
+                images_per_second=throughput.stop(step) * settings.batch_size,
+                memory_mb=memory_mb(worker.device),
+            )
             if end_of_epoch:
-                test_loss, accuracy = evaluate(model, test_set, worker)
-                metrics.write(step, epoch, test_loss=test_loss, test_accuracy=accuracy)
-            if path and (stops or step % (args.checkpoint_every or steps_per_epoch) == 0):
-                save_checkpoint(path, parts, step, run, worker)
-            if stops and step < total_steps:
-                progress.close()
-                metrics.close()
-                if worker.is_main:
-                    saved = f"saved to {path}, the same command continues" if path else "not saved"
-                    print(f"stopped by SIGTERM after step {step} of {total_steps}: {saved}")
-                return False
+                result = evaluate(model, test_set, settings, worker)
+                metrics.log(step, epoch, test_loss=result[0], test_accuracy=result[1])
+            if saving:
+                save_checkpoint(folder, parts, step, run, worker, settings.keep)
+            if stopping:
+                break
+            throughput.start(step)  # what was done since it stopped is no training
 
-    progress.close()
     metrics.close()
-    seconds = time.perf_counter() - started
-    test_loss, accuracy = evaluate(model, test_set, worker)
+    if stopping:
+        if worker.is_main:
+            saved = f"saved to {folder}, the same command continues" if folder else "not saved"
+            print(f"stopped by SIGTERM after step {step} of {total_steps}: {saved}")
+        return False
+    test_loss, accuracy = result or evaluate(model, test_set, settings, worker)
     if worker.is_main:
-        done = step - first_step
-        rate = done * args.batch_size / seconds
-        print(f"steps {done} of {total_steps}   images/s {rate:,.0f}   s {seconds:.1f}")
+        rate = throughput.steps_per_second * settings.batch_size
+        print(f"steps {step - first_step} of {total_steps}   images/s {rate:,.0f}")
         print(f"test loss {test_loss:.4f}   test accuracy {accuracy:.2%} of {len(test_set)} images")
     return True
 
 
-def build_model(args, image_size: int, worker: Worker) -> torch.nn.Module:
-    """The sharded model on this rank's device, with the first values that one process has."""
-    if args.offload and args.clip and worker.device.type == "cuda":
-        raise UserError("--offload leaves gradients where NCCL cannot add norms: use --clip 0")
-
-    def build():
-        torch.manual_seed(args.seed)
-        return VisionTransformer(image_size, 2 if image_size == 8 else 4, args.dim, args.depth)
-
-    with torch.device("meta"):  # shapes without memory: no rank needs room for the whole model
-        model = build()
+def build_whole_model(settings: Settings, image_size: int) -> VisionTransformer:
+    """With its first values, the same on every call; without memory inside torch.device("meta")."""
+    torch.manual_seed(settings.seed)
+    patch_size = 2 if image_size == 8 else 4
+    model = VisionTransformer(image_size, patch_size, settings.dim, settings.depth)
     for block in model.blocks:
-        block.recompute = args.activation_checkpointing
-        if args.compile:
+        block.recompute = settings.activation_checkpointing
+        if settings.compile:
             block.compile()  # one block, compiled once for all of them
-    mesh = init_device_mesh(worker.device.type, (worker.world_size,))
-    dtype = PRECISIONS[args.precision]
-    shard(model, mesh, not args.keep_gathered, dtype, args.offload, args.prefetch)
-    place = torch.device("cpu") if args.offload else worker.device
-    materialize(model, build, place, worker.is_main)
-    if worker.is_main:
-        whole = sum(p.numel() for p in model.parameters())
-        held = sum(p.to_local().numel() for p in model.parameters())
-        print(f"{whole:,} parameters in {args.depth + 1} units, {held:,} of them on this rank")
     return model
 
 
-def train_step(model, images, labels, optimizer, scaler, args) -> torch.Tensor:
-    """One optimizer step on this rank's share of the global batch; returns its mean loss."""
+def describe(model, worker: Worker) -> None:
+    if worker.is_main:
+        total = sum(p.numel() for p in model.parameters())
+        held = sum(p.to_local().numel() for p in model.parameters())
+        units = len(model.blocks) + 1
+        print(f"{total:,} parameters in {units} units, {held:,} of them on this rank", flush=True)
+
+
+def batches(
+    loader: DataLoader, step: int, steps_per_epoch: int, settings: Settings, worker: Worker
+):
+    """Yield (epoch, images, labels) of this rank, on its device, from global batch `step` on."""
+    for epoch in range(step // steps_per_epoch, settings.epochs):
+        loader.sampler.set_epoch(epoch)  # a new order per epoch, the same on all ranks
+        loader.sampler.skip = step % steps_per_epoch * loader.batch_size  # done before a restart
+        # The loader's processes draw other random numbers on each rank, and in each epoch.
+        loader.generator.manual_seed(settings.seed + epoch * worker.world_size + worker.rank)
+        if settings.augment:
+            loader.dataset.epoch = epoch
+        for images, labels in loader:
+            images = images.to(worker.device, non_blocking=True)
+            labels = labels.to(worker.device, non_blocking=True)
+            yield epoch, images, labels
+            step += 1
+
+
+def train_step(
+    model, images, labels, optimizer, scaler, lr: float, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimizer step on this rank's part of the global batch.
+
+    Returns the mean loss of this part, and the norm of the gradients (of all ranks' mean).
+    """
     optimizer.zero_grad(set_to_none=True)
     total_loss = torch.zeros((), device=images.device)
-    for i in range(args.accumulate):
+    for i in range(settings.accumulate):
+        last = i == settings.accumulate - 1
         # Gradients travel in the last backward only. The earlier ones add up on each rank, and are
         # whole until then, not sharded: accumulation costs FSDP the memory that it saved.
-        model.set_requires_gradient_sync(i == args.accumulate - 1)
-        x, y = images.chunk(args.accumulate)[i], labels.chunk(args.accumulate)[i]
+        model.set_requires_gradient_sync(last)
+        x, y = images.chunk(settings.accumulate)[i], labels.chunk(settings.accumulate)[i]
         # Divided, because backward() adds: the sum over parts is the mean over the batch.
-        loss = F.cross_entropy(model(x), y) / args.accumulate
+        loss = F.cross_entropy(model(x), y) / settings.accumulate
         scaler.scale(loss).backward()
         total_loss += loss.detach()
-    if args.clip:
-        scaler.unscale_(optimizer)  # or the threshold would apply to the scaled gradients
-        # A rank holds shards of the gradients. As they are DTensors, the norm is that of the whole
-        # gradient: the ranks add the squares of their parts.
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
+    # A rank holds shards of the gradients. As they are DTensors, the norm is that of the whole
+    # gradient: full_tensor() adds the squares of all ranks' shards.
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    grad_norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
+    if settings.clip:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.clip, grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     scaler.step(optimizer)
     scaler.update()
-    return total_loss
+    return total_loss, grad_norm
+
+
+def check_finite(step: int, loss: float, grad_norm: torch.Tensor, settings: Settings) -> None:
+    """Raise `UserError` rather than train on, and save, what is no number any more."""
+    # In fp16 a step with infinite gradients is normal: the scaler leaves it out, and scales less.
+    norm = 0.0 if settings.precision == "fp16" else float(grad_norm)
+    if not math.isfinite(loss + norm):
+        raise UserError(
+            f"step {step}: the loss is {loss}, the gradient norm {float(grad_norm)}: try a smaller "
+            "--lr, a longer --warmup or a smaller --clip; checkpoints from before are as they were"
+        )
 
 
 @torch.no_grad()
-def evaluate(model, test_set, worker: Worker) -> tuple[float, float]:
+def evaluate(model, test_set, settings: Settings, worker: Worker) -> tuple[float, float]:
     """Mean loss and accuracy over the whole test set, each image counted once.
 
-    A forward pass gathers parameters, so that every rank must run equally many of them. Each global
-    batch is dealt out; a rank that gets nothing of the last one runs an image that is not counted.
+    A forward pass gathers parameters, so that every rank must run equally many. Where the images do
+    not divide, a rank that would have one less runs one that is not counted.
     """
-    rank, ranks = worker.rank, worker.world_size
+    own_images = range(worker.rank, len(test_set), worker.world_size)
+    per_rank = math.ceil(len(test_set) / worker.world_size)
+    padding = [0] * (per_rank - len(own_images))
+    loader = DataLoader(
+        Subset(test_set, [*own_images, *padding]),
+        batch_size=256,
+        num_workers=settings.workers,
+        pin_memory=worker.device.type == "cuda",
+        generator=torch.Generator(),  # or it would draw from the global one
+    )
     loss_sum = correct = count = 0
     model.eval()
-    for first in range(0, len(test_set), 256 * ranks):
-        share = range(first + rank, min(first + 256 * ranks, len(test_set)), ranks)
-        images, labels = default_collate([test_set[i] for i in share or [0]])
-        images, labels = images.to(worker.device), labels.to(worker.device)
-        logits, labels = model(images)[: len(share)], labels[: len(share)]
+    for images, labels in loader:
+        images = images.to(worker.device, non_blocking=True)
+        labels = labels.to(worker.device, non_blocking=True)
+        counted = min(len(labels), len(own_images) - count)  # all but the padding
+        logits, labels = model(images)[:counted], labels[:counted]
         loss_sum += F.cross_entropy(logits, labels, reduction="sum")
         correct += (logits.argmax(1) == labels).sum()
-        count += len(share)
+        count += counted
     model.train()
     loss_sum, correct, count = all_sum([loss_sum, correct, count], worker)
     return loss_sum / count, correct / count
@@ -219,82 +278,20 @@ def all_sum(values: list, worker: Worker) -> list[float]:
     return total.tolist()
 
 
-def make_optimizer(args, model) -> torch.optim.Optimizer:
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+def make_optimizer(settings: Settings, model) -> torch.optim.Optimizer:
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
     # fused: one call for all shards. On CPUs, a call costs a DTensor more than the sum it computes.
-    return torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=settings.lr, fused=True)
 
 
-def cosine_with_warmup(args, total_steps: int):
-    """The factor of --lr at a step: linear over the warm-up, then half a cosine down to zero."""
-    warmup = round(args.warmup * total_steps)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
-
-    return factor
-
-
-def parse_args():
-    parser = ArgumentParser(
-        description="Train a vision transformer on handwritten digits with FSDP."
-    )
-    add = parser.add_argument
-    add("--dataset", choices=DATASETS, default="digits")
-    add("--data-dir", default="data", help="where MNIST is, or is to be downloaded to")
-    add("--epochs", type=int, default=20)
-    add("--batch-size", type=int, default=64, help="images per optimizer step, over all ranks")
-    add("--accumulate", type=int, default=1, help="parts in which a rank works through its share")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    add("--lr", type=float, default=3e-3, help="peak learning rate")
-    add("--warmup", type=float, default=0.1, help="fraction of all steps until the peak")
-    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    add("--precision", choices=PRECISIONS, default="fp32")
-    add("--compile", action="store_true", help="torch.compile each block")
-    add("--dim", type=int, default=96, help="width of the model, a multiple of 4")
-    add("--depth", type=int, default=3, help="blocks")
-    add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
-    add("--activation-checkpointing", action="store_true", help="compute activations twice")
-    add("--offload", action="store_true", help="shards and optimizer in CPU memory")
-    add("--prefetch", type=int, default=0, help="blocks to gather ahead; 0: FSDP's choice")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--workers", type=int, default=0, help="processes per rank that load data")
-    add("--seed", type=int, default=0)
-    add("--output-dir", type=Path, help="checkpoint and metrics; continues a run that is there")
-    add("--checkpoint-every", type=int, default=0, help="steps; 0: at the end of each epoch")
-    add("--log-every", type=int, default=10, help="steps between losses, and looks at SIGTERM")
-    add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    args = parser.parse_args()
-
-    for names, holds, limit in (
-        ("epochs batch_size accumulate log_every dim depth", lambda x: x >= 1, "at least 1"),
-        ("clip workers checkpoint_every prefetch", lambda x: x >= 0, "at least 0"),
-        ("lr", lambda x: 0 < x < math.inf, "above 0"),
-        ("warmup", lambda x: 0 <= x <= 1, "from 0 to 1"),
-    ):
-        for name in names.split():
-            value, flag = getattr(args, name), "--" + name.replace("_", "-")
-            if not holds(value):
-                parser.error(f"{flag} must be {limit}, not {value}")
-    parts = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch_size % parts:
-        parser.error(
-            f"--batch-size {args.batch_size} does not divide into {parts} equal parts "
-            f"({parts // args.accumulate} rank(s) x --accumulate {args.accumulate})"
-        )
-    if args.dim % 4:
-        parser.error(f"--dim {args.dim} does not divide into 4 attention heads")
-    if args.tensorboard and not args.output_dir:
-        parser.error("--tensorboard needs an --output-dir to write to")
-    if args.output_dir:
-        try:
-            args.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--output-dir {args.output_dir} cannot be made: {error.strerror}")
-    return args
+def learning_rate(step: int, total_steps: int, settings: Settings) -> float:
+    """Linear over the warm-up to --lr, then half a cosine down to zero."""
+    warmup = round(settings.warmup * total_steps)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 if __name__ == "__main__":

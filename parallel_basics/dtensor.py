@@ -18,10 +18,9 @@ redistributes inputs: collectives that nobody has written. Look at
    rule that it holds for cheapest. Try other --sizes. S1 times S0 is free, and leaves a sum undone.
 3. other operators: what is linear takes a P as it is, and what is not waits for an all_reduce, even
    where a reduce_scatter would do: DTensor looks at one operator at a time.
-4. two lines of a model (dtensor_model.py). How its tensors are placed is what makes it data
-   parallel, FSDP or tensor parallel; each equals one process, also where it is placed badly.
 
-What DTensor chooses depends on the version of torch: "counted" is what it did in this run.
+What DTensor chooses depends on the version of torch: "counted" is what it did in this run. How
+placements make a model data parallel, FSDP or tensor parallel: dtensor_strategies.py.
 """
 
 import logging
@@ -29,7 +28,7 @@ from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
-from arguments import ArgumentParser
+from arguments import ArgumentParser, at_least
 from dtensor_costs import (
     PLACEMENTS,
     bytes_sent,
@@ -37,14 +36,13 @@ from dtensor_costs import (
     matmul_plan,
     measure,
     name_of,
-    place,
+    print_table,
 )
-from dtensor_model import OPTIMIZERS, STRATEGIES, TOKENS, differences, strategy_bytes, train
 from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 
 @record
@@ -54,20 +52,34 @@ def main() -> None:
         show(args, worker)
 
 
+def place(tensor: Tensor, name: str, mesh: DeviceMesh) -> DTensor:
+    """`tensor`, the same on every rank, as a DTensor. Nothing is sent."""
+    tensor = tensor.to(mesh.device_type)
+    if name != "P":
+        # Each rank keeps its part. (Else rank 0's tensor would be sent: src_data_rank=0.)
+        return distribute_tensor(tensor, mesh, [PLACEMENTS[name]], src_data_rank=None)
+    # A DTensor of what a rank has: here random summands, of which the last makes the sum right.
+    generator = torch.Generator().manual_seed(tensor.numel())
+    summands = torch.randn((mesh.size() - 1, *tensor.shape), generator=generator).to(tensor.device)
+    summands = torch.cat([summands, (tensor - summands.sum(0))[None]])
+    return DTensor.from_local(summands[mesh.get_local_rank()], mesh, [Partial()])
+
+
 def show(args, worker: Worker) -> None:
     # It would say on each rank that Gloo has no all_to_all for it: the table shows that.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     rows, inner, _ = args.sizes
-    tables = [redistributions(mesh, (rows, inner))]
-    tables.append(products(mesh, args.sizes))
-    tables.append(operators(mesh, (rows, inner)))
-    tables.append(strategies(mesh, args.optimizer))
+    tables = {
+        "1. redistribute x": redistributions(mesh, (rows, inner)),
+        "2. x @ y": products(mesh, args.sizes),
+        "3. other operators; y has the shape of x": operators(mesh, (rows, inner)),
+    }
     if worker.is_main:
         x, y = (f"{a} x {b}: {4 * a * b:,} bytes" for a, b in pairwise(args.sizes))
         print(f"x is {x}; y is {y}. Bytes are those that a rank sends in a ring.")
-        for title, table in zip(TITLES, tables, strict=True):
-            print("\n" + title)
+        for title, table in tables.items():
+            print(f"\n{title}")
             print_table(table)
 
 
@@ -76,16 +88,17 @@ def show(args, worker: Worker) -> None:
 
 def redistributions(mesh: DeviceMesh, shape: tuple[int, int]) -> list[dict]:
     """A row for each change of placement (to Partial there is none, and redistribute() refuses)."""
-    whole, ones = torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.ones(shape)
+    x_full = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(shape)
     table = []
     for source, target in product(PLACEMENTS, ("R", "S0", "S1")):
         if source == target:
             continue
-        x = place(whole, source, mesh).requires_grad_()
+        x = place(x_full, source, mesh).requires_grad_()
         y, forward = measure(mesh, x.redistribute, mesh, [PLACEMENTS[target]])
         _, backward = measure(mesh, y.backward, place(ones, target, mesh))
         collective = collective_for(source, target, mesh.device_type)
-        right = close(y, whole) and close(x.grad, ones)
+        right = close(y, x_full) and close(x.grad, ones)
         table.append(
             {
                 "from": source,
@@ -116,11 +129,12 @@ def products(mesh: DeviceMesh, sizes: tuple[int, int, int]) -> list[dict]:
     """A row for each pair of placements of x and y: what x @ y sends."""
     rows, inner, columns = sizes
     generator = torch.Generator().manual_seed(0)
-    x_whole = torch.randn(rows, inner, generator=generator)
-    y_whole = torch.randn(inner, columns, generator=generator)
-    expected, table = x_whole @ y_whole, []
+    x_full = torch.randn(rows, inner, generator=generator)
+    y_full = torch.randn(inner, columns, generator=generator)
+    expected = x_full @ y_full
+    table = []
     for x_name, y_name in product(PLACEMENTS, PLACEMENTS):
-        x, y = place(x_whole, x_name, mesh), place(y_whole, y_name, mesh)
+        x, y = place(x_full, x_name, mesh), place(y_full, y_name, mesh)
         z, traffic = measure(mesh, torch.matmul, x, y)
         formula = 0
         for source, target, shape in matmul_plan(x_name, y_name, sizes, mesh):
@@ -179,13 +193,14 @@ FUNCTIONS = {
 
 def operators(mesh: DeviceMesh, shape: tuple[int, int]) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
-    wholes = [torch.randn(shape, generator=generator) for _ in range(2)]
+    x_and_y = [torch.randn(shape, generator=generator) for _ in range(2)]
     table = []
     for operator, placements, collective in OPERATORS:
         function, names = FUNCTIONS[operator], placements.split()
-        inputs = [place(whole, name, mesh) for whole, name in zip(wholes, names, strict=False)]
+        full_inputs = x_and_y[: len(names)]
+        inputs = [place(full, name, mesh) for full, name in zip(full_inputs, names, strict=True)]
         result, traffic = measure(mesh, function, *inputs)
-        expected = function(*wholes[: len(names)])
+        expected = function(*full_inputs)
         if collective == "all_to_all" and mesh.device_type == "cpu":
             collective = "all_gather"
         if operator == "x.mean()" and shape[0] % mesh.size():
@@ -205,60 +220,18 @@ def operators(mesh: DeviceMesh, shape: tuple[int, int]) -> list[dict]:
     return table
 
 
-# ---- 4. a model
-
-
-def strategies(mesh: DeviceMesh, optimizer: str) -> list[dict]:
-    one, _ = train(None, STRATEGIES["data parallel"], optimizer)
-    table = []
-    for name, strategy in STRATEGIES.items():
-        history, traffic = train(mesh, strategy, optimizer)
-        row = {"strategy": name, "x": strategy.x, "W1": strategy.weights[0]}
-        row |= {"W2": strategy.weights[1]} | traffic
-        row["counted"] = sum(part.bytes for part in traffic.values())
-        row["formula"] = strategy_bytes(name, mesh.size())
-        worst = differences(history, one)
-        table.append(row | {kind: f"{value:.0e}" for kind, value in worst.items()})
-    return table
-
-
-# ---- output
-
-TITLES = (
-    "1. redistribute x",
-    "2. x @ y",
-    "3. other operators; y has the shape of x",
-    f"4. mean((relu(x @ W1) @ W2 - targets) ** 2), {TOKENS} tokens; one step of training\n"
-    "   (the last three columns: largest differences to one process in 5 steps)",
-)
-
-
-def print_table(table: list[dict]) -> None:
-    rows = [[f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()] for row in table]
-    rows.insert(0, list(table[0]))
-    numbers = [isinstance(value, int) for value in table[0].values()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(numbers))]
-    for row in rows:
-        cells = zip(row, widths, numbers, strict=True)
-        print("  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in cells).rstrip())
-
-
 def parse_args():
     parser = ArgumentParser(description="Placements, redistribution and its cost, operators.")
     parser.add_argument(
         "--sizes",
-        type=int,
+        type=at_least(1),
         nargs=3,
         metavar=("ROWS", "INNER", "COLUMNS"),
         default=(256, 512, 384),
         help="x is ROWS x INNER, y is INNER x COLUMNS",
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    if min(args.sizes) < 1:
-        parser.error(f"--sizes must be at least 1, not {min(args.sizes)}")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

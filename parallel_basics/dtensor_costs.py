@@ -1,16 +1,16 @@
-"""What DTensor sends: counted as it happens, and by formula. Used by dtensor.py.
+"""What DTensor sends: counted as it happens, by formula, and in tables.
 
 A placement is named R (Replicate), S0 or S1 (Shard of that dim) or P (Partial: a sum over ranks).
 Everything here is about meshes with one axis. Bytes are those that one rank sends if a collective
 runs as a ring.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode  # sees the tensors that are sent
 
@@ -21,17 +21,6 @@ COLLECTIVES = {  # as PyTorch's operators are called
     "all_reduce": "all_reduce",
     "shard_dim_alltoall": "all_to_all",
 }
-
-
-def place(whole: Tensor, name: str, mesh: DeviceMesh) -> DTensor:
-    """`whole`, the same on every rank, as a DTensor. Nothing is sent. A Partial gets summands."""
-    whole = whole.to(mesh.device_type)
-    if name != "P":
-        return distribute_tensor(whole, mesh, [PLACEMENTS[name]], src_data_rank=None)
-    generator = torch.Generator().manual_seed(whole.numel())
-    summands = torch.randn((mesh.size() - 1, *whole.shape), generator=generator).to(whole.device)
-    summands = torch.cat([summands, (whole - summands.sum(0))[None]])
-    return DTensor.from_local(summands[mesh.get_local_rank()], mesh, [Partial()])
 
 
 def name_of(tensor: DTensor) -> str:
@@ -79,8 +68,8 @@ class CountBytes(TorchDispatchMode):
         collective = COLLECTIVES.get(function.overloadpacket.__name__)
         if collective:
             passes = 2 if collective == "all_reduce" else 1  # a reduce_scatter and an all_gather
-            whole = max(args[0].nbytes, result.nbytes)
-            self.bytes += round(passes * (self.ranks - 1) / self.ranks * whole)
+            nbytes = max(args[0].nbytes, result.nbytes)  # of the whole tensor
+            self.bytes += round(passes * (self.ranks - 1) / self.ranks * nbytes)
         return result
 
 
@@ -103,12 +92,19 @@ def bytes_sent(collective: str | None, shape, ranks: int, *placements: str) -> i
 
     placements: before and after: each dim that one of them shards is padded to a multiple of ranks.
     """
+    if collective is None:
+        return 0
     sizes = list(shape)
-    for dim in [int(name[1]) for name in placements if name[0] == "S"]:
-        sizes[dim] = -(-sizes[dim] // ranks) * ranks
-    whole = 4 * torch.Size(sizes).numel()
-    factor = {"all_reduce": 2 * (ranks - 1) / ranks, "all_to_all": (ranks - 1) / ranks**2}
-    return 0 if collective is None else round(factor.get(collective, (ranks - 1) / ranks) * whole)
+    for name in placements:
+        if name.startswith("S"):
+            dim = int(name[1])
+            sizes[dim] = math.ceil(sizes[dim] / ranks) * ranks
+    nbytes = 4 * math.prod(sizes)
+    if collective == "all_reduce":
+        return round(2 * (ranks - 1) / ranks * nbytes)
+    if collective == "all_to_all":  # each rank begins with 1 / ranks, and keeps its own part of it
+        return round((ranks - 1) / ranks**2 * nbytes)
+    return round((ranks - 1) / ranks * nbytes)  # all_gather, reduce_scatter
 
 
 # Placements of x and y with which each rank can compute alone, and the placement of x @ y.
@@ -145,3 +141,20 @@ def microseconds(source: str, target: str, shape, mesh: DeviceMesh) -> float:
     hops = (mesh.size() - 1) * (2 if collective == "all_reduce" else 1)
     latency = 6.6 + per_hop * hops + (collective == "all_to_all")
     return latency + bytes_sent(collective, shape, mesh.size()) / bytes_per_microsecond
+
+
+# ---- output
+
+
+def print_table(table: list[dict]) -> None:
+    """One line per row; the names of the columns are those of the first row."""
+    rows = [list(table[0])]
+    for row in table:
+        rows.append([f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()])
+    is_number = [isinstance(value, int) for value in table[0].values()]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = []
+        for cell, width, right in zip(row, widths, is_number, strict=True):
+            cells.append(cell.rjust(width) if right else cell.ljust(width))
+        print("  ".join(cells).rstrip())

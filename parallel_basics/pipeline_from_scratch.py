@@ -19,30 +19,27 @@ Look at
    at most p. That is all that 1F1B is better at.
 """
 
-import itertools
 import os
-import time
 from contextlib import nullcontext
+from functools import partial
+from itertools import accumulate, product
 
 import torch
 import torch.distributed as dist
 from arguments import UserError
-from model import GPT, GPTConfig, cross_entropy, initialize
-from pipeline_tools import (
-    OPTIMIZERS,
-    Activations,
-    Reference,
-    TimerStage,
-    cut,
-    draw,
-    expected_idle,
+from compare_pipelines import (
+    Run,
+    compare_with_one_process,
     gather,
-    idle_share,
+    kept_at_most,
+    quickest,
     read_arguments,
-    span,
+    say,
     text_batch,
-    timer_loss,
 )
+from model import GPTConfig, cross_entropy
+from pipeline_stages import TimerStage, gpt_stage, timer_loss
+from pipeline_timelines import Recorder, draw, expected_idle, idle_share
 from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -94,79 +91,85 @@ class Pipeline:
     """One rank's stage, and its connections to the stages before and after it.
 
     loss_fn: (output of the last stage, targets) of a micro-batch -> its mean loss.
+
+    Only a receive waits, a send never does. So a rank waits for nothing but an action of a
+    neighbour, and a schedule that `simulate` can play to its end cannot deadlock.
     """
 
     def __init__(self, model, loss_fn, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]):
         self.model, self.loss_fn = model, loss_fn
         self.down, self.up = groups
         self.stage, self.stages = dist.get_rank(self.down), dist.get_world_size(self.down)
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
 
     def step(
-        self, schedule: list[tuple[str, int]], x_BT: Tensor, y_BT: Tensor, activations=None
-    ) -> tuple[Tensor, list[tuple]]:
+        self,
+        schedule: list[tuple[str, int]],
+        x_BT: Tensor,
+        y_BT: Tensor,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
         """Run a schedule; gradients are added to the parameters' .grad, as backward() does.
 
         Every rank passes the whole batch: the first stage uses the inputs, the last the targets.
-        Returns the batch's mean loss on the last stage, 0 elsewhere, and this rank's timeline.
-
-        Only a receive waits, a send never does. So a rank waits for nothing but an action of a
-        neighbour, and a schedule that `simulate` can play to its end cannot deadlock.
+        Returns the batch's mean loss on the last stage, 0 elsewhere.
         """
-        m, first, last = len(schedule) // 2, self.stage == 0, self.stage == self.stages - 1
-        if len(x_BT) % m:
-            raise ValueError(f"{len(x_BT)} sequences do not divide into {m} micro-batches")
-        xs, ys, loss = x_BT.chunk(m), y_BT.chunk(m), torch.zeros((), device=x_BT.device)
-        started, sends, gradient_sends, timeline = {}, {}, [], []
+        microbatches = len(schedule) // 2
+        if len(x_BT) % microbatches:
+            raise ValueError(
+                f"{len(x_BT)} sequences do not divide into {microbatches} micro-batches"
+            )
+        self.inputs, self.targets = x_BT.chunk(microbatches), y_BT.chunk(microbatches)
+        self.loss = torch.zeros((), device=x_BT.device)
+        self.computed = {}  # micro-batch -> (input, output), from its forward to its backward
+        self.sends, self.gradient_sends = {}, []
+        self.record = recorder or (lambda *action: nullcontext())
         for kind, i in schedule:
             if kind == "F":
-                x = xs[i] if first else self.receive(xs[i], self.down, self.stage - 1)
-                x.requires_grad_(not first)
-                start = clock(x)
-                with activations.hooks() if activations else nullcontext():
-                    out = self.model(x)
-                    if last:
-                        # Gradients are added up: the sum over micro-batches is the batch's mean.
-                        out = self.loss_fn(out, ys[i]) / m
-                        loss += out.detach()
-                started[i] = x, out
-                timeline.append((kind, self.stage, i, start, clock(x)))
-                if activations:
-                    activations.note()
-                if not last:
-                    sends[i] = dist.isend(
-                        out.detach().contiguous(), group=self.down, group_dst=self.stage + 1
-                    )
+                self.forward(i)
             else:
-                gradient = None if last else self.receive(xs[i], self.up, self.stage + 1)
-                start = clock(x_BT)
-                x, out = started.pop(i)
-                out.backward(
-                    gradient
-                )  # where this stage's output has no loss yet: from its gradient
-                timeline.append((kind, self.stage, i, start, clock(x_BT)))
-                if not last:
-                    sends.pop(i).wait()  # it has arrived: its gradient is here
-                if not first:
-                    gradient_sends.append(
-                        dist.isend(x.grad, group=self.up, group_dst=self.stage - 1)
-                    )
-                del x, out  # and with them, what autograd kept for this micro-batch
-        for work in gradient_sends:
+                self.backward(i)
+        for work in self.gradient_sends:
             work.wait()
-        return loss, timeline
+        return self.loss
 
-    def receive(self, tokens_BT: Tensor, group, stage: int) -> Tensor:
+    def forward(self, i: int) -> None:
+        if self.is_first:
+            x = self.inputs[i]
+        else:
+            x = self.receive(i, self.down, self.stage - 1).requires_grad_()
+        with self.record("F", self.stage, i):
+            output = self.model(x)
+            if self.is_last:
+                # Gradients are added up: the sum over micro-batches is the batch's mean.
+                output = self.loss_fn(output, self.targets[i]) / len(self.inputs)
+                self.loss += output.detach()
+        self.computed[i] = x, output
+        if not self.is_last:
+            to_send = output.detach().contiguous()
+            self.sends[i] = dist.isend(to_send, group=self.down, group_dst=self.stage + 1)
+
+    def backward(self, i: int) -> None:
+        # Backward begins at the loss; in a stage that has none, at the gradient of its output.
+        gradient = None if self.is_last else self.receive(i, self.up, self.stage + 1)
+        x, output = self.computed.pop(i)  # and with them goes what autograd keeps
+        with self.record("B", self.stage, i):
+            output.backward(gradient)
+        if not self.is_last:
+            self.sends.pop(i).wait()  # it has arrived: its gradient is here
+        if not self.is_first:
+            work = dist.isend(x.grad, group=self.up, group_dst=self.stage - 1)
+            self.gradient_sends.append(work)
+
+    def receive(self, i: int, group, stage: int) -> Tensor:
         """(B, T, C) of a micro-batch: its activations, or their gradient."""
+        tokens_BT = self.inputs[i]
         tensor = torch.empty(*tokens_BT.shape, self.model.config.dim, device=tokens_BT.device)
         dist.irecv(tensor, group=group, group_src=stage).wait()
         return tensor
 
 
-def clock(tensor: Tensor) -> float:
-    """Now, when this rank's computation is done. Other streams may still send."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream().synchronize()
-    return time.perf_counter()
+# ---- the comparison
 
 
 def compare(args, worker: Worker) -> None:
@@ -174,57 +177,43 @@ def compare(args, worker: Worker) -> None:
     config = GPTConfig(block_size=args.length, layers=args.layers or 2 * p, dim=args.dim)
     batch_size, counts = args.batch_size or 4 * p, args.microbatches or [1, p, 4 * p]
     check(config.layers, batch_size, counts, p)
-    batches = [text_batch(step, batch_size, args.length, device) for step in range(args.steps)]
-    groups = connect(list(range(p)))
-    say = print if worker.is_main else lambda *_: None
     say(f"{config.layers} blocks in {p} stage(s), {batch_size} sequences of {args.length} tokens")
+    groups = connect(list(range(p)))
+    timer_stage = TimerStage(config, rank, p, SECONDS).to(device)
+    timers = Pipeline(timer_stage, timer_loss, groups)
 
-    runs = {}
-    for name, m in itertools.product(SCHEDULES, counts):
-        model = initialize(GPT(config, cut(config.layers, p)[rank]).to(device), args.seed)
-        optimizer = OPTIMIZERS[args.optimizer](model.parameters())
-        runs[name, m] = Pipeline(model, cross_entropy, groups), optimizer
-    one = Reference(config, cross_entropy, args.optimizer, args.seed, device)
-    worst = torch.zeros(len(runs), 3, device=device)
-    for x_BT, y_BT in batches:
-        expected = one.step(x_BT, y_BT)
-        for row, ((name, m), (pipeline, optimizer)) in zip(worst, runs.items(), strict=True):
-            optimizer.zero_grad()
-            loss, _ = pipeline.step(SCHEDULES[name](rank, p, m), x_BT, y_BT)
-            optimizer.step()
-            row.copy_(row.maximum(one.differences([pipeline.model], expected, loss)))
-    say(f"\nlargest difference to one process, in {args.steps} steps with {args.optimizer}")
-    say("schedule  micro-batches       loss   gradient  parameter")
-    for (name, m), row in zip(runs, worst.tolist(), strict=True):
-        say(f"{name:9} {m:13}" + "".join(f"{value:11.1e}" for value in row))
+    runs, timer_runs = {}, {}
+    for name, m in product(SCHEDULES, counts):
+        schedule = SCHEDULES[name](rank, p, m)
+        model = gpt_stage(config, rank, p, args.seed, device)
+        pipeline = Pipeline(model, cross_entropy, groups)
+        runs[name, m] = Run([model], partial(pipeline.step, schedule))
+        timer_runs[name, m] = Run([timers.model], partial(timers.step, schedule))
+    compare_with_one_process(runs, config, args, batch_size, worker)
 
-    timers = Pipeline(TimerStage(config, rank, p, SECONDS), timer_loss, groups)
     m, ms = min(2 * p, 10), round(1e3 * SECONDS)
     say(f"\n{m} micro-batches through stages that only wait, {ms} ms forward and {2 * ms} backward")
     say(f"(a character is {ms} ms; 0 is a forward, a the backward of the same; a dot is idle)")
-    x_BT, y_BT = text_batch(0, m, args.length, device)
+    batch = text_batch(0, m, args.length, device)
     for name, schedule in SCHEDULES.items():
-        timelines, _ = quickest(timers, schedule(rank, p, m), x_BT, y_BT)
-        say(f"{name}\n" + draw(timelines, SECONDS))
+        run = Run([timers.model], partial(timers.step, schedule(rank, p, m)))
+        say(f"{name}\n" + draw(quickest(run, *batch), SECONDS))
 
-    (x_BT, y_BT), memory = batches[0], []
+    batch = text_batch(0, batch_size, args.length, device)
     say("\nidle share, mean over ranks, in the quickest of 3 steps")
     say("schedule  micro-batches  (p-1)/(m+p-1)  stages that wait  GPT stages")
-    for (name, m), (pipeline, _) in runs.items():
-        order = SCHEDULES[name](rank, p, m)
-        (waits, _), (computes, most) = (
-            quickest(pipe, order, x_BT, y_BT) for pipe in (timers, pipeline)
-        )
+    for (name, m), run in runs.items():
+        waits, computes = quickest(timer_runs[name, m], *batch), quickest(run, *batch)
         shares = f"{expected_idle(p, m):15.1%}{idle_share(waits):18.1%}{idle_share(computes):12.1%}"
         say(f"{name:9} {m:13}{shares}")
-        memory.append([name, m, gather((alive(order), most))])
     if device.type == "cpu" and p > (os.cpu_count() or 1):
         say(f"({p} ranks share {os.cpu_count()} cores, for which GPT stages wait as well)")
 
     say("\nkept for backward at most: micro-batches, and MB as counted by the hooks of autograd")
     say("schedule  micro-batches" + "".join(f"{f'rank {r}':>14}" for r in range(p)))
-    for name, m, ranks in memory:
-        cells = "".join(f"{count:6}{most / 1e6:8.2f}" for count, most in ranks)
+    for (name, m), run in runs.items():
+        of_ranks = gather((alive(SCHEDULES[name](rank, p, m)), kept_at_most(run, *batch)))
+        cells = "".join(f"{count:6}{nbytes / 1e6:8.2f}" for count, nbytes in of_ranks)
         say(f"{name:9} {m:13}{cells}")
 
 
@@ -238,21 +227,7 @@ def check(layers: int, batch_size: int, counts: list[int], stages: int) -> None:
 
 def alive(schedule: list[tuple[str, int]]) -> int:
     """The most micro-batches whose forward is done and whose backward is not."""
-    return max(itertools.accumulate(1 if kind == "F" else -1 for kind, _ in schedule))
-
-
-def quickest(pipeline: Pipeline, schedule, x_BT, y_BT, steps: int = 3) -> tuple[list, int]:
-    """The timelines of all ranks in the quickest of some steps, and the activations kept at most.
-
-    Other programs on the machine make a step longer, never shorter.
-    """
-    found, activations = [], Activations(pipeline.model)
-    pipeline.step(schedule, x_BT, y_BT, activations)  # counting takes time: a step of its own
-    for _ in range(steps):
-        dist.barrier()
-        _, timeline = pipeline.step(schedule, x_BT, y_BT)
-        found.append(gather(timeline))
-    return min(found, key=span), activations.most
+    return max(accumulate(1 if kind == "F" else -1 for kind, _ in schedule))
 
 
 def parse_args():

@@ -1,10 +1,15 @@
-"""Ring attention by hand, for context_parallel_from_scratch.py: each rank has T / N of the tokens.
+"""Ring attention by hand: context parallelism, each of N ranks has T / N tokens of every sequence.
+
+    python parallel_basics/ring_attention.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/ring_attention.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/ring_attention.py \\
+        --length 1024 --optimizer adamw
 
 A token's query needs the keys and values of all earlier tokens, and most are on other ranks. So the
 ranks form a ring: each computes what its queries see of the keys and values that it has, while
 these are on their way to the next rank, and others come from the previous one. After N steps every
 query has met every key, and no rank ever had more than two blocks of keys and values, or more
-scores than those of one block.
+scores than those of one block. In backward they travel once more, and their gradients with them.
 
 A softmax that comes in parts is put together by the log of its denominator. Over some of the keys,
 let out = softmax(scores) @ v and lse = log(sum(exp(scores))). Then, for two sets of keys,
@@ -15,17 +20,61 @@ let out = softmax(scores) @ v and lse = log(sum(exp(scores))). Then, for two set
 Liu et al., Ring Attention (arXiv 2310.01889); Milakov and Gimelshein, Online normalizer calculation
 for softmax (arXiv 1805.02867); backward as in Dao et al., FlashAttention (arXiv 2205.14135).
 
+Run, it trains a GPT that way, and compares with one process, for two ways to deal out the tokens:
+in order, and balanced. Look at
+
+1. the differences: rounding. (AdamW divides each gradient by its own size: it enlarges the rounding
+   of tiny ones, and would hide a gradient that is wrong by a factor. SGD does neither.)
+2. the work: with tokens in order, the last rank has up to twice the mean, and the others wait for
+   it in every step. Balanced, all have the same.
+3. the bytes sent: they grow with T, not with T * T as the work does. So the longer the sequence,
+   the better the sending hides behind the computation.
+4. the memory: one process that writes all scores down needs T * T of them. PyTorch's fused kernel
+   never does so, nor does a ring, which has those of one block at a time. What is kept for
+   backward is divided by N: that is why one trains on long sequences this way.
+
 Shapes, besides those of model.py:    S = T / N  tokens of a sequence on one rank
                                       L          tokens of a chunk: S, or S / 2 if balanced
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from model import GPT, Attention
-from torch import Tensor, nn
+from arguments import UserError
+from compare_ring_attention import (
+    build,
+    count_one_process,
+    differences,
+    make_batches,
+    measure,
+    read_arguments,
+    report,
+    train,
+)
+from context_parallel_model import spread_tokens, sum_gradients
+from model import GPT
+from runtime import Worker, distributed_worker
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.elastic.multiprocessing.errors import record
+
+LAYOUTS = {"in order": False, "balanced": True}
+
+
+@record
+def main() -> None:
+    args = read_arguments()
+    with distributed_worker(args.device) as worker:
+        chunks = 2 * worker.world_size
+        if args.length % chunks:
+            raise UserError(
+                f"--length {args.length} does not divide into {chunks} chunks, "
+                f"two for each of {worker.world_size} rank(s)"
+            )
+        compare(args, worker)
+
 
 # ---- which tokens are whose
 
@@ -69,10 +118,10 @@ class Ring:
         now. masked: the two are the same tokens, and none may look at a later one.
         """
         source = (self.rank - step) % self.size
-        for i, mine in enumerate(chunks_of(self.rank, self.size, self.balanced)):
-            for j, theirs in enumerate(chunks_of(source, self.size, self.balanced)):
-                if theirs <= mine or not self.causal:
-                    yield i, j, self.causal and theirs == mine
+        for i, query_chunk in enumerate(chunks_of(self.rank, self.size, self.balanced)):
+            for j, key_chunk in enumerate(chunks_of(source, self.size, self.balanced)):
+                if key_chunk <= query_chunk or not self.causal:
+                    yield i, j, self.causal and key_chunk == query_chunk
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to send `x` to the next rank. The function returned waits for the previous one's.
@@ -82,9 +131,10 @@ class Ring:
         """
         if self.size == 1:
             return lambda: x
-        arriving, after, before = torch.empty_like(x), self.rank + 1, self.rank - 1
-        send = dist.P2POp(dist.isend, x, group=self.group, group_peer=after % self.size)
-        receive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=before % self.size)
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        arriving = torch.empty_like(x)
+        send = dist.P2POp(dist.isend, x, group=self.group, group_peer=after)
+        receive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=before)
         works = dist.batch_isend_irecv([send, receive])
 
         def wait(sent=x) -> Tensor:  # holds what is sent until it is gone
@@ -149,7 +199,8 @@ class RingAttention(torch.autograd.Function):
                 both = torch.logaddexp(lses[i], lse)
                 outs[i].mul_((lses[i] - both).exp()).add_(out.mul_((lse - both).exp()))
                 lses[i].copy_(both)
-            kv = arrives() if arrives else kv
+            if arrives:
+                kv = arrives()
         out_BHSD = out_BHSD.to(q_BHSD.dtype)
         ctx.ring, ctx.wide = ring, wide
         ctx.save_for_backward(q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS1)  # no scores
@@ -163,8 +214,8 @@ class RingAttention(torch.autograd.Function):
         dout_BHSD = dout_BHSD.to(wide)
         delta_BHS1 = (dout_BHSD * out_BHSD).sum(-1, keepdim=True)
         dq_BHSD = torch.zeros_like(q_BHSD, dtype=wide)
-        mine = (q_BHSD.to(wide), dout_BHSD, lse_BHS1, delta_BHS1, dq_BHSD)
-        queries, douts, lses, deltas, dqs = (ring.chunks(x) for x in mine)
+        of_queries = (q_BHSD.to(wide), dout_BHSD, lse_BHS1, delta_BHS1, dq_BHSD)
+        queries, douts, lses, deltas, dqs = (ring.chunks(x) for x in of_queries)
         kv = torch.stack([k_BHSD, v_BHSD])
         gradients_arrive = None
         for step in range(ring.size):
@@ -182,7 +233,8 @@ class RingAttention(torch.autograd.Function):
                 dkv += gradients_arrive()
             # They travel with their keys and values, one step behind, and one step more: home.
             gradients_arrive = ring.pass_on(dkv)
-            kv = arrives() if arrives else kv
+            if arrives:
+                kv = arrives()
         dk_BHSD, dv_BHSD = gradients_arrive()
         dtype = q_BHSD.dtype
         return dq_BHSD.to(dtype), dk_BHSD.to(dtype), dv_BHSD.to(dtype), None
@@ -199,53 +251,46 @@ def ring_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ring: Ring) -
     return RingAttention.apply(q_BHSD, k_BHSD, v_BHSD, ring)
 
 
-# ---- the GPT of model.py
-
-
-class ContextParallelAttention(Attention):
-    """`attention` with the same parameters under the same names, for S tokens of T."""
-
-    def __init__(self, attention: Attention, ring: Ring):
-        nn.Module.__init__(self)
-        self.head_dim, self.ring = attention.head_dim, ring
-        self.query, self.key, self.value = attention.query, attention.key, attention.value
-        self.out = attention.out
-
-    def forward(self, x_BSC: Tensor) -> Tensor:
-        q_BHSD, k_BHSD, v_BHSD = (
-            y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
-            for y in (self.query(x_BSC), self.key(x_BSC), self.value(x_BSC))
-        )
-        seen_BHSD = ring_attention(q_BHSD, k_BHSD, v_BHSD, self.ring)
-        return self.out(seen_BHSD.transpose(1, 2).flatten(2))
-
-
-def apply_context_parallel(model: GPT, group=None, balanced: bool = True) -> GPT:
-    """Change and return `model`: it then maps a rank's tokens (B, S) to their logits (B, S, V).
-
-    All else in a GPT (norms, MLP, loss) looks at one token at a time, and stays as it is.
-    """
+def apply_ring_attention(model: GPT, group=None, balanced: bool = True) -> GPT:
+    """Change and return `model`: it then maps a rank's tokens (B, S) to their logits (B, S, V)."""
     ring = Ring(group, causal=True, balanced=balanced)
-    for block in model.blocks.values():
-        block.attention = ContextParallelAttention(block.attention, ring)
 
-    def whose_positions(module, args):  # the model counts its tokens 0, 1, ... S - 1
-        positions_T = torch.arange(len(args[0]) * ring.size, device=args[0].device)
-        return (own_tokens(positions_T, 0, ring.rank, ring.size, balanced),)
+    def positions_of(length: int, device) -> Tensor:  # of this rank's tokens in whole sequences
+        positions_T = torch.arange(length * ring.size, device=device)
+        return own_tokens(positions_T, 0, ring.rank, ring.size, balanced)
 
-    if model.is_first:
-        model.position_embedding.register_forward_pre_hook(whose_positions)
-    return model
+    return spread_tokens(model, partial(ring_attention, ring=ring), positions_of)
 
 
-def sum_gradients(model: nn.Module, group=None) -> None:
-    """Add every parameter's gradient over the ranks: each knows what its own tokens contribute.
+# ---- the comparison
 
-    For parameters this is data parallelism: DDP's or FSDP's averaging does it as well, with each
-    rank's mean loss. Here a rank's loss is divided by N beforehand.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(total.view_as(gradient))
+
+def compare(args, worker: Worker) -> None:
+    rank, ranks, device = worker.rank, worker.world_size, worker.device
+    batches = make_batches(args, device)
+    expected = train(build(args, device), batches, args.optimizer)  # one process: every rank
+    max_diff, counts = {}, {}
+    for name, balanced in LAYOUTS.items():
+        model = apply_ring_attention(build(args, device), balanced=balanced)
+        local_batches = [
+            (own_tokens(x_BT, 1, rank, ranks, balanced), own_tokens(y_BT, 1, rank, ranks, balanced))
+            for x_BT, y_BT in batches
+        ]
+        steps = train(model, local_batches, args.optimizer, sum_gradients)
+        max_diff[name] = differences(steps, expected)
+        counts[name] = count_ring(args, worker, balanced)
+    counts |= count_one_process(args, device)
+    of_ranks = [None] * ranks
+    dist.all_gather_object(of_ranks, (max_diff, counts))
+    if worker.is_main:
+        report(args, LAYOUTS, of_ranks)
+
+
+def count_ring(args, worker: Worker, balanced: bool) -> dict:
+    """What one layer's attention computes, sends and keeps on this rank."""
+    attention = partial(ring_attention, ring=Ring(balanced=balanced))
+    return measure(attention, args, worker.world_size, worker.device)
+
+
+if __name__ == "__main__":
+    main()

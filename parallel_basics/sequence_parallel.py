@@ -21,15 +21,15 @@ Look at
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from arguments import UserError
+from compare_tensor_parallel import local, one_process, print_layers, print_sent
 from comparing import (
     as_it_is,
     batches,
-    check_arguments,
     differences,
     make_config,
     make_parser,
@@ -40,11 +40,19 @@ from comparing import (
 from counting import CountCollectives, print_collectives
 from model import GPT, GPTConfig, cross_entropy, initialize
 from runtime import Worker, distributed_worker
-from tensor_parallel import local, print_layers, run
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
-KINDS = ("attention_norm", "attention", "mlp_norm", "mlp")
+KINDS = ("attention_norm", "attention", "mlp_norm", "mlp")  # of layers, in a block
 
 
 @record
@@ -58,30 +66,45 @@ def main() -> None:
         compare(args, worker)
 
 
-def compare(args, worker: Worker) -> None:
-    ranks = worker.world_size
-    config, tokens = make_config(args, ranks), args.batch_size * args.length
-    one = initialize(GPT(config).to(worker.device), args.seed)
-    expected = train(one, cross_entropy, norm_of, as_it_is, args, worker.device)
-    sent, kept, worst = {}, {}, {}
-    for title, sequence in (("tensor parallel", False), ("sequence parallel", True)):
-        finish = sum_gradients if sequence else None
-        model, steps, count = run(config, args, worker, sequence, finish=finish)
-        sent[title], worst[title] = count.sent(ranks), differences(steps, expected)
-        kept[title] = measure_kept(model, args, worker)
-        kept[f"{title}, formula"] = kept_by_formula(config, tokens, ranks, sequence)
-    lazy = run(config, args, worker, sequence_parallel=True)[2].total("optimizer")[0]
-    if worker.is_main:
-        print_layers(model)
-        if ranks > 1:  # alone, DTensors have nothing to send
-            print_collectives(count, formula(config, args.batch_size, args.length))
-            print(f"without sum_gradients(), {args.optimizer} calls all_reduce {lazy} times")
-        print("\nbytes that a rank sends in a step")
-        for title, nbytes in sent.items():
-            print(f"{title:21}{nbytes:11,}")
-        print_kept(kept)
-        print(f"\n{args.steps} steps with {args.optimizer}, against one process")
-        print_differences(worst)
+def apply_sequence_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: bool = True) -> GPT:
+    """Cut the layers of `model` over the one axis of `mesh`; change and return `model`.
+
+    sequence_parallel: False is the plan of tensor_parallel.py, to see what differs: `between`, the
+        layout of activations between the pairs, and a style for the norms.
+    """
+    # A rank has all tokens (B, T, C), or its T / n: dim 1.
+    between = Shard(1) if sequence_parallel else Replicate()
+    plan = {"token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)}
+    if sequence_parallel:
+        # Looked up by rows, too, only to be cut like the tokens: here these are dim 0, (T, C).
+        plan["position_embedding"] = RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0)
+        )
+        # Each rank norms its own tokens. The weights stay whole: a copy on every rank.
+        plan["norm"] = SequenceParallel()
+        for i in model.blocks:
+            plan[f"blocks.{i}.attention_norm"] = SequenceParallel()
+            plan[f"blocks.{i}.mlp_norm"] = SequenceParallel()
+
+    # Before a pair all tokens are gathered, where they are cut; after it they are cut again.
+    gather = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    for i in model.blocks:
+        plan |= {
+            f"blocks.{i}.attention": gather,
+            f"blocks.{i}.attention.query": ColwiseParallel(),
+            f"blocks.{i}.attention.key": ColwiseParallel(),
+            f"blocks.{i}.attention.value": ColwiseParallel(),
+            f"blocks.{i}.attention.out": RowwiseParallel(output_layouts=between),
+            f"blocks.{i}.mlp": gather,
+            f"blocks.{i}.mlp.expand": ColwiseParallel(),
+            f"blocks.{i}.mlp.contract": RowwiseParallel(output_layouts=between),
+        }
+    plan["head"] = ColwiseParallel(
+        input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+    )
+    parallelize_module(model, mesh, plan)
+    model.tie()  # both weights were cut by words, but into two parameters
+    return model
 
 
 @torch.no_grad()
@@ -90,6 +113,51 @@ def sum_gradients(model: GPT) -> None:
     for p in model.parameters():
         if any(placement.is_partial() for placement in p.grad.placements):
             p.grad = p.grad.redistribute(placements=p.placements)
+
+
+def run(
+    config: GPTConfig,
+    args,
+    worker: Worker,
+    sequence_parallel: bool = True,
+    finish: Callable[[GPT], None] | None = None,
+) -> tuple[GPT, list[dict], CountCollectives]:
+    """The cut model, what its training gave, and the collectives of the last step.
+
+    finish: is called after backward, before the optimizer's step.
+    """
+    mesh = init_device_mesh(worker.device.type, (worker.world_size,))
+    model = apply_sequence_parallel(GPT(config).to(worker.device), mesh, sequence_parallel)
+    initialize(model, args.seed)  # after the cut: each rank keeps its part of the same numbers
+    count = CountCollectives(model)
+    with loss_parallel():  # the logits are cut by words
+        steps = train(model, cross_entropy, norm_of, as_it_is, args, worker.device, count, finish)
+    return model, steps, count
+
+
+def compare(args, worker: Worker) -> None:
+    ranks = worker.world_size
+    config, tokens = make_config(args, ranks), args.batch_size * args.length
+    _, expected = one_process(config, args, worker)
+    sent, kept, max_diff = {}, {}, {}
+    for title, sequence in (("tensor parallel", False), ("sequence parallel", True)):
+        finish = sum_gradients if sequence else None
+        model, steps, count = run(config, args, worker, sequence, finish)
+        sent[title] = count.sent(ranks)
+        max_diff[title] = differences(steps, expected)
+        kept[title] = measure_kept(model, args, worker)
+        kept[f"{title}, formula"] = kept_by_formula(config, tokens, ranks, sequence)
+    _, _, lazy_count = run(config, args, worker)  # AdamW sums the norms' gradients as it needs them
+    if worker.is_main:
+        print_layers(model)
+        if ranks > 1:  # alone, DTensors have nothing to send
+            print_collectives(count, formula(config, args.batch_size, args.length))
+            calls, _ = lazy_count.total("optimizer")
+            print(f"without sum_gradients(), {args.optimizer} calls all_reduce {calls} times")
+        print_sent(sent)
+        print_kept(kept)
+        print(f"\n{args.steps} steps with {args.optimizer}, against one process")
+        print_differences(max_diff)
 
 
 def formula(config: GPTConfig, batch: int, length: int) -> Iterator[tuple[str, str, str, int, int]]:
@@ -111,28 +179,28 @@ def formula(config: GPTConfig, batch: int, length: int) -> Iterator[tuple[str, s
 @contextmanager
 def keep_count(model: GPT, count: CountCollectives) -> Iterator[Counter]:
     """Bytes kept for backward, by layer: each piece of memory once, parameters not at all."""
-    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
-    found, seen = Counter(), set()
+    kept = Counter()
+    seen = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         memory = local(tensor).untyped_storage()
-        if memory.data_ptr() not in own | seen:
+        if memory.data_ptr() not in seen:
             seen.add(memory.data_ptr())
-            found[count.layer] += memory.nbytes()
+            kept[count.layer] += memory.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        yield found
+        yield kept
 
 
 def measure_kept(model: GPT, args, worker: Worker) -> dict[str, int]:
     """Bytes kept for backward in the last block, by kind of layer."""
     x_BT, y_BT = batches(args, worker.device)[0]
     count = CountCollectives(model)  # for its knowledge of where we are
-    with loss_parallel(), keep_count(model, count) as found, count:
+    with loss_parallel(), keep_count(model, count) as kept, count:
         loss = cross_entropy(model(x_BT), y_BT)
     del loss
-    return {kind: found[f"blocks.{args.layers - 1}.{kind}"] for kind in KINDS}
+    return {kind: kept[f"blocks.{args.layers - 1}.{kind}"] for kind in KINDS}
 
 
 def kept_by_formula(config: GPTConfig, tokens: int, ranks: int, sequence: bool) -> dict[str, int]:
@@ -160,7 +228,7 @@ def print_kept(kept: dict[str, dict[str, int]]) -> None:
 
 
 def parse_args():
-    return check_arguments(make_parser("Sequence parallelism: what it saves, and what it costs."))
+    return make_parser("Sequence parallelism: what it saves, and what it costs.").parse_args()
 
 
 if __name__ == "__main__":

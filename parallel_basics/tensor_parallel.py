@@ -1,13 +1,12 @@
-"""Tensor parallelism with torch's parallelize_module, layer by layer, counted and compared.
+"""Tensor parallelism with torch: one style for each layer, counted and compared with one process.
 
     python parallel_basics/tensor_parallel.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/tensor_parallel.py
     torchrun --standalone --nproc_per_node=4 parallel_basics/tensor_parallel.py --optimizer sgd
 
-parallelize.py has the plan: a style for each layer. A style does three things to a layer: it cuts
-the parameters into DTensors, it brings the input into the layout that the layer wants, and it gives
-the output the layout that the next one wants. Most changes of layout are collectives.
-tensor_parallel_from_scratch.py does the same with plain tensors.
+A style does three things to a layer: it cuts the parameters into DTensors, it brings the input into
+the layout that the layer wants, and it gives the output the layout that the next one wants. Most
+changes of layout are collectives. tensor_parallel_from_scratch.py does the same with plain tensors.
 
 Look at
 
@@ -17,13 +16,18 @@ Look at
 4. what a rank sends: it grows with the tokens. Data parallelism's grows with the parameters.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 
-import torch.distributed as dist
+from compare_tensor_parallel import (
+    numbers_held,
+    one_process,
+    print_held,
+    print_layers,
+    print_sent,
+)
 from comparing import (
     as_it_is,
-    check_arguments,
     differences,
     make_config,
     make_parser,
@@ -31,15 +35,19 @@ from comparing import (
     print_differences,
     train,
 )
-from counting import CountCollectives, layers_of, print_collectives, ring_bytes
+from counting import CountCollectives, print_collectives, ring_bytes
 from model import GPT, GPTConfig, cross_entropy, initialize
-from parallelize import apply_tensor_parallel
 from runtime import Worker, distributed_worker
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 
 @record
@@ -49,54 +57,80 @@ def main() -> None:
         compare(args, worker)
 
 
-def compare(args, worker: Worker) -> None:
-    ranks = worker.world_size
-    config = make_config(args, ranks)
-    one = initialize(GPT(config).to(worker.device), args.seed)
-    expected = train(one, cross_entropy, norm_of, as_it_is, args, worker.device)
-    sent, worst = {}, {}
-    for title, cut_logits in (("logits gathered", False), ("loss_parallel", True)):
-        model, steps, count = run(config, args, worker, cut_logits=cut_logits)
-        sent[title], worst[title] = count.sent(ranks), differences(steps, expected)
-    held = [None] * ranks
-    dist.all_gather_object(held, sum(local(p).numel() for p in model.parameters()))
-    if worker.is_main:
-        total = sum(p.numel() for p in one.parameters())
-        print_layers(model)
-        print(f"of {total:,} numbers each rank holds " + ", ".join(f"{n:,}" for n in held))
-        if ranks > 1:  # alone, DTensors have nothing to send
-            tokens = args.batch_size * args.length
-            print_collectives(count, formula(config, tokens, cut_logits=True))
-        # Data parallelism sends the gradients, whatever the number of tokens.
-        sent["data parallelism"] = round(ring_bytes("all_reduce", 4 * total, ranks))
-        print("\nbytes that a rank sends in a step")
-        for title, nbytes in sent.items():
-            print(f"{title:21}{nbytes:11,}")
-        print(f"\n{args.steps} steps with {args.optimizer}, against one process")
-        print_differences(worst)
+def apply_tensor_parallel(model: GPT, mesh: DeviceMesh, cut_logits: bool = True) -> GPT:
+    """Cut the layers of `model` over the one axis of `mesh`; change and return `model`.
+
+    A pair of layers is cut together: the first by columns, so that each rank computes some of the
+    features, the second by rows, so that it uses just those; what the second returns is a part of a
+    sum (Shoeybi et al., Megatron-LM, arXiv 1909.08053). So a block costs two sums over the ranks in
+    forward, and two in backward.
+
+    cut_logits: the logits stay cut by vocabulary, as a DTensor; compute the loss, and call its
+        backward, inside `torch.distributed.tensor.parallel.loss_parallel()`.
+    """
+    # Rows of the table are words: a rank looks up those it has, and 0 for the others. The sum over
+    # the ranks is the embedding.
+    plan = {"token_embedding": RowwiseParallel(input_layouts=Replicate())}
+
+    # A module all of whose ranks begin with the same input, once for query, key and value together:
+    # in backward their three gradients are added on the rank before one sum over the ranks.
+    same_input = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    for i in model.blocks:
+        plan |= {
+            f"blocks.{i}.attention": same_input,
+            f"blocks.{i}.attention.query": ColwiseParallel(),  # some of the heads
+            f"blocks.{i}.attention.key": ColwiseParallel(),
+            f"blocks.{i}.attention.value": ColwiseParallel(),
+            f"blocks.{i}.attention.out": RowwiseParallel(),  # takes just those, and sums
+            f"blocks.{i}.mlp": same_input,
+            f"blocks.{i}.mlp.expand": ColwiseParallel(),  # some of the features
+            f"blocks.{i}.mlp.contract": RowwiseParallel(),  # takes just those, and sums
+        }
+    # Each rank computes the logits of some of the words.
+    plan["head"] = ColwiseParallel(
+        output_layouts=Shard(-1) if cut_logits else Replicate(), use_local_output=not cut_logits
+    )
+    parallelize_module(model, mesh, plan)
+    model.tie()  # both weights were cut by words, but into two parameters
+    return model
 
 
 def run(
-    config: GPTConfig,
-    args,
-    worker: Worker,
-    sequence_parallel: bool = False,
-    cut_logits: bool = True,
-    finish: Callable[[GPT], None] | None = None,
+    config: GPTConfig, args, worker: Worker, cut_logits: bool
 ) -> tuple[GPT, list[dict], CountCollectives]:
-    """The cut model, what its training gave, and the collectives of the last step.
-
-    finish: is called after backward, before the optimizer's step.
-    """
+    """The cut model, what its training gave, and the collectives of the last step."""
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
-    model = GPT(config).to(worker.device)
-    apply_tensor_parallel(model, mesh, sequence_parallel, loss_parallel=cut_logits)
+    model = apply_tensor_parallel(GPT(config).to(worker.device), mesh, cut_logits)
     initialize(model, args.seed)  # after the cut: each rank keeps its part of the same numbers
     count = CountCollectives(model)
     # In this context cross_entropy and its backward work on logits that are cut by words.
     with loss_parallel() if cut_logits else nullcontext():
-        steps = train(model, cross_entropy, norm_of, as_it_is, args, worker.device, count, finish)
+        steps = train(model, cross_entropy, norm_of, as_it_is, args, worker.device, count)
     return model, steps, count
+
+
+def compare(args, worker: Worker) -> None:
+    ranks = worker.world_size
+    config = make_config(args, ranks)
+    full_model, expected = one_process(config, args, worker)
+    sent, max_diff = {}, {}
+    for title, cut_logits in (("logits gathered", False), ("loss_parallel", True)):
+        model, steps, count = run(config, args, worker, cut_logits)
+        sent[title] = count.sent(ranks)
+        max_diff[title] = differences(steps, expected)
+    held = numbers_held(model)
+    if worker.is_main:
+        print_layers(model)
+        print_held(full_model, held)
+        if ranks > 1:  # alone, DTensors have nothing to send
+            tokens = args.batch_size * args.length
+            print_collectives(count, formula(config, tokens, cut_logits=True))
+        # Data parallelism sends the gradients, whatever the number of tokens.
+        gradients = 4 * sum(p.numel() for p in full_model.parameters())
+        sent["data parallelism"] = round(ring_bytes("all_reduce", gradients, ranks))
+        print_sent(sent)
+        print(f"\n{args.steps} steps with {args.optimizer}, against one process")
+        print_differences(max_diff)
 
 
 def formula(
@@ -115,28 +149,8 @@ def formula(
         yield "forward", "head", "all_gather", 1, 4 * tokens * config.vocab_size
 
 
-def print_layers(model: GPT) -> None:
-    """One line per layer: how its weight lies on the mesh, and what of it is here."""
-    print(f"\n{'weight of':28}{'placement':13}{'whole':>12}{'on rank 0':>13}")
-    for name, layer in layers_of(model):
-        if name.startswith("blocks.") and not name.startswith("blocks.0."):
-            continue  # like block 0
-        inner = [(f"{name}.{child}", module) for child, module in layer.named_children()]
-        for title, module in inner or [(name, layer)]:
-            weight, placement = module.weight, "-"
-            if isinstance(weight, DTensor):
-                (kind,) = weight.placements
-                placement = f"Shard({kind.dim})" if kind.is_shard() else type(kind).__name__
-            shapes = [str(tuple(t.shape)) for t in (weight, local(weight))]
-            print(f"{title:28}{placement:13}{shapes[0]:>12}{shapes[1]:>13}")
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def parse_args():
-    return check_arguments(make_parser("Tensor parallelism with DTensors, layer by layer."))
+    return make_parser("Tensor parallelism with torch's styles, layer by layer.").parse_args()
 
 
 if __name__ == "__main__":

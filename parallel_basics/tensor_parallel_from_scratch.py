@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand, compared with one process and with torch's parallelize_module.
+"""Tensor parallelism by hand: plain tensors and two autograd functions, equal to one process.
 
     python parallel_basics/tensor_parallel_from_scratch.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/tensor_parallel_from_scratch.py
@@ -15,39 +15,28 @@ so nothing is sent between the two. Around a pair stand two operators, written g
     g   after it     forward: all_reduce    backward: nothing
     f   before it    forward: nothing       backward: all_reduce
 
-The layers and the loss are in tensor_parallel_layers.py; this file compares and counts.
+`cut_model` does this to a GPT; `vocab_parallel_cross_entropy` is its loss. Look at the shapes that
+a rank holds; at the collectives, two per block and direction; at the loss, for which two numbers
+per token are sent instead of a logit per word.
 
-Look at the shapes that a rank holds; at the collectives, two per block and direction; at the loss,
-for which two numbers per token are sent instead of a logit per word.
+    B, T, C, V  as in model.py     v  words of the vocabulary on this rank: V / ranks     N = B * T
 """
 
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
-from comparing import (
-    as_it_is,
-    check_arguments,
-    differences,
-    make_config,
-    make_parser,
-    norm_of,
-    print_differences,
-    train,
-)
+import torch.nn.functional as F
+from compare_tensor_parallel import numbers_held, one_process, print_held, print_parameters
+from comparing import differences, make_config, make_parser, print_differences, train
 from counting import CountCollectives, print_collectives
-from model import GPT, GPTConfig, cross_entropy, initialize
-from parallelize import apply_tensor_parallel
+from model import GPT, GPTConfig, initialize
 from runtime import Worker, distributed_worker
-from tensor_parallel_layers import (
-    cut_dim,
-    cut_model,
-    gradient_norm,
-    vocab_parallel_cross_entropy,
-    whole,
-)
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor.parallel import loss_parallel
+
+# The second name is that of torch before 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @record
@@ -57,45 +46,235 @@ def main() -> None:
         compare(args, worker)
 
 
+# Which dim of which parameter is cut. A weight is (outputs, inputs): dim 0 leaves a rank some of
+# the outputs, dim 1 some of the inputs. (Papers write x @ A: our dim 0 is a cut of A by columns.)
+# All other parameters are whole on every rank: they meet numbers that are the same on all ranks.
+CUTS = {
+    "token_embedding.weight": 0,  # some words
+    "attention.query.weight": 0,  # some heads
+    "attention.query.bias": 0,
+    "attention.key.weight": 0,
+    "attention.value.weight": 0,
+    "attention.value.bias": 0,
+    "attention.out.weight": 1,  # takes just those heads
+    "mlp.expand.weight": 0,  # some features
+    "mlp.expand.bias": 0,
+    "mlp.contract.weight": 1,  # takes just those features
+    "head.weight": 0,  # the logits of some words
+}
+
+
+class CopyToRanks(torch.autograd.Function):
+    """f: all ranks go on with the same x, each with its part of the weights.
+
+    Forward: nothing. Backward: the gradient of x is the sum of what each rank found. Shoeybi et
+    al., Megatron-LM, arXiv 1909.08053, section 3, where f and g are called conjugate.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd owns the other
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class ReduceFromRanks(torch.autograd.Function):
+    """g: x is one rank's part of a sum; returns the sum, in x's own memory.
+
+    Backward: nothing. Each part counts once in the sum, so all get the gradient of the sum, which
+    every rank has: what follows is computed by all ranks alike.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        ctx.mark_dirty(x)  # in place: tells autograd
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+class RowLinear(nn.Module):
+    """A linear layer with some of the inputs: (..., some) -> (..., outputs), a sum over ranks.
+
+    Its partner needs no class. A linear layer with some of the outputs is a smaller linear layer.
+    """
+
+    def __init__(self, linear: nn.Linear, group):
+        super().__init__()
+        self.weight, self.bias, self.group = linear.weight, linear.bias, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The bias comes after the sum: inside, it would be added once per rank.
+        return ReduceFromRanks.apply(F.linear(x, self.weight), self.group) + self.bias
+
+
+class VocabEmbedding(nn.Module):
+    """An embedding with some rows of the table: tokens (B, T) -> (B, T, C), a sum over ranks."""
+
+    def __init__(self, weight: nn.Parameter, group):
+        super().__init__()
+        self.weight, self.group = weight, group
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        rows_BT, elsewhere_BT = local_rows(tokens_BT, len(self.weight), self.group)
+        x_BTC = F.embedding(rows_BT, self.weight).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+        return ReduceFromRanks.apply(x_BTC, self.group)
+
+
+def local_rows(tokens: Tensor, words: int, group) -> tuple[Tensor, Tensor]:
+    """Each token's row among the `words` of this rank, or 0; and whether another rank has it."""
+    rows = tokens - dist.get_rank(group) * words
+    elsewhere = (rows < 0) | (rows >= words)
+    return rows.masked_fill(elsewhere, 0), elsewhere
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The mean of log(sum of exp(logits)) - logit of the target; no rank has all logits.
+
+    Two numbers per token leave a rank: log(sum of exp) of its own logits, and the target's logit if
+    it has it. Everything else, in backward too, happens where the logits are.
+    """
+
+    @staticmethod
+    def forward(ctx, logits_Nv: Tensor, targets_N: Tensor, group) -> Tensor:
+        columns_N, elsewhere_N = local_rows(targets_N, logits_Nv.shape[1], group)
+        target_N = logits_Nv.gather(1, columns_N.unsqueeze(1)).squeeze(1)
+        local_2N = torch.stack([logits_Nv.logsumexp(1), target_N.masked_fill(elsewhere_N, 0)])
+        all_n2N = local_2N.new_empty(dist.get_world_size(group), *local_2N.shape)
+        all_gather(all_n2N.flatten(0, 1), local_2N, group=group)
+        total_N = all_n2N[:, 0].logsumexp(0)
+        target_N = all_n2N[:, 1].sum(0)  # one rank has it, the others have 0
+        ctx.save_for_backward(logits_Nv, total_N, columns_N, elsewhere_N)
+        return (total_N - target_N).mean()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        logits_Nv, total_N, columns_N, elsewhere_N = ctx.saved_tensors
+        gradient_Nv = (logits_Nv - total_N.unsqueeze(1)).exp_()  # the probabilities
+        ones_N = (~elsewhere_N).to(gradient_Nv.dtype)
+        gradient_Nv.scatter_add_(1, columns_N.unsqueeze(1), -ones_N.unsqueeze(1))
+        return gradient_Nv.mul_(gradient / len(total_N)), None, None
+
+
+def vocab_parallel_cross_entropy(logits_BTv: Tensor, targets_BT: Tensor, group=None) -> Tensor:
+    """The mean over all tokens, in nats, on every rank; computed in float32."""
+    logits_Nv = logits_BTv.flatten(0, 1).float()
+    return CrossEntropy.apply(logits_Nv, targets_BT.flatten(), group)
+
+
+def cut_model(model: GPT, group=None) -> GPT:
+    """Leave this rank of `group` its part of `model`; change and return it.
+
+    The model has its values already, the same ones on every rank. It then returns the logits of
+    this rank's words only, (B, T, v), rank after rank in the order of the vocabulary.
+    Raises ValueError if heads or vocabulary do not divide by the number of ranks.
+    """
+    ranks, config = dist.get_world_size(group), model.config
+    for name, value in (("heads", config.heads), ("vocab_size", config.vocab_size)):
+        if value % ranks:
+            raise ValueError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
+    for name, parameter in list(model.named_parameters()):
+        dim = cut_dim(name)
+        if dim is None:
+            continue
+        path, _, kind = name.rpartition(".")
+        layer = model.get_submodule(path)
+        setattr(layer, kind, nn.Parameter(local_part(parameter.detach(), dim, group)))
+        if isinstance(layer, nn.Linear):
+            layer.out_features, layer.in_features = layer.weight.shape
+    model.tie()  # both weights were cut, but into two parameters
+
+    def copy_input(module, inputs):
+        return (CopyToRanks.apply(inputs[0], group),)
+
+    if model.is_first:
+        model.token_embedding = VocabEmbedding(model.token_embedding.weight, group)
+    for block in model.blocks.values():
+        # Once for query, key and value: autograd adds their three gradients before it gets here.
+        block.attention.register_forward_pre_hook(copy_input)
+        block.attention.out = RowLinear(block.attention.out, group)
+        block.mlp.register_forward_pre_hook(copy_input)
+        block.mlp.contract = RowLinear(block.mlp.contract, group)
+    if model.is_last:
+        model.head.register_forward_pre_hook(copy_input)
+    return model
+
+
+def cut_dim(name: str) -> int | None:
+    """The dim in which the parameter of this name is cut; None if every rank has all of it."""
+    for end, dim in CUTS.items():
+        if name.endswith(end):
+            return dim
+    return None
+
+
+def local_part(tensor: Tensor, dim: int, group=None) -> Tensor:
+    """This rank's part, in memory of its own: a window would keep all of `tensor` alive."""
+    chunk = tensor.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+    return chunk.clone(memory_format=torch.contiguous_format)
+
+
+def full_tensor(name: str, tensor: Tensor, group=None) -> Tensor:
+    """All of the parameter (or gradient) of this name, of which each rank has `tensor`."""
+    dim = cut_dim(name)
+    if dim is None:
+        return tensor.clone()
+    of_ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, tensor.contiguous(), group=group)
+    return torch.cat(of_ranks, dim)
+
+
+def gradient_norm(model: GPT, group=None) -> Tensor:
+    """The norm of all gradients of the whole model, as clipping needs it: the same on every rank.
+
+    Squares of cut parameters are added over the ranks. Those of the others are the same everywhere:
+    to add them too would count each once per rank.
+    """
+    squares_of_cut, squares_of_copies = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        squares = parameter.grad.square().sum()
+        if cut_dim(name) is None:
+            squares_of_copies.append(squares)
+        else:
+            squares_of_cut.append(squares)
+    total = torch.stack(squares_of_cut).sum()
+    dist.all_reduce(total, group=group)
+    return (total + torch.stack(squares_of_copies).sum()).sqrt()
+
+
+# ---- the comparison
+
+
 def compare(args, worker: Worker) -> None:
     config = make_config(args, worker.world_size)
-    mesh = init_device_mesh(worker.device.type, (worker.world_size,))
-    # Each rank begins with the same whole model. (Too large for that? See parallelize.py.)
-    one, ours, theirs = (initialize(GPT(config).to(worker.device), args.seed) for _ in range(3))
-    cut_model(ours)
-    apply_tensor_parallel(theirs, mesh, loss_parallel=True)
+    full_model, expected = one_process(config, args, worker)
 
-    count = CountCollectives(ours)
-    common = (args, worker.device)
-    expected = train(one, cross_entropy, norm_of, as_it_is, *common)
-    steps = train(ours, vocab_parallel_cross_entropy, gradient_norm, whole, *common, count)
-    with loss_parallel():
-        torchs = train(theirs, cross_entropy, norm_of, as_it_is, *common)
-
-    held = [None] * worker.world_size
-    dist.all_gather_object(held, sum(p.numel() for p in ours.parameters()))
+    # Each rank begins with the same whole model. (Too large for that? See tensor_parallel.py.)
+    model = cut_model(initialize(GPT(config).to(worker.device), args.seed))
+    count = CountCollectives(model)
+    steps = train(
+        model, vocab_parallel_cross_entropy, gradient_norm, full_tensor, args, worker.device, count
+    )
+    held = numbers_held(model)
     if worker.is_main:
-        print_parameters(one, ours, held)
+        print_parameters(full_model, model, cut_dim)
+        print_held(full_model, held)
         tokens = args.batch_size * args.length
         print(f"\none activation, (B, T, C): {4 * tokens * args.dim:,} bytes")
         print_collectives(count, formula(config, tokens, worker.world_size))
-        print(f"the logits, {4 * tokens * args.vocab_size:,} bytes, are nowhere whole")
-        print(f"\n{args.steps} steps with {args.optimizer}, by hand against the others")
-        rows = {"to one process": differences(steps, expected)}
-        rows["to parallelize_module"] = differences(steps, torchs)
-        print_differences(rows)
-
-
-def print_parameters(one: GPT, ours: GPT, held: list[int]) -> None:
-    print(f"\n{'parameter':30}{'whole':>12}{'on rank 0':>14}   cut")
-    small = dict(ours.named_parameters())
-    for name, parameter in one.named_parameters():
-        if not name.startswith("blocks.") or name.startswith("blocks.0."):  # the others are alike
-            cut = {None: "", 0: "dim 0", 1: "dim 1"}[cut_dim(name)]
-            shapes = [str(tuple(p.shape)) for p in (parameter, small[name])]
-            print(f"{name:30}{shapes[0]:>12}{shapes[1]:>14}   {cut}".rstrip())
-    total = sum(p.numel() for p in one.parameters())
-    print(f"of {total:,} numbers each rank holds " + ", ".join(f"{n:,}" for n in held))
+        print(f"no rank ever has all logits: {4 * tokens * args.vocab_size:,} bytes")
+        print(f"\n{args.steps} steps with {args.optimizer}, by hand against one process")
+        print_differences({"cut by hand": differences(steps, expected)})
 
 
 def formula(config: GPTConfig, tokens: int, ranks: int) -> Iterator[tuple[str, str, str, int, int]]:
@@ -110,9 +289,9 @@ def formula(config: GPTConfig, tokens: int, ranks: int) -> Iterator[tuple[str, s
 
 
 def parse_args():
-    parser = make_parser("Tensor parallelism by hand, next to torch's and to one process.")
+    parser = make_parser("Tensor parallelism by hand, next to one process.")
     parser.add_argument("--tied", action="store_true", help="the head uses the embedding's weight")
-    return check_arguments(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

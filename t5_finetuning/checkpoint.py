@@ -1,13 +1,15 @@
 """Save a sharded training state so that a kill at any moment leaves a whole one, and load it.
 
-A checkpoint is a folder `path` with one folder per save in it, of which the newest counts:
+A checkpoint folder holds one folder per save. The newest few are kept: should one be broken, the
+run continues from the one before.
 
-    path/step_00000044/__0_0.distcp, __1_0.distcp, ...  what each rank holds: its shards
-    path/step_00000044/.metadata                        which part of which tensor lies where
-    path/step_00000044/run.pt                           step, settings, generators, checksums
+    checkpoints/step_00000044/__0_0.distcp, __1_0.distcp, ...  what each rank holds: its shards
+    checkpoints/step_00000044/.metadata                        which part of which tensor lies where
+    checkpoints/step_00000044/run.pt                           step, settings, generators, checksums
 
-Every rank writes and reads only its own part, also when the number of ranks has changed: the shards
-are then cut anew (resharding) while they are read.
+Every rank writes and reads only its own part, also when the mesh has changed: tensors have the
+names and shapes of the whole model, and are cut anew (resharding) while they are read. No part of
+the model travels between ranks; on several nodes the folder lies on a disk that all share.
 """
 
 import os
@@ -23,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from arguments import UserError
 from runtime import Worker
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -30,18 +33,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 SHARDED = ("model", "optimizer")  # the parts that differ between ranks; the others are the same
+# Settings of the optimizer under the names of parameters, not in one list for all: the stages of a
+# pipeline have different parameters, and another number of stages must find its own.
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save_checkpoint(path: Path, parts: dict, step: int, run: dict, worker: Worker) -> None:
+def save_checkpoint(
+    folder: Path, parts: dict, step: int, run: dict, worker: Worker, keep: int = 2
+) -> None:
     """All ranks call this. They write into a temporary folder, which is then renamed: in one step.
 
     parts: name -> object with state_dict() and load_state_dict(); "model" and "optimizer" sharded.
     step: optimizer steps done, which is also the position in the data.
-    run: the settings under which alone the state may be continued.
-    Raises `UserError` if it cannot be written; the checkpoint before is then untouched.
+    run: settings, so that the state is continued under the same ones.
+    keep: how many of the newest saves stay.
+    Raises `UserError` if it cannot be written; those before are then untouched.
     """
-    temporary, final = path / "unfinished", path / f"step_{step:08}"
-    together(lambda: clear(temporary) if worker.is_main else None)
+    temporary = folder / "unfinished"
+    together(lambda: make_empty(temporary) if worker.is_main else None)
     generators = {"cpu": torch.get_rng_state()}
     if worker.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state(worker.device)
@@ -49,64 +58,104 @@ def save_checkpoint(path: Path, parts: dict, step: int, run: dict, worker: Worke
         dcp.save(sharded_state(parts), checkpoint_id=temporary)
     except dcp.api.CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
-        raise UserError(f"cannot write {path}, the one before is untouched: {reason}") from None
-    mine = {file.name: checksum(file) for file in temporary.glob(f"__{worker.rank}_*.distcp")}
+        raise UserError(f"cannot write {folder}, those before are untouched: {reason}") from None
+    # Only small things are collected: dcp itself keeps no sums, so each rank takes those of its own
+    # files, and the states of its random generators, which no other rank has.
+    own_checksums = {
+        file.name: checksum(file) for file in temporary.glob(f"__{worker.rank}_*.distcp")
+    }
     collected = [None] * worker.world_size
-    dist.all_gather_object(collected, (generators, mine))
+    dist.all_gather_object(collected, (generators, own_checksums))
 
-    def finish():
-        state = {k: part.state_dict() for k, part in parts.items() if k not in SHARDED}
-        state |= {"step": step, "run": run, "generators": [g for g, _ in collected]}
-        state["checksums"] = {name: c for _, files in collected for name, c in files.items()}
-        state["checksums"][".metadata"] = checksum(temporary / ".metadata")
-        write(temporary / "run.pt", state)
-        os.replace(temporary, final)  # from here on the new save counts
-        for old in folders(path)[:-1]:
+    def finish() -> None:
+        checksums = {".metadata": checksum(temporary / ".metadata")}
+        for _, checksums_of_rank in collected:
+            checksums |= checksums_of_rank
+        state = {name: part.state_dict() for name, part in parts.items() if name not in SHARDED}
+        state["step"] = step
+        state["run"] = run
+        state["generators"] = [generators for generators, _ in collected]
+        state["checksums"] = checksums
+        write_file(temporary / "run.pt", state)
+        os.replace(temporary, folder / f"step_{step:08}")  # from here on the new save counts
+        for old in saves(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     together(lambda: finish() if worker.is_main else None)
 
 
-def resume(path: Path, parts: dict, run: dict, worker: Worker) -> int:
-    """All ranks call this. Restore `parts` from the newest save in `path`; return the steps done.
+def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, dict]:
+    """All ranks call this. Restore `parts` from the newest save in `folder` that is whole.
 
-    Returns 0 if there is none. The number of ranks may differ from that of the ranks that saved.
-    Raises `UserError` if a file is broken or foreign, or of a run with other settings.
+    Returns the steps done and the settings that were saved; 0 and {} if there is no save. The mesh
+    may differ from that of the ranks that saved.
+    run: what of these settings must be the same now.
+    Raises `UserError` if no save is whole, or if it is foreign or of a run with other settings.
     """
-    box = [None]
-    if worker.is_main:
-        try:
-            box = [newest(path)]
-        except UserError as error:
-            box = [error]
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], UserError):
-        raise box[0]
-    if box[0] is None:
-        return 0
-    folder, state = box[0]
+    candidates = [saves(folder)]
+    dist.broadcast_object_list(candidates, src=0)  # names only: what is in them, each rank reads
+
+    def problem_on_any_rank(save: Path) -> str | None:
+        """Together the ranks read every file once."""
+        problems = [None] * worker.world_size
+        dist.all_gather_object(problems, problem_of(save, worker.rank, worker.world_size))
+        return next(filter(None, problems), None)
+
+    save, problems = newest_of(candidates[0], problem_on_any_rank)
+    if save is None:
+        return 0, {}
+    state = read_run(save)
     for name, value in run.items():
-        if state["run"].get(name) != value:
+        saved = state["run"].get(name)
+        if saved != value:
             raise UserError(
-                f"{path} was trained with --{name.replace('_', '-')} {state['run'].get(name)}, "
-                f"not {value}: choose another --output-dir"
+                f"{folder} was trained with {name} = {saved}, not {value}: choose another "
+                "--output-dir"
             )
-    # Each rank checks a part of the files. torch checks no sums: a flipped bit would load silently.
-    mine = sorted(state["checksums"].items())[worker.rank :: worker.world_size]
-    together(lambda: verify(folder, mine))
-    load_sharded(folder, parts)
+    load_sharded(save, parts)
     for name, part in parts.items():
         if name not in SHARDED:
             part.load_state_dict(state[name])
     # With another number of ranks the data order is the same, but the ranks draw new numbers.
     if len(state["generators"]) == worker.world_size:
-        mine = state["generators"][worker.rank]
-        torch.set_rng_state(mine["cpu"])
-        if worker.device.type == "cuda" and "cuda" in mine:
-            torch.cuda.set_rng_state(mine["cuda"], worker.device)
+        own_generators = state["generators"][worker.rank]
+        torch.set_rng_state(own_generators["cpu"])
+        if worker.device.type == "cuda" and "cuda" in own_generators:
+            torch.cuda.set_rng_state(own_generators["cuda"], worker.device)
     if worker.is_main:
-        print(f"continuing from {folder} after step {state['step']}", flush=True)
-    return state["step"]
+        for problem, broken in zip(problems, reversed(candidates[0]), strict=False):
+            print(f"warning: {problem}; continuing from the save before it")
+            set_aside(broken)
+        print(f"continuing from {save} after step {state['step']}", flush=True)
+    return state["step"], state["run"]
+
+
+def load_model(
+    folder: Path, make: Callable[[dict], torch.nn.Module]
+) -> tuple[torch.nn.Module, dict]:
+    """All ranks call this. The model of the newest save in `folder`, and the settings of its run.
+
+    make: the settings -> the model, spread over the mesh of those who load it.
+    Raises `UserError` if there is no save, or a broken or foreign one.
+    """
+    found = newest(folder)
+    if found is None:
+        raise UserError(f"there is no checkpoint in {folder}")
+    save, state = found
+    try:
+        model = make(state["run"])
+    except KeyError:
+        raise UserError(f"{save} is of another script") from None
+    weights = {"model": get_model_state_dict(model)}
+    try:
+        dcp.load(weights, checkpoint_id=save)
+    except dcp.api.CheckpointException:
+        raise UserError(f"{save} does not hold this model") from None
+    set_model_state_dict(model, weights["model"])
+    return model, state["run"]
+
+
+# ---- the sharded parts
 
 
 def sharded_state(parts: dict) -> dict:
@@ -114,52 +163,102 @@ def sharded_state(parts: dict) -> dict:
     model, optimizer = parts["model"], parts["optimizer"]
     return {
         "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
     }
 
 
-def load_sharded(folder: Path, parts: dict) -> None:
-    """Fill the shards of this rank from `folder`, whatever ranks wrote it; all ranks call this."""
+def load_sharded(save: Path, parts: dict) -> None:
+    """Fill the shards of this rank from `save`, whatever ranks wrote it; all ranks call this."""
     state = sharded_state(parts)  # its tensors say which parts this rank wants; they are filled
     try:
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=save)
     except dcp.api.CheckpointException:
-        raise UserError(f"{folder} does not fit this model: choose another --output-dir") from None
+        raise UserError(f"{save} does not fit this model: choose another --output-dir") from None
     set_model_state_dict(parts["model"], state["model"])
-    set_optimizer_state_dict(parts["model"], parts["optimizer"], state["optimizer"])
+    set_optimizer_state_dict(parts["model"], parts["optimizer"], state["optimizer"], options=FLAT)
 
 
-def folders(path: Path) -> list[Path]:
-    """The whole saves in `path`, the oldest first."""
-    return sorted(path.glob("step_*"))
+# ---- which save counts
 
 
-def newest(path: Path) -> tuple[Path, dict] | None:
-    """The newest save in `path` and what its run.pt holds, or None if there is no save."""
-    if not (saves := folders(path)):
-        return None
-    file = saves[-1] / "run.pt"
+def saves(folder: Path) -> list[Path]:
+    """The saves in `folder`, the oldest first."""
+    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def newest(folder: Path) -> tuple[Path, dict] | None:
+    """The newest save in `folder` that is whole, and what its run.pt holds; None if there is none.
+
+    For one process, or for ranks that each look on their own. Raises `UserError` if all are broken.
+    """
+    save, problems = newest_of(saves(folder), problem_of)
+    if os.environ.get("RANK", "0") == "0":
+        for problem in problems:
+            print(f"warning: {problem}; using the save before it", flush=True)
+    return None if save is None else (save, read_run(save))
+
+
+def newest_of(
+    candidates: list[Path], problem_with: Callable[[Path], str | None]
+) -> tuple[Path | None, list[str]]:
+    """The newest save without a problem, and the problems of those that are newer.
+
+    None if there are no candidates. Raises `UserError` if each of them has a problem.
+    """
+    problems = []
+    for save in reversed(candidates):
+        problem = problem_with(save)
+        if problem is None:
+            return save, problems
+        problems.append(problem)
+    if problems:
+        raise UserError(f"{problems[0]}: move {candidates[0].parent} away to start anew")
+    return None, []
+
+
+def problem_of(save: Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """What is wrong with the files of `save` that are this rank's to check; None if nothing is."""
     try:
-        with ZipFile(file) as zipped:
-            if bad := zipped.testzip():
+        checksums = read_run(save)["checksums"]
+    except UserError as error:
+        return str(error)
+    for name in sorted(checksums)[rank::world_size]:
+        file = save / name
+        try:
+            if checksum(file) != checksums[name]:  # torch checks none: a flipped bit would load
+                return f"{file} is broken"
+        except FileNotFoundError:
+            return f"{file} is missing"
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
+    return None
+
+
+def set_aside(save: Path) -> None:
+    """Rename a broken save, so that it counts no more and the same step can be saved again."""
+    target = save.with_name(f"{save.name}.broken")
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(save, target)
+
+
+# ---- files
+
+
+def read_run(save: Path) -> dict:
+    """What run.pt of a save holds. Raises `UserError`, naming it, if that is not ours or broken."""
+    file = save / "run.pt"
+    try:
+        with ZipFile(file) as zipped:  # what torch.save writes; torch.load checks no sums
+            bad = zipped.testzip()
+            if bad:
                 raise BadZipFile(f"wrong checksum in {bad}")
         state = torch.load(file, map_location="cpu", weights_only=True)
-        return saves[-1], {key: state[key] for key in ("step", "run", *state)}  # KeyError: foreign
     except Exception as error:  # zip, pickle and OS errors: all mean that the file is not ours
-        raise UserError(
-            f"{file} is no readable checkpoint ({type(error).__name__}): move {path} away to start "
-            "anew"
-        ) from None
-
-
-def verify(folder: Path, checksums: list[tuple[str, int]]) -> None:
-    for name, expected in checksums:
-        file = folder / name
-        if not file.exists() or checksum(file) != expected:
-            raise UserError(
-                f"{file} is {'broken' if file.exists() else 'missing'}: move {folder} away to "
-                "start anew"
-            )
+        raise UserError(f"{file} is no readable checkpoint ({type(error).__name__})") from None
+    if not isinstance(state, dict) or not {"step", "run", "generators", "checksums"} <= set(state):
+        raise UserError(f"{file} is no checkpoint of this script")
+    return state
 
 
 def checksum(file: Path) -> int:
@@ -171,13 +270,13 @@ def checksum(file: Path) -> int:
     return value
 
 
-def clear(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
     """Make `folder` an empty one: a save that was killed may have left something."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def write(file: Path, state: dict) -> None:
+def write_file(file: Path, state: dict) -> None:
     with open(file, "wb") as content:
         torch.save(state, content)
         content.flush()

@@ -1,185 +1,125 @@
-"""What T5 learns from: pairs of a text and its summary, a tokenizer for them, batches of them."""
+"""What T5 learns from: files of pairs, a text and its summary; a tokenizer; batches of tokens.
+
+A file has one pair a line, {"text": ..., "summary": ...}, and stays on the disk: a rank knows where
+each line begins, and reads those of its own batches. Where there are no files, `library_files`
+makes some of the functions of Python's standard library.
+"""
 
 import ast
 import json
+import os
+import platform
 import re
 import sysconfig
+import uuid
 import zlib
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from arguments import UserError
-from runtime import Worker
+from arguments import UserError, fail
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
-NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-HOLDS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 IGNORED = -100  # a label that cross_entropy leaves out: padding
 
 
 class Pair(NamedTuple):
     text: str
     summary: str
-    name: str  # where it is from: "json/decoder.py:JSONDecoder.decode", or "news.jsonl:17"
+    name: str  # where it is from: "json/decoder.py:raw_decode", or "news.jsonl:17"
 
 
-class Sample(NamedTuple):
-    source: list[int]  # token ids, the end mark included
-    target: list[int]
+class JsonLines(Dataset):
+    """The pairs of a file; each is read from the disk when it is asked for.
 
-
-def python_pairs(worker: Worker) -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """(train, eval, names): functions of Python's standard library and what they are called.
-
-    In train and eval, a pair is a function's source and the first line of its docstring. In names,
-    where functions without docstrings count too, it is the first two lines of the source and the
-    name, if that has several words. Modules in eval are in nothing else.
-
-    Each rank reads its share of the files and gets the others' pairs: all return the same.
+    The whole file is checked first: a bad line is better met now than after three days. Raises
+    `UserError` that names the file and the line.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    files = [f for f in library.rglob("*.py") if not NOT_LIBRARY & {*f.relative_to(library).parts}]
-    files = sorted(f.relative_to(library).as_posix() for f in files)
-    mine = [p for f in files[worker.rank :: worker.world_size] for p in pairs_in(library / f, f)]
-    everyone = [None] * worker.world_size
-    dist.all_gather_object(everyone, mine)
-    pairs = sorted((pair for part in everyone for pair in part), key=lambda pair: pair.name)
-    documented = [pair for pair in pairs if pair.summary]
-    if len(documented) < 1000:
-        raise UserError(
-            f"only {len(documented)} documented functions in {library}, Python's own library: "
-            "use --train-file and --eval-file"
-        )
-    train, held_out = split(documented)
-    unseen, names = {module(pair) for pair in held_out}, []
-    for text, _, name in pairs:
-        pair = Pair("\n".join(text.split("\n")[:2]), re.split(r"[.:]", name)[-1].strip("_"), name)
-        if re.search(r"[a-z0-9](_[^_]|[A-Z])", pair.summary) and module(pair) not in unseen:
-            names.append(pair)
-    return train, held_out, names
 
-
-def pairs_in(path: Path, name: str) -> Iterator[Pair]:
-    """Each function with the first line of its docstring, "" if it has none that is a sentence."""
-    try:
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-    except (SyntaxError, UnicodeDecodeError):
-        return  # the library has some that are broken on purpose
-    lines = source.split("\n")  # as ast counts; splitlines() would also split at form feeds
-    for node, qualified in functions(tree):
-        # Line slices: ast.get_source_segment() splits the file anew for each function.
-        code, summary = lines[node.lineno - 1 : node.end_lineno], ""
-        if docstring := ast.get_docstring(node):
-            doc, *body = node.body
-            before = lines[doc.lineno - 1][: doc.col_offset]
-            if before.strip() or not body or body[0].lineno <= doc.end_lineno:
-                continue  # nothing but a docstring, or it shares a line with code
-            code = lines[node.lineno - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
-            summary = first_sentence(docstring)
-        yield Pair("\n".join(code), summary, f"{name}:{qualified}")
-
-
-def first_sentence(docstring: str) -> str:
-    """The first line, if it is a sentence of 3 to 16 words and no example; otherwise ""."""
-    first, _, rest = docstring.partition("\n")
-    whole = first.endswith(".") or not rest.split("\n")[0].strip()  # not cut in mid-sentence
-    fits = whole and 3 <= len(first.split()) <= 16 and first.isascii() and ">>>" not in first
-    return first if fits else ""
-
-
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[ast.AST, str]]:
-    """Each function in `tree`, methods and inner functions too, with its qualified name."""
-    for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, HOLDS_STATEMENTS):
-            continue
-        name = prefix
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            name = f"{prefix}.{node.name}".lstrip(".")
-            if not isinstance(node, ast.ClassDef):
-                yield node, name
-        yield from functions(node, name)
-
-
-def split(pairs: list[Pair], part: float = 0.08) -> tuple[list[Pair], list[Pair]]:
-    """(train, eval): about `part` of the pairs, whole modules and packages, are kept for eval.
-
-    A checksum of the names chooses them: the same on every machine. Large packages stay in train. A
-    function of eval that resembles one of the same name in train (the library has copies:
-    datetime.py and _pydatetime.py) is left out.
-    """
-    sizes = Counter(map(module, pairs))
-    chosen, count = set(), 0
-    for candidate in sorted(sizes, key=lambda name: zlib.crc32(name.encode())):
-        if count < part * len(pairs) and sizes[candidate] < 0.02 * len(pairs):
-            chosen.add(candidate)
-            count += sizes[candidate]
-    train = [pair for pair in pairs if module(pair) not in chosen]
-    same_name = defaultdict(list)
-    for pair in train:
-        same_name[pair.name.rpartition(".")[2]].append(set(re.findall(r"\w+", pair.text)))
-
-    def copied(pair: Pair) -> bool:
-        words = set(re.findall(r"\w+", pair.text))
-        others = same_name[pair.name.rpartition(".")[2]]
-        return any(len(words & other) > 0.6 * len(words | other) for other in others)
-
-    kept = [pair for pair in pairs if module(pair) in chosen and not copied(pair)]
-    # In an order without meaning, so that the first hundred speak for all of them.
-    return train, sorted(kept, key=lambda pair: zlib.crc32(pair.name.encode()))
-
-
-def module(pair: Pair) -> str:
-    return re.split(r"[/.]", pair.name)[0].lstrip("_")
-
-
-def read_json_lines(path: Path) -> list[Pair]:
-    """Pairs from a file of {"text": ..., "summary": ...}, one a line.
-
-    Raises `UserError` that names the file and each bad line: none is left out.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"{path} cannot be read: {reason}") from None
-    if lines[-1] == "":
-        lines.pop()  # what follows the last line's end
-    pairs, bad = [], []
-    for number, line in enumerate(lines, 1):
+    def __init__(self, path: Path):
+        self.path, self.checksum, lengths = path, 0, []
         try:
-            pairs.append(Pair(*checked(line), f"{path.name}:{number}"))
-        except ValueError as error:
-            bad.append(f"line {number}: {error}")
-    if bad:
-        more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise UserError(f"{path} has {len(bad)} bad line(s): {'; '.join(bad[:5])}{more}")
-    if not pairs:
-        raise UserError(f'{path} is empty: expected lines of {{"text": ..., "summary": ...}}')
-    return pairs
+            with open(path, "rb") as file:
+                for line in file:
+                    lengths.append(len(line))
+                    self.checksum = zlib.crc32(line, self.checksum)
+                    self.parse(line, len(lengths))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        if not lengths:
+            raise UserError(f'{path} is empty: expected lines of {{"text": ..., "summary": ...}}')
+        self.lengths = torch.tensor(lengths)  # in bytes
+        self.starts = self.lengths.cumsum(0) - self.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Pair:
+        with open(self.path, "rb") as file:
+            file.seek(self.starts[index])
+            return self.parse(file.readline(), number=int(index) + 1)
+
+    def parse(self, line: bytes, number: int) -> Pair:
+        try:
+            values = json.loads(line)
+            pair = Pair(
+                values["text"], values["summary"], values.get("name", f"{self.path.name}:{number}")
+            )
+            if not (pair.text.strip() and pair.summary.strip()):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                f'{self.path}, line {number}: expected {{"text": ..., "summary": ...}} with texts '
+                f"that are not empty, not {line[:80].decode(errors='replace').strip()!r}"
+            ) from None
+        return pair
 
 
-def checked(line: str) -> tuple[str, str]:
-    """The text and the summary in one JSON line. Raises `ValueError` that says what is wrong."""
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        reason = str(error) if line.strip() else "it is blank"
-        raise ValueError(f"no JSON ({reason})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__}, not an object")
-    for key in ("text", "summary"):
-        if key not in value:
-            raise ValueError(f'no "{key}"')
-        if not isinstance(value[key], str) or not value[key].strip():
-            raise ValueError(f'"{key}" is not a text')
-    return value["text"], value["summary"]
+def epoch_batches(lengths: Tensor, batch_size: int, seed: int) -> Tensor:
+    """The global batches of an epoch: (batches, batch_size) indices, the same on every rank.
+
+    Pairs of similar length share a batch, or most of it would be padding; otherwise the order is
+    random. All batches are full: up to batch_size - 1 pairs are left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pools = torch.randperm(len(lengths), generator=generator).split(20 * batch_size)
+    # Sorted, so that also the ranks' shares of a batch, every N-th pair of it, are equally long.
+    order = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools])
+    batches = order[: len(order) // batch_size * batch_size].view(-1, batch_size)
+    return batches[torch.randperm(len(batches), generator=generator)]
+
+
+def make_loader(dataset: JsonLines, batches: list[list[int]], tokenizer, settings) -> DataLoader:
+    """Yields the given batches of pairs as tokens; --workers processes read and tokenize."""
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=partial(collate, tokenizer=tokenizer, settings=settings),
+        num_workers=settings.workers,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # its own: the global one is left to the model's dropout
+    )
+
+
+def collate(pairs: list[Pair], tokenizer, settings) -> dict[str, Tensor]:
+    """input_ids, attention_mask and labels, each (batch, longest) int64; what is longer is cut."""
+    options = {"truncation": True, "padding": True, "return_tensors": "pt"}
+    texts, summaries = [settings.prefix + p.text for p in pairs], [p.summary for p in pairs]
+    batch = tokenizer(texts, max_length=settings.max_source, **options)
+    target = tokenizer(summaries, max_length=settings.max_target, **options)
+    labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, IGNORED)
+    return {
+        "input_ids": batch["input_ids"],
+        "attention_mask": batch["attention_mask"],
+        "labels": labels,
+    }
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -187,28 +127,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
     getDefaultTimeout and get_default_timeout are both cut into "get default timeout", in lower
     case: the words of a function's name are then the very tokens that its docstring begins with,
-    which a model can learn to copy. Each word starts with a mark, also after a bracket or a dot.
+    which a model can learn to copy.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence(
-        [
-            normalizers.Replace(Regex("(?<=[a-z0-9])(?=[A-Z])"), " "),
-            normalizers.Replace("_", " "),
-            normalizers.Lowercase(),
-        ]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.BertPreTokenizer(),  # cuts at spaces and around punctuation
-            pre_tokenizers.Metaspace(prepend_scheme="always"),
-        ]
-    )
+    words_of_names = normalizers.Replace(Regex("(?<=[a-z0-9])(?=[A-Z])|_"), " ")
+    tokenizer.normalizer = normalizers.Sequence([words_of_names, normalizers.Lowercase()])
+    # Cut at spaces and around punctuation. Each word starts with a mark, also after a bracket.
+    cut, mark = pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, mark])
+    no_space_before_stop = decoders.Replace(Regex(r" (?=[.,:;?!)])"), "")
     tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Metaspace(prepend_scheme="always"),
-            decoders.Fuse(),
-            decoders.Replace(Regex(r" (?=[.,:;?!)])"), ""),  # no space before a full stop
-        ]
+        [decoders.Metaspace(), decoders.Fuse(), no_space_before_stop]
     )
     trainer = BpeTrainer(
         vocab_size=vocab_size,
@@ -221,66 +150,78 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         single="$A </s>", special_tokens=[("</s>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
 
 
-def encode(
-    tokenizer, pairs: list[Pair], max_source: int, max_target: int, prefix: str = ""
-) -> list[Sample]:
-    """Token ids of each pair, `prefix` put before the text; what is longer is cut."""
-    if not pairs:
-        return []  # the tokenizer cannot take nothing
-    parts = [
-        tokenizer(texts, max_length=longest, truncation=True)["input_ids"]
-        for texts, longest in (
-            ([prefix + pair.text for pair in pairs], max_source),
-            ([pair.summary for pair in pairs], max_target),
-        )
-    ]
-    return [Sample(*both) for both in zip(*parts, strict=True)]
+def library_files(data_dir: Path) -> list[Path]:
+    """Files of pairs (train, eval, names), written into `data_dir` unless they are there.
 
+    In train and eval, a pair is a function's source and the first line of its docstring. In names,
+    where functions without docstrings count too, it is the first two lines of the source and the
+    name, if that has several words. Modules in eval are in nothing else.
 
-def epoch_batches(samples: list[Sample], batch_size: int, seed: int) -> list[list[int]]:
-    """The global batches of one epoch, as indices: the same list on every rank that calls this.
-
-    Samples of similar length share a batch, or most of it would be padding; otherwise the order is
-    random. All batches are full: up to batch_size - 1 samples are left out.
+    Call it before joining the job: local rank 0 does the work, the others return at once and wait
+    for it when they join.
     """
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(samples), generator=generator).tolist()
-    batches, pool = [], 20 * batch_size
-    for start in range(0, len(order), pool):
-        # Sorted, so that also the ranks' shares of a batch, every N-th, are equally long.
-        some = sorted(order[start : start + pool], key=lambda i: len(samples[i].source))
-        full = len(some) // batch_size * batch_size
-        batches += [some[i : i + batch_size] for i in range(0, full, batch_size)]
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    folder = data_dir / f"python-{platform.python_version()}"
+    files = [folder / f"{part}.jsonl" for part in ("train", "eval", "names")]
+    if os.environ.get("LOCAL_RANK", "0") != "0" or files[-1].exists():  # it is written last
+        return files
+    train, held_out, names = [], [], []
+    for pair in library_functions():
+        path, name = pair.name.split(":")
+        # A checksum of the module or package decides: the same on every machine.
+        module = re.split(r"[/.]", path)[0].lstrip("_")
+        is_held_out = zlib.crc32(module.encode()) % 10 == 0
+        if pair.summary:
+            (held_out if is_held_out else train).append(pair)
+        if re.search(r"[a-z0-9](_[^_]|[A-Z])", name) and not is_held_out:
+            first_lines = "\n".join(pair.text.split("\n")[:2])
+            names.append(Pair(first_lines, name.strip("_"), pair.name))
+    # The library has copies of functions: one that the model has seen would prove nothing.
+    seen = {(pair.name.split(":")[1], pair.summary) for pair in train}
+    held_out = [pair for pair in held_out if (pair.name.split(":")[1], pair.summary) not in seen]
+    # In an order without meaning, so that the first hundred speak for all of them.
+    held_out.sort(key=lambda pair: zlib.crc32(pair.name.encode()))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, pairs in zip(files, (train, held_out, names), strict=True):
+            temporary = folder / uuid.uuid4().hex  # of this node's own: several may share the disk
+            temporary.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in pairs))
+            os.replace(temporary, file)
+    except OSError as error:
+        fail(f"--data-dir {data_dir} cannot be written: {error.strerror}")
+    return files
 
 
-def equal_shares(samples: list, batch_size: int, worker: Worker) -> list[tuple[list, int]]:
-    """This rank's part of `samples`, in batches: (batch, how many of it count).
-
-    All ranks get equally many batches, though the samples may not divide: with sharded parameters
-    every forward pass is a collective. Where nothing is left, sample 0 runs and does not count.
-    """
-    mine = samples[worker.rank :: worker.world_size]
-    longest = -(-len(samples) // worker.world_size)  # rank 0's part
-    batches = [mine[i : i + batch_size] for i in range(0, longest, batch_size)]
-    return [(batch or samples[:1], len(batch)) for batch in batches]
+def library_functions() -> Iterator[Pair]:
+    """Each function of Python's standard library; without a summary if it has none."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        file = path.relative_to(library)
+        if NOT_LIBRARY.isdisjoint(file.parts):
+            yield from functions_in(path, file.as_posix())
 
 
-def collate(samples: list[Sample], pad: int, device) -> tuple[torch.Tensor, ...]:
-    """(source, mask of its tokens, target), each (batch, longest) int64; padding as T5 wants it."""
+def functions_in(path: Path, file: str) -> Iterator[Pair]:
+    """(source without the docstring, the docstring's first line, "file:name") of each function."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return  # the library has some that are broken on purpose
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                del node.body[0]
+            if node.body:
+                yield Pair(ast.unparse(node), first_line(docstring or ""), f"{file}:{node.name}")
 
-    def stack(rows: list[list[int]], filler: int) -> torch.Tensor:
-        longest = max(map(len, rows))
-        return torch.tensor([row + [filler] * (longest - len(row)) for row in rows], device=device)
 
-    source = stack([s.source for s in samples], pad)
-    mask = stack([[1] * len(s.source) for s in samples], 0)
-    return source, mask, stack([s.target for s in samples], IGNORED)
+def first_line(docstring: str) -> str:
+    """The first line, if it is a sentence of 3 to 16 words and no example; otherwise ""."""
+    first, _, rest = docstring.partition("\n")
+    is_whole = first.endswith(".") or not rest.split("\n")[0].strip()
+    is_plain = first.isascii() and ">>>" not in first
+    return first if is_whole and is_plain and 3 <= len(first.split()) <= 16 else ""

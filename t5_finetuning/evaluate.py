@@ -4,13 +4,15 @@ import json
 import math
 import re
 import textwrap
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data import collate, equal_shares
+from data import IGNORED, JsonLines, collate, make_loader
 from model import gathered
 from runtime import Worker
+from torch import Tensor
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # The likeliest token each time, those that were written already made less likely: a model that has
@@ -19,49 +21,80 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 SEARCH = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.5}
 
 
-def loss_sum(model, samples: list, pad: int, worker: Worker) -> torch.Tensor:
+def loss_sum(model, batch: dict[str, Tensor]) -> Tensor:
     """The sum of the losses of all target tokens."""
-    source, mask, target = collate(samples, pad, worker.device)
-    inputs = model.prepare_decoder_input_ids_from_labels(target)  # shifted: the tokens before
-    logits = model(source, mask, inputs, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="sum")
+    labels = batch["labels"]
+    logits = model(
+        batch["input_ids"],
+        batch["attention_mask"],
+        decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),  # the tokens before
+        use_cache=False,
+    ).logits
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 @torch.no_grad()
-def evaluate(model, samples: list, pad: int, args, worker: Worker) -> float:
-    """Mean loss per target token over all samples, each counted once."""
-    loss = tokens = 0
+def evaluate(model, dataset: JsonLines, tokenizer, settings, worker: Worker) -> float:
+    """Mean loss per target token over all pairs, each counted once."""
+    total_loss = total_tokens = 0
     model.eval()
-    for batch, count in equal_shares(samples, args.batch_size, worker):
-        value = loss_sum(model, batch, pad, worker)  # also if none counts: it is a collective
+    for batch, count in local_batches(dataset, len(dataset), tokenizer, settings, worker):
+        loss = loss_sum(model, batch)  # also if none counts: the forward pass is a collective
         if count:
-            loss, tokens = loss + value, tokens + sum(len(s.target) for s in batch)
+            total_loss += loss
+            total_tokens += (batch["labels"] != IGNORED).sum()
     model.train()
-    loss, tokens = all_sum([loss, tokens], worker)
-    return loss / tokens
+    total_loss, total_tokens = all_sum([total_loss, total_tokens], worker)
+    return total_loss / total_tokens
 
 
 @torch.no_grad()
-def generate(model, samples: list, tokenizer, args, worker: Worker) -> list[str]:
-    """A summary of each sample, in their order, on every rank."""
-    mine = []
+def generate(model, dataset: JsonLines, tokenizer, settings, worker: Worker) -> list[str]:
+    """A summary of each of the first --eval-samples texts, in their order, on every rank."""
+    samples = min(settings.eval_samples, len(dataset))
+    local_texts = []
     model.eval()
     with gathered(model):
-        for batch, count in equal_shares(samples, args.batch_size, worker):
-            source, mask, _ = collate(batch, tokenizer.pad_token_id, worker.device)
+        for batch, count in local_batches(dataset, samples, tokenizer, settings, worker):
             tokens = model.generate(
-                input_ids=source,
-                attention_mask=mask,
-                max_new_tokens=args.max_target,
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=settings.max_target,
                 **SEARCH,
                 # Each token is a forward pass: a rank that is ready runs on until all are.
                 synced_gpus=worker.world_size > 1,
             )
-            mine += tokenizer.batch_decode(tokens, skip_special_tokens=True)[:count]
+            local_texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)[:count]
     model.train()
-    all_ranks = [None] * worker.world_size
-    dist.all_gather_object(all_ranks, mine)
-    return [all_ranks[i % worker.world_size][i // worker.world_size] for i in range(len(samples))]
+    all_texts = [None] * worker.world_size
+    dist.all_gather_object(all_texts, local_texts)
+    return [all_texts[i % worker.world_size][i // worker.world_size] for i in range(samples)]
+
+
+def local_batches(
+    dataset: JsonLines, samples: int, tokenizer, settings, worker: Worker
+) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Yield this rank's batches of the first `samples` pairs, and how many pairs of each count."""
+    shares = equal_shares(samples, settings.batch_size, worker.rank, worker.world_size)
+    loader = make_loader(dataset, [indices for indices, _ in shares], tokenizer, settings)
+    for batch, (_, count) in zip(loader, shares, strict=True):
+        yield {name: tensor.to(worker.device) for name, tensor in batch.items()}, count
+
+
+def equal_shares(
+    samples: int, batch_size: int, rank: int, world_size: int
+) -> list[tuple[list[int], int]]:
+    """This rank's part of the indices 0 to samples - 1: (a batch of them, how many of it count).
+
+    All ranks get equally many batches, though the samples may not divide: with sharded parameters
+    every forward pass is a collective. Where nothing is left, sample 0 runs and does not count.
+    """
+    local_indices = list(range(rank, samples, world_size))
+    most = math.ceil(samples / world_size)  # what rank 0 has
+    batches = [local_indices[i : i + batch_size] for i in range(0, most, batch_size)]
+    return [(batch or [0], len(batch)) for batch in batches]
 
 
 def all_sum(values: list, worker: Worker) -> list[float]:
@@ -80,7 +113,7 @@ def rouge(generated: list[str], references: list[str]) -> list[float]:
     from rouge_score.rouge_scorer import RougeScorer  # slow to import, and rank 0 alone needs it
 
     scorer = RougeScorer(ROUGE)
-    scores = [scorer.score(ref, own) for ref, own in zip(references, generated, strict=True)]
+    scores = [scorer.score(*texts) for texts in zip(references, generated, strict=True)]
     return [sum(score[kind].fmeasure for score in scores) / len(scores) for kind in ROUGE]
 
 
@@ -90,47 +123,80 @@ def first_words(text: str, count: int) -> str:
 
 
 class EarlyStopping:
-    """Tells when the loss has not improved for `patience` evaluations; part of the checkpoint."""
+    """Tells when the loss has not improved for `patience` epochs; part of the checkpoint."""
 
     def __init__(self, patience: int):
-        self.patience, self.best, self.since = patience, math.inf, 0
+        self.patience = patience
+        self.best_loss = math.inf
+        self.epochs_without_better = 0
 
     def improved(self, loss: float) -> bool:
-        better = loss < self.best
-        self.best, self.since = (loss, 0) if better else (self.best, self.since + 1)
-        return better
+        if loss < self.best_loss:
+            self.best_loss, self.epochs_without_better = loss, 0
+            return True
+        self.epochs_without_better += 1
+        return False
 
     @property
     def over(self) -> bool:
-        return self.since >= self.patience
+        return self.epochs_without_better >= self.patience
 
     def state_dict(self) -> dict:
-        return {"best": self.best, "since": self.since}
+        return {"best_loss": self.best_loss, "epochs_without_better": self.epochs_without_better}
 
     def load_state_dict(self, state: dict) -> None:
-        self.best, self.since = state["best"], state["since"]
+        self.best_loss = state["best_loss"]
+        self.epochs_without_better = state["epochs_without_better"]
 
 
-def report(before, after, train_pairs, eval_pairs, args) -> None:
+def describe(model, train_set: JsonLines, eval_set: JsonLines, tokenizer, settings) -> None:
+    """Print what is trained, and how much of the texts the model sees."""
+    parameters = sum(p.numel() for p in model.parameters())
+    held = sum(p.to_local().numel() for p in model.parameters())
+    print(f"{parameters:,} parameters, rank 0 holds {held:,} of them   {len(tokenizer):,} tokens")
+    for name, dataset in (("train", train_set), ("eval", eval_set)):
+        first_pairs = [dataset[i] for i in range(min(500, len(dataset)))]
+        batch = collate(first_pairs, tokenizer, settings)
+        texts = (batch["attention_mask"].sum(1) == settings.max_source).float().mean()
+        summaries = ((batch["labels"] != IGNORED).sum(1) == settings.max_target).float().mean()
+        print(
+            f"{name:6}{len(dataset):6,} pairs; of the first {len(first_pairs)}, {texts:.0%} of the "
+            f"texts fill all {settings.max_source} tokens and are cut, {summaries:.0%} of the "
+            f"summaries all {settings.max_target}",
+            flush=True,
+        )
+
+
+def report(
+    before: tuple[float, list[str]],
+    after: tuple[float, list[str]],
+    train_set: JsonLines,
+    eval_set: JsonLines,
+    settings,
+) -> None:
     """Print the scores and some of the summaries; all of them go into OUTPUT_DIR/results.json.
 
     before, after: (eval loss, generated summaries) of the new or the given model, and of the best.
     """
-    judged = eval_pairs[: len(after[1])]
-    references = [pair.summary for pair in judged]
-    count = round(sum(len(pair.summary.split()) for pair in train_pairs) / len(train_pairs))
-    costless = None, [first_words(pair.text, count) for pair in judged]
-    rows = {"before training": before, f"first {count} words of it": costless}
-    rows["after training"] = after
-    rows = {name: [loss, *rouge(texts, references)] for name, (loss, texts) in rows.items()}
-    print(f"\n{len(eval_pairs)} texts for the loss, {len(judged)} of them for ROUGE")
-    print_scores(rows)
-    samples = list(zip([pair.name for pair in judged], references, after[1], strict=True))
-    every = max(1, len(samples) // max(1, args.show))
-    print_samples(samples[::every][: args.show])
-    if args.output_dir:
-        results = {"scores": rows, "samples": samples}
-        (args.output_dir / "results.json").write_text(json.dumps(results, indent=1))
+    pairs = [eval_set[i] for i in range(len(after[1]))]
+    references = [pair.summary for pair in pairs]
+    count = round(sum(len(pair.summary.split()) for pair in train_set) / len(train_set))
+    scores = {
+        "before training": [before[0], *rouge(before[1], references)],
+        f"first {count} words of it": [
+            None,
+            *rouge([first_words(pair.text, count) for pair in pairs], references),
+        ],
+        "after training": [after[0], *rouge(after[1], references)],
+    }
+    print(f"\n{len(eval_set)} texts for the loss, {len(pairs)} of them for ROUGE")
+    print_scores(scores)
+    samples = list(zip([pair.name for pair in pairs], references, after[1], strict=True))
+    every = max(1, len(samples) // max(1, settings.show))
+    print_samples(samples[::every][: settings.show])
+    if settings.output_dir:
+        results = {"scores": scores, "samples": samples}
+        (settings.output_dir / "results.json").write_text(json.dumps(results, indent=1))
 
 
 def print_scores(rows: dict[str, list[float | None]]) -> None:

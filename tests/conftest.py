@@ -11,7 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 NOTEBOOK = "test_runs_again_with_the_same_outputs"
 TESTS = Path(__file__).parent
 EXAMPLES = sorted(path.parent for path in TESTS.parent.glob("*/runtime.py"))
-sys.path.insert(0, str(TESTS))  # helpers
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # helpers, check_environment
 
 
 modules = {}  # example directory -> its modules by name, while another one's are in use

@@ -51,8 +51,9 @@ class Job:
 
     def __init__(self, command, cwd: Path = ROOT, **environment: str):
         self.mark = uuid.uuid4().hex
-        # A file, not a pipe: an orphan would hold the pipe open.
-        self.log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115
+        # A file, not a pipe: an orphan would hold the pipe open. Opened for appending, so that no
+        # process writes over what another has written.
+        self.log = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115
         self.process = subprocess.Popen(
             [str(part) for part in command],
             cwd=cwd,
@@ -71,8 +72,14 @@ class Job:
 
     @property
     def output(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
+        """What all processes have printed so far; may be asked at any time.
+
+        The children share the file's offset: to move it would let them write at a wrong place.
+        """
+        read = bytearray()
+        while chunk := os.pread(self.log.fileno(), 2**20, len(read)):
+            read += chunk
+        return read.decode(errors="replace")  # a character may be half written
 
     def processes(self) -> list[psutil.Process]:
         found = []

@@ -8,10 +8,9 @@ import pytest
 import torch
 from helpers import ROOT
 
-sys.path.insert(0, str(ROOT))
 import check_environment as env
 
-TORCH = SimpleNamespace(__version__="2.13.0")
+TORCH = SimpleNamespace(__version__="2.15.0")
 
 
 def raises(error):
@@ -31,30 +30,30 @@ def test_python_too_old():
 @pytest.mark.parametrize(
     ("version", "error", "advises", "stops"),
     [
-        ("2.13.0", None, False, False),
-        ("2.13.0+cpu", None, False, False),  # the same release, another build
+        ("2.15.0", None, False, False),
+        ("2.15.0+cpu", None, False, False),  # the same release, another build
         ("2.11.0", None, True, False),  # supported, but not what the course was recorded with
         ("2.9.1", None, True, True),
         (None, "ModuleNotFoundError: no torch", True, True),
-        ("2.13.0", "OSError: libcudart.so", True, True),
+        ("2.15.0", "OSError: libcudart.so", True, True),
     ],
 )
 def test_torch(version, error, advises, stops):
-    check = env.check_torch(version, "2.13.0", error)
+    check = env.check_torch(version, "2.15.0", error)
     assert (bool(check.advice), check.stops) == (advises, stops)
     assert (error or "") in check.found or version is None
 
 
 def test_torchvision_that_does_not_fit():
     mixed = raises(RuntimeError("operator torchvision::nms does not exist\nand more"))
-    check = env.check_torchvision("0.28.0", "0.28.0", TORCH, mixed)
+    check = env.check_torchvision("0.29.2", "0.29.2", TORCH, mixed)
     assert check.stops
-    assert "does not fit torch 2.13.0: RuntimeError: operator torchvision::nms" in check.found
+    assert "does not fit torch 2.15.0: RuntimeError: operator torchvision::nms" in check.found
     assert "and more" not in check.found
     assert "one file" in check.advice
-    assert env.check_torchvision(None, "0.28.0", TORCH, mixed).stops
-    assert env.check_torchvision("0.28.0", "0.28.0", None, mixed).stops
-    assert not env.check_torchvision("0.28.0", "0.28.0", TORCH, lambda torch: None).advice
+    assert env.check_torchvision(None, "0.29.2", TORCH, mixed).stops
+    assert env.check_torchvision("0.29.2", "0.29.2", None, mixed).stops
+    assert not env.check_torchvision("0.29.2", "0.29.2", TORCH, lambda torch: None).advice
 
 
 def test_packages():

@@ -6,11 +6,12 @@ import sys
 from contextlib import nullcontext
 
 import all_reduce_algorithms as algorithms
+import compare_all_reduce
 import point_to_point
 import pytest
 import torch
 import warm
-from all_reduce_traffic import critical_path
+from all_reduce_traffic import critical_path, expected_traffic
 from helpers import ROOT
 from workers.collectives_algorithms import CELLS, DTYPES, SIZES
 
@@ -59,9 +60,7 @@ def test_sum_is_that_of_all_reduce(seen, name, world_size):
 @each_world
 def test_traffic_is_that_of_the_formula(seen, name, world_size):
     for r in records_of(seen, "algorithms", name=name, world_size=world_size):
-        formula = algorithms.expected_traffic(
-            name, r["numel"], r["itemsize"], world_size, r["rank"]
-        )
+        formula = expected_traffic(name, r["numel"], r["itemsize"], world_size, r["rank"])
         assert (r["bytes"], r["steps"]) == (formula.bytes, formula.steps), r
         assert (r["wire_bytes"], r["wire_messages"]) == (r["bytes"], r["steps"]), r
 
@@ -71,7 +70,7 @@ def test_ring_in_pieces(seen, world_size):
     records = records_of(seen, "pieces", world_size=world_size)
     assert len(records) == 6 * world_size
     for r in records:
-        formula = algorithms.expected_traffic("ring", r["numel"], 4, world_size, r["rank"])
+        formula = expected_traffic("ring", r["numel"], 4, world_size, r["rank"])
         assert r["like_plain_sum"], r
         assert (r["bytes"], r["steps"]) == (formula.bytes, formula.steps), r
         assert r["wire_bytes"] == r["bytes"], r
@@ -107,10 +106,7 @@ def test_formulas_add_up(world_size, numel):
         "recursive_halving_doubling": 2 * (power - 1) + 2 * pairs,
     }
     for name in NAMES:
-        sent = [
-            algorithms.expected_traffic(name, numel, 8, world_size, rank)
-            for rank in range(world_size)
-        ]
+        sent = [expected_traffic(name, numel, 8, world_size, rank) for rank in range(world_size)]
         assert sum(s.bytes for s in sent) == total[name] * 8 * numel, name
 
 
@@ -124,11 +120,11 @@ def test_formulas_where_all_divides(world_size):
     }
     for name, expected in per_rank.items():
         for rank in range(world_size):
-            sent = algorithms.expected_traffic(name, 6400, 4, world_size, rank)
+            sent = expected_traffic(name, 6400, 4, world_size, rank)
             assert (sent.bytes, sent.steps) == expected, (name, rank)
         path = critical_path(name, 6400, 4, world_size)  # all ranks send all the time
         assert (path.bytes, path.steps) == expected, name
-    root = algorithms.expected_traffic("tree", 6400, 4, world_size, 0)
+    root = expected_traffic("tree", 6400, 4, world_size, 0)
     assert (root.bytes, root.steps) == (steps * size, steps)
     assert critical_path("tree", 6400, 4, world_size).steps == 2 * steps
     assert critical_path("naive", 6400, 4, world_size).bytes == 2 * (world_size - 1) * size
@@ -150,7 +146,7 @@ def test_critical_path_where_ranks_do_not_divide():
 
 def test_unknown_algorithm():
     with pytest.raises(ValueError, match="no algorithm 'star'"):
-        algorithms.expected_traffic("star", 1, 4, 2, 0)
+        expected_traffic("star", 1, 4, 2, 0)
 
 
 def test_wants_contiguous_tensors():
@@ -159,7 +155,7 @@ def test_wants_contiguous_tensors():
 
 
 def test_script_prints_what_is_true():
-    output = warm.run(ROOT / "collectives/all_reduce_algorithms.py", ranks=3).check().output
+    output = warm.run(ROOT / "collectives/compare_all_reduce.py", ranks=3).check().output
     # 1. The ring, each step against who has added what.
     table = output[output.index("\nstep ") :].splitlines()[2:7]
     for step, line in enumerate(table):
@@ -179,7 +175,7 @@ def test_script_prints_what_is_true():
         assert (int(row[1]), float(row[2])) == (path.steps, round(path.bytes / 400_012, 3))
         assert float(row[3]) < 2e-6  # float32 sums of three numbers of order 1
         for rank in range(3):
-            sent = algorithms.expected_traffic(name, 100_003, 4, 3, rank)
+            sent = expected_traffic(name, 100_003, 4, 3, rank)
             assert details[name, rank] == [sent.steps, sent.steps, sent.bytes, sent.bytes]
 
 
@@ -279,10 +275,10 @@ def test_too_few(ranks, options, message, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (algorithms, ["--numel", "-1"], "--numel must be from 0"),
-        (point_to_point, ["--timeout", "0"], "--timeout must be above 0"),
-        (point_to_point, ["--cells", "0"], "--cells must be from 1"),
-        (point_to_point, ["--steps", "0"], "--steps must be from 1"),
+        (compare_all_reduce, ["--numel", "-1"], "--numel: must be an integer of at least 0"),
+        (point_to_point, ["--timeout", "0"], "--timeout: must be a number above 0"),
+        (point_to_point, ["--cells", "0"], "--cells: must be an integer of at least 1"),
+        (point_to_point, ["--steps", "0"], "--steps: must be an integer of at least 1"),
     ],
 )
 def test_bad_arguments(module, options, message, monkeypatch, capsys):

@@ -179,7 +179,7 @@ sys.argv = ["bandwidth.py", "--verify", "--repeats", "1", "--max-bytes", "4K", *
 import all_reduce_algorithms
 
 def forgets_one(tensor, group=None):
-    tensor[7] += 2
+    tensor[-1] += 2
 
 all_reduce_algorithms.ALGORITHMS["ring"] = forgets_one
 import bandwidth
@@ -195,8 +195,8 @@ def test_verify_catches_a_wrong_result(tmp_path):
     assert result.returncode == 1, result.output
     shown = re.findall(r"^(all_reduce|ring) +4096 .* (\w+)$", result.output, flags=re.MULTILINE)
     assert shown == [("all_reduce", "ok"), ("ring", "wrong")]
-    # Alone, rank 0 keeps its input, 3 * 7 % 11 = 10.
-    assert "WRONG: ring, 4096 bytes, rank 0: 1 values, the first at 7: 12, not 10" in result.output
+    # Alone, rank 0 keeps its input; of 1024 numbers the last is 3 * 1023 % 11 = 0.
+    assert "WRONG: ring, 4096 bytes, rank 0: 1 values, the first at 1023: 2, not 0" in result.output
 
 
 # ---- async_work.py
@@ -310,7 +310,7 @@ def test_on_one_gpu(tmp_path):
     assert "1 rank(s) on cuda, nccl" in output
     rows = [line for line in read_metrics(tmp_path) if "operation" in line]
     assert [row["operation"] for row in rows] == [o for o in OPERATIONS if o != "send_recv"]
-    assert {(row["backend"], row["values"]) for row in rows} == {("nccl", "ok")}
+    assert {(row["backend"], row["values"]) for row in rows} == {("cpu:gloo,cuda:nccl", "ok")}
     output = python(ASYNC, "--device", "cuda", "--repeats", 2).check().output
     assert "mean 1 " in output
     assert [line.split()[0] for line in output.splitlines()[-4:]] == list(async_work.ORDERS)
@@ -322,13 +322,21 @@ def test_on_one_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (bandwidth, ["--operations", "ring", "rign"], "--operations: no rign; there are all_red"),
-        (bandwidth, ["--min-bytes", "4X"], "a size is from 4 bytes to 16G, such as 64K, not 4X"),
-        (bandwidth, ["--max-bytes", "1K"], "--min-bytes 4K is above --max-bytes 1K"),
-        (bandwidth, ["--factor", "1"], "--factor must be at least 1.1, not 1.0"),
-        (bandwidth, ["--repeats", "0"], "--repeats must be at least 1, not 0"),
-        (async_work, ["--buckets", "0"], "--buckets must be from 1 to 100, not 0"),
-        (async_work, ["--ratio", "nan"], "--ratio must be from 0.01 to 100, not nan"),
+        (
+            bandwidth,
+            ["--operations", "ring", "rign"],
+            "--operations: invalid choice: 'rign'",
+        ),
+        (
+            bandwidth,
+            ["--min-bytes", "4X"],
+            "--min-bytes: must be from 4 to 16G bytes, such as 64K",
+        ),
+        (bandwidth, ["--max-bytes", "1K"], "--min-bytes 4096 is above --max-bytes 1024"),
+        (bandwidth, ["--factor", "1"], "--factor: must be a number from 1.1 to 1024, not 1"),
+        (bandwidth, ["--repeats", "0"], "--repeats: must be an integer of at least 1, not 0"),
+        (async_work, ["--buckets", "0"], "--buckets: must be an integer of at least 1, not 0"),
+        (async_work, ["--ratio", "nan"], "--ratio: must be a number from 0.01 to 100, not nan"),
         (async_work, ["--plot", "/no/such/a.png"], "--plot /no/such/a.png: there is no such dir"),
     ],
 )

@@ -438,11 +438,11 @@ def test_hangs_need_two_ranks():
 @pytest.mark.parametrize(
     ("name", "option", "value", "says"),
     [
-        ("hangs", "--timeout", "0.1", "must be from 0.5 to 60 seconds, not 0.1"),
+        ("hangs", "--timeout", "0.1", "must be a number from 0.5 to 60, not 0.1"),
         ("hangs", "--case", "none", "invalid choice: 'none'"),
         ("collectives", "--only", "none", "invalid choice: 'none'"),
-        ("object_collectives", "--repeats", "0", "must be at least 1, not 0"),
-        ("autograd_collectives", "--count", "0", "must be from 1 to 50, not 0"),
+        ("object_collectives", "--repeats", "0", "must be an integer of at least 1, not 0"),
+        ("autograd_collectives", "--count", "0", "must be an integer of at least 1, not 0"),
     ],
 )
 def test_wrong_arguments(modules, monkeypatch, capsys, name, option, value, says):

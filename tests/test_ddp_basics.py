@@ -149,9 +149,7 @@ def test_default_run_reaches_97_percent():
 def test_low_precision_follows_fp32(runs, tmp_path, precision):
     args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
     warm.run(TRAIN, *args, "--precision", precision).check()
-    fp32, low = (
-        [line["loss"] for line in lines_with(f, "loss")] for f in (runs[1][0], tmp_path)
-    )
+    fp32, low = ([line["loss"] for line in lines_with(f, "loss")] for f in (runs[1][0], tmp_path))
     # The first loss, 2.3, differs by rounding alone (8 bits in bf16, 11 in fp16; averaged over 96
     # images). Then AdamW lets differences grow: 0.02 was seen where the loss falls fastest.
     assert low[0] == pytest.approx(fp32[0], abs=2e-3)

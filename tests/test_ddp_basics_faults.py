@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,22 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
+def last_save(folder):
+    return max((folder / "checkpoints").glob("step_*.pt"))
+
+
 def checkpoint(folder) -> dict:
-    return torch.load(folder / "checkpoint.pt", weights_only=True)
+    return torch.load(last_save(folder), weights_only=True)
+
+
+def learned(folder) -> list[dict]:
+    """The lines of the metrics without what differs from run to run."""
+    measured = ("images_per_second", "memory_mb")
+    return [{k: v for k, v in m.items() if k not in measured} for m in read_metrics(folder)]
 
 
 def assert_same_end(actual, expected):
-    """Model, optimizer, schedule, generators equal bit for bit; each loss too."""
+    """Model, optimizer, generators equal bit for bit; each loss too."""
 
     def compare(a, b, where):
         assert type(a) is type(b), where
@@ -48,7 +59,7 @@ def assert_same_end(actual, expected):
             assert a == b, where
 
     compare(checkpoint(actual), checkpoint(expected), "checkpoint")
-    assert read_metrics(actual) == read_metrics(expected)
+    assert learned(actual) == learned(expected)
 
 
 def reached(folder, step):
@@ -95,7 +106,7 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path, uninterrupted, w
     # Another number of ranks: the global batches and so the losses are the same, up to rounding,
     # which 264 steps in fp32 let grow: 8e-3 was seen.
     assert "continuing from" in warm.run(TRAIN, *ARGS, "--output-dir", tmp_path).check().output
-    for a, b in zip(read_metrics(tmp_path), read_metrics(uninterrupted), strict=True):
+    for a, b in zip(learned(tmp_path), learned(uninterrupted), strict=True):
         assert a == pytest.approx(b, abs=5e-2)
 
 
@@ -120,11 +131,11 @@ def test_sigterm_without_output_dir_says_that_nothing_is_saved():
 def test_finished_run_is_left_as_it_is(tmp_path):
     args = ("--epochs", 2, "--output-dir", tmp_path)
     first = warm.run(TRAIN, *args).check()
-    before = (tmp_path / "checkpoint.pt").read_bytes(), read_metrics(tmp_path)
+    before = last_save(tmp_path).read_bytes(), read_metrics(tmp_path)
     second = warm.run(TRAIN, *args).check()
     assert "steps 0 of 44" in second.output
     assert first.output.splitlines()[-1] == second.output.splitlines()[-1]
-    assert before == ((tmp_path / "checkpoint.pt").read_bytes(), read_metrics(tmp_path))
+    assert before == (last_save(tmp_path).read_bytes(), read_metrics(tmp_path))
 
 
 # ---- checkpoint files
@@ -180,16 +191,44 @@ def damaged(content: bytes, damage: str) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "flipped"])
 def test_broken_checkpoint_is_named(tmp_path, uninterrupted, damage):
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(damaged((uninterrupted / "checkpoint.pt").read_bytes(), damage))
+    path = tmp_path / "step_00000264.pt"
+    path.write_bytes(damaged(last_save(uninterrupted).read_bytes(), damage))
     with pytest.raises(UserError, match="is no readable checkpoint"):
         read_file(path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_broken_checkpoint_is_passed_over(tmp_path, uninterrupted, damage):
+    """The two newest are kept. The newest is broken: the run goes on from the other, and ends the
+    same. Once more with both broken: nothing is lost, nothing is overwritten."""
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    older, newer = sorted((tmp_path / "checkpoints").glob("*"))
+    assert (older.name, newer.name) == ("step_00000242.pt", "step_00000264.pt")
+    broken = damaged(newer.read_bytes(), damage)
+    newer.write_bytes(broken)
+    result = warm.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2).check()
+    assert result.output.count(f"warning: {newer} is no readable checkpoint") == 1
+    assert "continuing from" in result.output
+    assert "after step 242" in result.output
+    assert newer.with_suffix(".broken").read_bytes() == broken
+    assert_same_end(tmp_path, uninterrupted)
+
+    for path in (older, newer):
+        path.write_bytes(damaged(path.read_bytes(), damage))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*")}
+    result = warm.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2)
+    assert result.returncode == 2
+    assert f"train.py: error: {newer} is no readable checkpoint" in result.output
+    assert {p.name: p.read_bytes() for p in (tmp_path / "checkpoints").glob("*")} == before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["truncated", "foreign", "other model", "other settings"])
 def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterrupted, kind):
-    path, content = tmp_path / "checkpoint.pt", (uninterrupted / "checkpoint.pt").read_bytes()
+    path = tmp_path / "checkpoints" / "step_00000264.pt"
+    path.parent.mkdir()
+    content = last_save(uninterrupted).read_bytes()
     arguments = ARGS
     if kind == "truncated":
         path.write_bytes(content[: len(content) // 2])
@@ -201,11 +240,11 @@ def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterru
         state = checkpoint(uninterrupted)
         state["model"] = {"x": torch.zeros(3)}
         torch.save(state, path)
-        sentence = f"{path} does not fit this model"
+        sentence = f"{path.parent} does not fit this model"
     else:
         path.write_bytes(content)
         arguments = (*ARGS, "--lr", 0.1)
-        sentence = f"{path} was trained with --lr 0.002, not 0.1"
+        sentence = f"{path.parent} was trained with --lr 0.002, not 0.1"
     before = path.read_bytes()
     start = torchrun if kind == "truncated" else warm.run  # one of them, to see it said once
     result = start(TRAIN, *arguments, "--output-dir", tmp_path)
@@ -230,9 +269,9 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
     """A limit on the size of files stands in for the full disk: the write fails part of the way."""
     args = ("--epochs", 2, "--output-dir", tmp_path)
     with Job([sys.executable, TRAIN, *args]) as job:
-        job.wait_until((tmp_path / "checkpoint.pt").exists)
+        job.wait_until(lambda: list((tmp_path / "checkpoints").glob("*.pt")))
         job.kill()
-    before = (tmp_path / "checkpoint.pt").read_bytes()
+    before = checkpoint(tmp_path)["step"], last_save(tmp_path).read_bytes()
     wrapper = tmp_path / "limited.py"
     wrapper.write_text(
         "import resource, runpy, signal, sys\n"
@@ -242,12 +281,12 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
         f"sys.argv[0] = {str(TRAIN)!r}\n"
         f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
     )
-    result = warm.run(wrapper, *args)
+    result = warm.run(wrapper, "--epochs", 3, *args[2:])
     assert result.returncode == 2, result.output
     assert "cannot write" in result.output
-    assert "the one before is untouched" in result.output
-    assert (tmp_path / "checkpoint.pt").read_bytes() == before
-    assert not (tmp_path / "checkpoint.pt.tmp").exists()
+    assert "those before are untouched" in result.output
+    assert before == (checkpoint(tmp_path)["step"], last_save(tmp_path).read_bytes())
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 
 
 # ---- restarts and exits, many times: REPEAT=100 pytest -k "restarts_join or status_0"
@@ -329,12 +368,12 @@ def test_leaving_joins_the_threads_of_the_group(tmp_path):
     assert "gloo threads 0" in python(script, "drop").check().output
 
 
-def test_a_model_that_outlives_the_group_is_refused(tmp_path):
+def test_a_model_that_outlives_the_group_is_warned_of(tmp_path):
+    """The work is done: to fail now would make --max-restarts do it again."""
     script = tmp_path / "leave.py"
-    script.write_text(LEAVE.format(directory=str(TRAIN.parent)))
-    result = python(script, "keep")
-    assert result.returncode != 0
-    assert "something still holds the process group" in result.output
+    script.write_text(LEAVE.format(directory=str(TRAIN.parent)) + "os._exit(0)  # no abort\n")
+    output = python(script, "keep").check().output
+    assert output.count("warning: something still holds the process group") == 1
 
 
 @pytest.mark.slow

@@ -9,17 +9,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import warm
-from helpers import ROOT, Job, python
+from helpers import REPEAT, ROOT, Job, python, torchrun
+from sklearn.datasets import load_digits
+from torch import nn
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 
 HERE = ROOT / "ddp_basics"
-UNEVEN, ZERO, SPAWN, SPLIT = (
-    HERE / f"{name}.py"
-    for name in ("uneven_inputs", "zero_optimizer", "spawn", "ddp_with_model_parallel")
-)
+WATCH_MINIMAL = ROOT / "tests/workers/watch_minimal.py"
+MINIMAL = HERE / "minimal.py"
+HANG = HERE / "uneven_inputs_hang.py"
+JOIN = HERE / "uneven_inputs_join.py"
+ALTERNATIVES = HERE / "uneven_inputs_alternatives.py"
+COMPRESSION = HERE / "gradient_compression.py"
+FROM_SCRATCH = HERE / "ddp_from_scratch.py"
+ZERO = HERE / "zero_optimizer.py"
+SPAWN = HERE / "spawn.py"
+SPLIT = HERE / "ddp_with_model_parallel.py"
 
 
 @pytest.fixture(scope="module")
@@ -64,46 +73,118 @@ def largest_difference(a: dict, b: dict) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-# ---- uneven_inputs.py
+# ---- minimal.py
 
 
-@pytest.fixture(scope="module")
-def uneven():
-    ranks = 3
-    weights = range(3, 3 + ranks)
-    ends = [997 * sum(weights[: i + 1]) // sum(weights) for i in range(ranks)]
-    sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
-    batches = [-(-size // 32) for size in sizes]
-    output = warm.run(UNEVEN, ranks=ranks).check().output  # 3 ranks: one leaves after another
-    return SimpleNamespace(ranks=ranks, sizes=sizes, batches=batches, output=output)
+def watch_minimal(script, ranks: int, folder) -> SimpleNamespace:
+    """Run it on these ranks, with what each of them did in each step."""
+    output = warm.run(WATCH_MINIMAL, script, folder, ranks=ranks).check().output
+    seen = [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return SimpleNamespace(output=output, seen=seen)
 
 
-def test_hang_is_bounded_and_reported_per_rank(uneven):
-    for rank, row in enumerate(rows_after(uneven.output, "rank  batches done", uneven.ranks)):
+def plain_minimal(epochs: int) -> SimpleNamespace:
+    """What minimal.py is to compute, without a distributed line."""
+    torch.manual_seed(0)
+    images, labels = load_digits(return_X_y=True)
+    images, labels = torch.tensor(images / 16).float(), torch.tensor(labels)
+    train_indices, test_indices = torch.randperm(len(images)).split([1440, 357])
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    expected = SimpleNamespace(gradients=[], parameters=[], accuracies=[])
+    for epoch in range(epochs):
+        order = torch.randperm(1440, generator=torch.Generator().manual_seed(epoch))
+        for batch in train_indices[order].split(120):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            expected.gradients.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            expected.parameters.append([p.detach().clone() for p in model.parameters()])
+        correct = model(images[test_indices]).argmax(1) == labels[test_indices]
+        expected.accuracies.append(correct.float().mean().item())
+    return expected
+
+
+def check_minimal(run: SimpleNamespace, expected: SimpleNamespace) -> None:
+    for seen in run.seen:
+        # fp32 sums in another order: 1e-7. AdamW divides gradients by their own size, which
+        # enlarges the differences of tiny ones: a hundredth of lr = 3e-3 is allowed.
+        torch.testing.assert_close(seen["gradients"], expected.gradients, rtol=0, atol=1e-5)
+        torch.testing.assert_close(seen["parameters"], expected.parameters, rtol=0, atol=3e-5)
+        assert seen["calls"] == ["init_process_group", "barrier", "destroy_process_group"]
+        assert seen["group_is_gone"]  # else the exit may abort
+    lines = [line for line in run.output.splitlines() if line.startswith("epoch")]
+    assert lines == [  # once each, not once per rank
+        f"epoch {epoch}: test accuracy {accuracy:.2%}"
+        for epoch, accuracy in enumerate(expected.accuracies, start=1)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_minimal_equals_plain_training(ranks, tmp_path):
+    check_minimal(watch_minimal(MINIMAL, ranks, tmp_path), plain_minimal(epochs=2))
+
+
+def test_minimal_as_its_first_lines_say():
+    alone = python(MINIMAL, "--epochs", 1).check().output
+    assert re.fullmatch(r"epoch 1: test accuracy \d\d\.\d\d%\n", alone)
+    for _ in range(REPEAT):
+        assert alone in torchrun(MINIMAL, "--epochs", 1, ranks=2).check().output
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [(1, ("gloo", None, "cpu")), (2, ("nccl", torch.device("cuda", 1), torch.device("cuda", 1)))],
+)
+def test_minimal_takes_a_gpu_per_process_or_the_cpu(load, monkeypatch, gpus, expected):
+    module, chosen, joined = load("minimal"), [], []
+    for name, value in {"RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))  # rank 3 is on the second node
+    monkeypatch.setattr(sys, "argv", ["minimal.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, device_id: joined.append((backend, device_id))
+    )
+    monkeypatch.setattr(module, "train", lambda epochs, device: joined.append(device))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    module.main()
+    backend, device_id, device = expected
+    assert joined == [(backend, device_id), torch.device(device)]
+    assert chosen == ([device] if gpus == 2 else [])
+
+
+# ---- uneven_inputs_*.py
+
+RANKS = 3  # one leaves after another
+UNEVEN_SIZES = [249, 332, 416]  # 997 images, 3 : 4 : 5
+UNEVEN_BATCHES = [8, 11, 13]  # of 32 images
+
+
+def test_hang_is_bounded_and_reported_per_rank():
+    output = warm.run(HANG, ranks=RANKS).check().output
+    for rank, row in enumerate(rows_after(output, "rank  batches done", RANKS)):
         match = re.fullmatch(r" +(\d+) +(\d+) of (\d+)  (\w+ ?\w*) +([\d.]+)  (.*)", row)
         assert match, row
-        assert [int(match[i]) for i in (1, 2, 3)] == [
-            rank, min(uneven.batches), uneven.batches[rank],
-        ]  # fmt: skip
-        finished = uneven.batches[rank] == min(uneven.batches)
-        assert match[4].strip() == ("final barrier" if finished else "backward")
+        assert [int(match[i]) for i in (1, 2, 3)] == [rank, 8, UNEVEN_BATCHES[rank]]
+        assert match[4].strip() == ("final barrier" if rank == 0 else "backward")
         # The first rank to give up closes its connections, and the others may see that first.
         assert re.match("Timed out waiting|Connection closed|Read error", match[6]), row
         assert 3 < float(match[5]) < 30, row
 
 
-def test_join_equals_the_plain_sum(uneven):
+def test_join_equals_the_plain_sum():
+    output = warm.run(JOIN, ranks=RANKS).check().output
     for part, fixed in enumerate((True, False)):
-        text = uneven.output.split("\n2. Join")[part + 1]
-        assert text.startswith(f", divide_by_initial_world_size={fixed}")
-        header, left = "ranks with data", sorted(set(uneven.batches))
-        rows = [numbers(row.replace("-", " ", 1)) for row in rows_after(text, header, len(left))]
-        firsts = [1, *(n + 1 for n in left)]
-        for i, (ranks, first, last, divisor, difference) in enumerate(rows):
-            assert (ranks, first, last) == (uneven.ranks - i, firsts[i], left[i])
-            assert divisor == (uneven.ranks if fixed else ranks)
+        text = output.split("\ndivide_by_initial_world_size=")[part + 1]
+        assert text.startswith(f"{fixed}\n")
+        rows = [numbers(row.replace("-", " ", 1)) for row in rows_after(text, "ranks with data", 3)]
+        assert [row[:3] for row in rows] == [[3, 1, 8], [2, 9, 11], [1, 12, 13]]
+        for ranks, _, _, divisor, difference in rows:
+            assert divisor == (RANKS if fixed else ranks)
             assert difference < 1e-6  # fp32 sums in another order; gradients of order 0.1 to 1
-        assert "images trained on: 997 of 997" in text
+        assert "images trained on: 997\n" in text
         line = next(x for x in text.splitlines() if x.startswith("max difference to one process"))
         parameters, momentum = numbers(line)
         assert parameters < 2e-6  # the same, carried through all steps
@@ -113,12 +194,12 @@ def test_join_equals_the_plain_sum(uneven):
 
 def test_the_plain_sum_is_right(load):
     """Its rule, checked by autograd on the weighted sum of losses, with 2, then 1 rank left."""
-    module = load("uneven_inputs")
+    module = load("uneven_inputs_join")
     generator = torch.Generator().manual_seed(0)
     data = [(torch.rand(n, 1, 8, 8, generator=generator), torch.arange(n) % 10) for n in (4, 4, 3)]
     for fixed, last_divisor in ((True, 2), (False, 1)):
         result = module.train_plainly([data[:1], data[1:]], fixed, "cpu")
-        model, optimizer = module.build("cpu")
+        model, optimizer = module.make_model("cpu")
         for step, (batches, divisor) in enumerate([(data[:2], 2), (data[2:], last_divisor)]):
             optimizer.zero_grad()
             sum(F.cross_entropy(model(x), y) / divisor for x, y in batches).backward()
@@ -127,11 +208,12 @@ def test_the_plain_sum_is_right(load):
             optimizer.step()
 
 
-def test_what_the_alternatives_cost(uneven):
-    ranks, batches, total = uneven.ranks, uneven.batches, 997
+def test_what_the_alternatives_cost():
+    output = warm.run(ALTERNATIVES, ranks=RANKS).check().output
+    ranks, batches, total = RANKS, UNEVEN_BATCHES, 997
     padded, dropped, full = -(-total // ranks), total // ranks, total // ranks // 32
     idle = round(100 * sum(max(batches) - b for b in batches) / (max(batches) * ranks))
-    used = sum(min(size, 32 * min(batches)) for size in uneven.sizes)
+    used = sum(min(size, 32 * min(batches)) for size in UNEVEN_SIZES)
     expected = [  # steps, idle, lost, repeated
         [max(batches), idle, 0, 0],
         [min(batches), 0, total - used, 0],
@@ -139,7 +221,7 @@ def test_what_the_alternatives_cost(uneven):
         [-(-dropped // 32), 0, total - dropped * ranks, 0],
         [full, 0, total - full * 32 * ranks, 0],
     ]
-    rows = rows_after(uneven.output, "way ", 5)
+    rows = rows_after(output, "way ", 5)
     assert [numbers(row[27:]) for row in rows] == expected
 
 
@@ -321,15 +403,19 @@ def test_device_choice(load, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (UNEVEN, ["--images", "0"], "--images must be from 1 to 1437, not 0"),
-        (UNEVEN, ["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
-        (UNEVEN, ["--timeout", "nan"], "--timeout must be above 0 and below 3600, not nan"),
+        (JOIN, ["--images", "0"], "--images: must be an integer of at least 1, not 0"),
+        (HANG, ["--batch-size", "0"], "--batch-size: must be an integer of at least 1, not 0"),
+        (HANG, ["--timeout", "nan"], "--timeout: must be a number above 0, not nan"),
+        (COMPRESSION, ["--keep", "2"], "--keep must be above 0 and at most 1, not 2.0"),
+        (COMPRESSION, ["--epochs", "1"], "14 steps are too few to measure: more --epochs"),
+        (FROM_SCRATCH, ["--channels", "6"], "--channels must be a multiple of 4, not 6"),
+        (FROM_SCRATCH, ["--repeats", "1"], "--repeats: must be an integer of at least 2, not 1"),
         (ZERO, ["--channels", "6"], "--channels must be a multiple of 4, not 6"),
-        (ZERO, ["--lr", "-1"], "--lr must be above 0, not -1.0"),
-        (SPAWN, ["--ranks", "0"], "--ranks must be at least 1, not 0"),
+        (ZERO, ["--lr", "-1"], "--lr: must be a number above 0, not -1"),
+        (SPAWN, ["--ranks", "0"], "--ranks: must be an integer of at least 1, not 0"),
         (SPAWN, ["--ranks", "5"], "--batch-size 48 does not divide over 5 rank(s)"),
         (SPAWN, ["--kill-rank", "2"], "--kill-rank must be from 0 to 1, not 2"),
-        (SPLIT, ["--steps", "0"], "--steps must be at least 1, not 0"),
+        (SPLIT, ["--steps", "0"], "--steps: must be an integer of at least 1, not 0"),
     ],
 )
 def test_bad_arguments(load, monkeypatch, capsys, script, arguments, message):
@@ -337,7 +423,7 @@ def test_bad_arguments(load, monkeypatch, capsys, script, arguments, message):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     with pytest.raises(SystemExit) as exit_:
-        load(script.stem).parse_args()
+        load(script.stem).main.__wrapped__()  # without @record
     assert exit_.value.code == 2
     assert capsys.readouterr().err == f"{script.name}: error: {message}\n"
 
@@ -346,7 +432,8 @@ def test_bad_arguments(load, monkeypatch, capsys, script, arguments, message):
     ("script", "arguments", "message"),
     [
         (ZERO, ["--batch-size", 49], "--batch-size 49 does not divide over 2 rank(s)"),
-        (UNEVEN, ["--images", 1], "--images 1 leaves some of 2 ranks none"),
+        (JOIN, ["--images", 1], "--images 1 leaves some of 2 ranks none"),
+        (ALTERNATIVES, ["--images", 1438], "--images must be at most 1437, not 1438"),
     ],
 )
 def test_bad_arguments_are_reported_once_per_job(script, arguments, message):

@@ -123,17 +123,17 @@ def test_what_is_there_when(seen, world, name):
 def test_the_ranks_together_hold_everything_once(seen, load):
     """16 bytes a parameter over all ranks; the rest is padding and step counts, here up to 3 %."""
     model = load("model").VisionTransformer(dim=24, depth=1)
-    whole = sum(p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
     for name in ("ZeRO-2", "ZeRO-3", "ZeRO-3, offload"):
         measured = [row["measured"] for row in rows(seen, 4, "memory", "even", name)]
         held = sum(row[k] for row in measured for k in ("parameters", "gradients", "optimizer"))
-        assert 1 <= held / (16 * whole) < 1.03
-        assert sum(row["optimizer"] for row in measured) == 8 * whole + 4 * tensors * 4
+        assert 1 <= held / (16 * total) < 1.03
+        assert sum(row["optimizer"] for row in measured) == 8 * total + 4 * tensors * 4
     dealt = [row["measured"]["optimizer"] for row in rows(seen, 4, "memory", "even", "ZeRO-1")]
-    assert sum(dealt) == 8 * whole + 4 * tensors
+    assert sum(dealt) == 8 * total + 4 * tensors
     largest = max(p.numel() for p in model.parameters())
-    assert max(dealt) <= 8 * whole / 4 + 8 * largest + 4 * tensors  # the bound in the docstring
+    assert max(dealt) <= 8 * total / 4 + 8 * largest + 4 * tensors  # the bound in the docstring
 
 
 # ---- bytes sent
@@ -261,11 +261,11 @@ def test_one_process_is_a_world_of_one(script):
     ("script", "options", "says"),
     [
         ("memory", ("--dim", "30"), "--dim must be a multiple of 4, not 30"),
-        ("memory", ("--batch-size", "0"), "--batch-size must be a multiple of 1 rank(s)"),
+        ("memory", ("--batch-size", "0"), "--batch-size: must be an integer of at least 1, not 0"),
         ("memory", ("--plot", "x.txt"), "--plot x.txt must end in .png"),
         ("memory", ("--plot", "none/x.png"), "there is no folder none"),
-        ("communication", ("--depth", "0"), "--depth must be at least 1, not 0"),
-        ("communication", ("--dim", "2"), "--dim must be a multiple of 4, not 2"),
+        ("communication", ("--depth", "0"), "--depth: must be an integer of at least 1, not 0"),
+        ("communication", ("--dim", "2"), "--dim: must be an integer of at least 4, not 2"),
     ],
 )
 def test_bad_arguments_are_named(script, options, says):

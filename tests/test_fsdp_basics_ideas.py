@@ -300,12 +300,15 @@ def test_fsdp1_and_its_successors_agree(fsdp1):
     for option in ("FULL_SHARD", "SHARD_GRAD_OP", "MixedPrecision(bf16, fp32)", "no_sync()"):
         assert option in options
     assert "NO_SHARD is not run" in fsdp1
+    assert "the hybrid mesh has 1 x 2 ranks" in fsdp1
     assert "Warning" not in fsdp1
 
 
 def test_fsdp1_hybrid_on_four_ranks(results):
-    assert list(results["fsdp1"]) == ["HYBRID_SHARD, 2 x 2", "_HYBRID_SHARD_ZERO2"]
-    for values in results["fsdp1"].values():
+    found = dict(results["fsdp1"])
+    assert found.pop("shape") == (2, 2)
+    assert list(found) == ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+    for values in found.values():
         assert max(values) < 1e-6
 
 
@@ -321,11 +324,11 @@ def test_fsdp1_needs_two_ranks():
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (SCRATCH, ["--steps", "0"], "--steps must be at least 1, not 0"),
+        (SCRATCH, ["--steps", "0"], "--steps: must be an integer of at least 1, not 0"),
         (SCRATCH, ["--dim", "6"], "--dim must be a multiple of 4, not 6"),
-        (HYBRID, ["--shard", "0"], "--shard must be at least 1, not 0"),
-        (HYBRID, ["--batch-size", "-1"], "--batch-size must be at least 1, not -1"),
-        (FSDP1, ["--steps", "0"], "--steps must be at least 1, not 0"),
+        (HYBRID, ["--shard", "0"], "--shard: must be an integer of at least 1, not 0"),
+        (HYBRID, ["--batch-size", "-1"], "--batch-size: must be an integer of at least 1, not -1"),
+        (FSDP1, ["--steps", "0"], "--steps: must be an integer of at least 1, not 0"),
     ],
 )
 def test_bad_arguments(monkeypatch, capsys, script, arguments, message):

@@ -11,7 +11,7 @@ from workers.parallel_context import ATTENTIONS, LENGTH, MODELS, RINGS, SIZES, S
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 
-SCRIPT = ROOT / "parallel_basics/context_parallel_from_scratch.py"
+SCRIPT = ROOT / "parallel_basics/ring_attention.py"
 LAYOUTS = {"in order": False, "balanced": True}
 
 
@@ -241,8 +241,8 @@ def test_script_on_a_gpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--length", "0"], "--length must be at least 1, not 0"),
-        (["--batch-size", "-1"], "--batch-size must be at least 1, not -1"),
+        (["--length", "0"], "--length: must be an integer of at least 1, not 0"),
+        (["--batch-size", "-1"], "--batch-size: must be an integer of at least 1, not -1"),
         (["--dim", "6"], "--dim 6 does not divide into 4 heads"),
         (
             ["--length", "15"],
@@ -253,7 +253,7 @@ def test_script_on_a_gpu():
 def test_bad_arguments(arguments, message):
     result = warm.run(SCRIPT, *arguments)
     assert result.returncode == 2
-    assert f"context_parallel_from_scratch.py: error: {message}" in result.output
+    assert f"ring_attention.py: error: {message}" in result.output
 
 
 def test_a_length_that_does_not_divide_is_reported_once():

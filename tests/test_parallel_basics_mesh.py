@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 
 HERE = ROOT / "parallel_basics"
 MESH, DTENSOR = HERE / "device_mesh.py", HERE / "dtensor.py"
+STRATEGIES = HERE / "dtensor_strategies.py"
 each_table = pytest.mark.parametrize(("ranks", "sizes"), EACH, ids=str)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 
@@ -137,7 +138,7 @@ def test_mesh_under_torchrun():
         "mesh of replicate 1, shard 1, tp 2",
     ]
     assert re.search(r"^tp +0 1 +1 +inside$", output, flags=re.MULTILINE)
-    table = output.partition("the sum over it of ranks\n")[2].splitlines()
+    table = output.partition("the sum of these ranks\n")[2].splitlines()
     assert (
         re.split(r" {3,}", table[1])
         == ["0", "0  sum 0", "0  sum 0", "0 1  sum 1"] + ["0  sum 0"] * 2
@@ -146,7 +147,7 @@ def test_mesh_under_torchrun():
     assert "Warning" not in output
 
 
-@pytest.mark.parametrize("script", [MESH, DTENSOR])
+@pytest.mark.parametrize("script", [MESH, DTENSOR, STRATEGIES], ids=lambda path: path.stem)
 def test_a_world_of_one(script):
     output = warm.run(script).check().output
     assert "1 rank(s) on cpu" in output
@@ -246,7 +247,7 @@ CALLS = {  # forward, backward, gradients
 @pytest.mark.parametrize(("ranks", "optimizer"), TRAINED)
 def test_a_model_equals_one_process(results, ranks, name, optimizer):
     """Tolerances: fp32 sums in another order; AdamW's lr is 2e-3, a hundredth of it is allowed."""
-    code = module("dtensor_model")
+    code = module("dtensor_strategies")
     found = results["train", ranks, name, optimizer]
     expected, _ = code.train(None, code.STRATEGIES[name], optimizer)
     assert len(found["history"]) == len(expected) == 5
@@ -262,40 +263,51 @@ def test_a_model_equals_one_process(results, ranks, name, optimizer):
 
 def test_bytes_of_the_strategies():
     """By hand: 96 tokens, weights of 48 x 256 and 256 x 48, 4 ranks."""
-    sent = module("dtensor_model").strategy_bytes
+    sent = module("dtensor_strategies").strategy_bytes
     assert sent("data parallel", 4) == sent("FSDP", 4) == 2 * 3 / 4 * 4 * 2 * 48 * 256
     assert sent("tensor parallel", 4) == 2 * 3 / 4 * 4 * 96 * 48
     assert sent("  cut the wrong way", 4) == 2 * 2 * 3 / 4 * 4 * 96 * 256
 
 
-@pytest.fixture(scope="module")
-def printed():
-    return warm.run(DTENSOR, ranks=2).check().output
+def check_counted(rows: list[list[str]]) -> None:
+    """Each line of a table: what was counted is what the formula says. The first has the names."""
+    header = rows[0]
+    where = header.index("counted") - len(header)
+    for row in rows[1:]:
+        assert len(row) == len(header), row
+        assert row[where] == row[where + 1], row
 
 
-def test_dtensor_prints_what_is_true(printed):
+def test_dtensor_prints_what_is_true():
+    printed = warm.run(DTENSOR, ranks=2).check().output
     tables = re.split(r"\n\d\. ", printed)[1:]
-    assert len(tables) == 4
-    rows = [[re.split(r" {2,}", line) for line in table.splitlines()[1:]] for table in tables]
-    assert [len([r for r in table if len(r) > 3]) - 1 for table in rows] == [9, 16, 17, 5]
-    for table in rows[:3]:
-        for row in table[1:]:
-            if len(row) > 3:
-                assert row[-1] == "right"
-    for table in rows:
-        (header,) = [row for row in table if "counted" in row]
-        where = header.index("counted") - len(header)
-        for row in table:
-            if row is not header and len(row) == len(header):
-                assert row[where] == row[where + 1], row
+    assert len(tables) == 3
+    for table, count in zip(tables, (9, 16, 17), strict=True):
+        rows = [re.split(r" {2,}", line) for line in table.strip().splitlines()[1:]]
+        assert len(rows) == 1 + count
+        assert {row[-1] for row in rows[1:]} == {"right"}
+        check_counted(rows)
     assert "x is 256 x 512: 524,288 bytes" in printed
     assert re.search(r"^P +R +all_reduce +524,288 +524,288 +- +right$", printed, re.MULTILINE)
     assert "Warning" not in printed
     assert "alltoall" not in printed
 
 
+def test_strategies_print_what_is_true():
+    printed = warm.run(STRATEGIES, ranks=2).check().output
+    lines = printed[printed.index("strategy ") :].splitlines()
+    rows = [re.split(r" {2,}", line.strip()) for line in lines]
+    assert [row[0] for row in rows[1:]] == [name.strip() for name in CALLS]
+    for row in rows:  # the columns after the strategy's letters: forward, backward, ...
+        assert len(row) == len(rows[0])
+        assert row is rows[0] or max(map(float, row[-3:])) < 1e-4
+    where = rows[0].index("counted")
+    assert all(row[where] == row[where + 1] for row in rows[1:])
+    assert "Warning" not in printed
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("script", [MESH, DTENSOR])
+@pytest.mark.parametrize("script", [MESH, DTENSOR, STRATEGIES], ids=lambda path: path.stem)
 def test_on_a_gpu(script):
     output = python(script, "--device", "cuda").check().output
     assert "1 rank(s) on cuda" in output
@@ -304,17 +316,23 @@ def test_on_a_gpu(script):
 
 # ---- bad arguments, one process
 
+NOT_0 = "must be an integer of at least 1, not 0"
+
 
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (MESH, ["--shape", "0"], "--shape must be of sizes from 1, not 0"),
+        (MESH, ["--shape", "0"], f"--shape: {NOT_0}"),
         (MESH, ["--names", "a"], "--names are those of the axes of a --shape"),
         (MESH, ["--shape", "1", "1", "--names", "a"], "--names gives 1 for the 2 axes of --shape"),
         (MESH, ["--shape", "1", "1", "--names", "a", "a"], "--names must differ: a a"),
         (MESH, ["--shape", "1", "1", "1", "1"], "--shape with 4 axes needs --names"),
-        (MESH, ["--ranks-per-node", "0"], "--ranks-per-node must be at least 1, not 0"),
-        (DTENSOR, ["--sizes", "4", "0", "4"], "--sizes must be at least 1, not 0"),
+        (
+            MESH,
+            ["--ranks-per-node", "0"],
+            f"--ranks-per-node: {NOT_0}",
+        ),
+        (DTENSOR, ["--sizes", "4", "0", "4"], f"--sizes: {NOT_0}"),
     ],
 )
 def test_bad_arguments(monkeypatch, capsys, script, arguments, message):

@@ -4,8 +4,10 @@ import importlib
 import re
 import sys
 
+import compare_pipelines
 import pipeline_from_scratch as by_hand
-import pipeline_tools as tools
+import pipeline_stages
+import pipeline_timelines as timelines_of
 import pytest
 import torch
 import warm
@@ -48,16 +50,16 @@ def test_a_schedule_does_everything_once_and_its_idle_share_is_the_formula(sched
         assert by_hand.alive(actions) == kept
     for backward in (1.0, 2.0, 3.0):  # the formula holds for any, if all stages need as long
         seconds = lambda kind, stage, b=backward: 1.0 if kind == "F" else b  # noqa: E731
-        timelines = tools.simulate(orders(schedule, p, m), seconds)
-        assert tools.span(timelines) == pytest.approx((m + p - 1) * (1 + backward))
-        assert tools.idle_share(timelines) == pytest.approx((p - 1) / (m + p - 1))
-        assert tools.expected_idle(p, m) == (p - 1) / (m + p - 1)
+        timelines = timelines_of.simulate(orders(schedule, p, m), seconds)
+        assert timelines_of.span(timelines) == pytest.approx((m + p - 1) * (1 + backward))
+        assert timelines_of.idle_share(timelines) == pytest.approx((p - 1) / (m + p - 1))
+        assert timelines_of.expected_idle(p, m) == (p - 1) / (m + p - 1)
 
 
 def test_a_slow_stage_sets_the_pace():
     seconds = lambda kind, stage: 3.0 if stage == 1 else 1.0  # noqa: E731
-    timelines = tools.simulate(orders(by_hand.gpipe, 3, 8), seconds)
-    assert tools.span(timelines) == 2 * (1 + 8 * 3 + 1)
+    timelines = timelines_of.simulate(orders(by_hand.gpipe, 3, 8), seconds)
+    assert timelines_of.span(timelines) == 2 * (1 + 8 * 3 + 1)
     busy = [sum(end - start for *_, start, end in line) for line in timelines]
     assert busy == [16, 48, 16]
 
@@ -66,12 +68,12 @@ def test_a_deadlock_is_found():
     wrong = orders(by_hand.one_f_one_b, 3, 4)
     wrong[0].insert(0, wrong[0].pop(wrong[0].index(("B", 0, 0))))
     with pytest.raises(ValueError, match=r"rank 0 at .'B', 0, 0., rank 1 at .'F', 1, 0., rank 2"):
-        tools.simulate(wrong, lambda *_: 1.0)
+        timelines_of.simulate(wrong, lambda *_: 1.0)
 
 
 def test_weights_wait_for_the_gradient_of_their_output_only():
     order = [[("F", 0, 0), ("I", 0, 0), ("W", 0, 0)], [("F", 1, 0), ("I", 1, 0), ("W", 1, 0)]]
-    timelines = tools.simulate(order, lambda kind, stage: {"F": 1, "I": 2, "W": 4}[kind])
+    timelines = timelines_of.simulate(order, lambda kind, stage: {"F": 1, "I": 2, "W": 4}[kind])
     assert [start for *_, start, _ in timelines[1]] == [1, 2, 4]
     assert [start for *_, start, _ in timelines[0]] == [0, 4, 6]  # not after W of stage 1, at 8
 
@@ -79,7 +81,7 @@ def test_weights_wait_for_the_gradient_of_their_output_only():
 def test_drawing():
     seconds = lambda kind, stage: 1.0 if kind == "F" else 2.0  # noqa: E731
     drawn = [
-        tools.draw(tools.simulate(orders(schedule, 2, 3), seconds), 1.0)
+        timelines_of.draw(timelines_of.simulate(orders(schedule, 2, 3), seconds), 1.0)
         for schedule in (by_hand.gpipe, by_hand.one_f_one_b)
     ]
     assert drawn == [
@@ -91,7 +93,7 @@ def test_drawing():
 def test_stages_have_all_blocks():
     for layers in range(1, 20):
         for stages in range(1, layers + 1):
-            parts = tools.cut(layers, stages)
+            parts = pipeline_stages.split_layers(layers, stages)
             assert [i for part in parts for i in part] == list(range(layers))
             sizes = [len(part) for part in parts]
             assert len(sizes) == stages
@@ -157,6 +159,19 @@ def test_gradients_are_added_until_zero_grad(results):
     assert len(pairs) == 2 + 15 * CONFIG.layers + 3
     for ours, expected in pairs:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
+
+
+@slow
+@pytest.mark.parametrize(("p", "name", "m", "_"), BY_TORCH)
+def test_the_schedule_gets_contiguous_micro_batches(results, p, name, m, _):
+    """Also of a batch that is a window of longer sequences: torch 2.11 refuses those."""
+    for result in results["by torch", p, name, m]:
+        assert len(result["contiguous"]) >= m
+        assert all(result["contiguous"])
+
+
+def test_batches_are_contiguous():
+    assert all(tensor.is_contiguous() for tensor in compare_pipelines.text_batch(0, 4, 8, "cpu"))
 
 
 # ---- the order of actions, and memory
@@ -234,10 +249,10 @@ def test_measured_idle_share(results, name):
     """4 ranks that sleep. A busy machine wakes them late: the quickest of 3 steps, and a wide
     margin above; but nothing makes a rank less idle than the schedule does."""
     steps = zip(*results["timers", name], strict=True)
-    timelines = min(steps, key=tools.span)
-    share, formula = tools.idle_share(timelines), tools.expected_idle(4, 4)
+    timelines = min(steps, key=timelines_of.span)
+    share, formula = timelines_of.idle_share(timelines), timelines_of.expected_idle(4, 4)
     assert formula - 0.06 < share < formula + 0.25
-    assert tools.span(timelines) > 0.99 * (4 + 3) * 3 * SECONDS
+    assert timelines_of.span(timelines) > 0.99 * (4 + 3) * 3 * SECONDS
     for kind, _, _, start, end in (event for line in timelines for event in line):
         assert end - start >= 0.99 * SECONDS * (1 if kind == "F" else 2)
 
@@ -368,13 +383,16 @@ def test_it_is_reported_once_per_job(script, ranks, arguments, message):
     assert result.output.count(f"{script.name}: error: {message}") == 1, result.output
 
 
+AT_LEAST_1 = "must be an integer of at least 1"
+
+
 @pytest.mark.parametrize("script", [SCRATCH, PARALLEL], ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--steps 0", "--steps must be at least 1, not 0"),
-        ("--batch-size -4", "--batch-size must be at least 1, not -4"),
-        ("--microbatches 2 0", "--microbatches must be at least 1, not 0"),
+        ("--steps 0", f"--steps: {AT_LEAST_1}, not 0"),
+        ("--batch-size -4", f"--batch-size: {AT_LEAST_1}, not -4"),
+        ("--microbatches 2 0", f"--microbatches: {AT_LEAST_1}, not 0"),
         ("--dim 30", "--dim must be a multiple of 4, not 30"),
     ],
 )
@@ -391,6 +409,6 @@ def test_bad_arguments(monkeypatch, capsys, script, arguments, message):
 def test_micro_batches_that_do_not_divide_are_refused():
     pipeline = by_hand.Pipeline.__new__(by_hand.Pipeline)
     pipeline.stage, pipeline.stages = 0, 2
-    x, y = tools.text_batch(0, 4, 8, "cpu")
+    x, y = compare_pipelines.text_batch(0, 4, 8, "cpu")
     with pytest.raises(ValueError, match="4 sequences do not divide into 3 micro-batches"):
         pipeline.step(by_hand.gpipe(0, 2, 3), x, y)

@@ -5,7 +5,6 @@ Each scanner is also shown a bad example that it must catch.
 """
 
 import ast
-import hashlib
 import io
 import json
 import os
@@ -13,23 +12,27 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tokenize
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
+import copies
 import pytest
 from helpers import ROOT, Job, clean_environment, python, torchrun
+
+from check_environment import read_pins
 
 EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
 SOURCES = [path for directory in EXAMPLES for path in sorted(directory.glob("**/*.py"))]
 SCRIPTS = [path for path in SOURCES if '__name__ == "__main__"' in path.read_text()]
-LINES = 300  # of one file in an example directory, at most
+LINES = 350  # of one file in an example directory, at most: about 300 is where to split it
+MINIMAL_LINES = 70  # of a minimal.py, with its docstring; 40 to 60 are wanted
 NOT_OURS = {"runs", "data"}  # ignored by git
 
 each_example = pytest.mark.parametrize("directory", EXAMPLES, ids=lambda path: path.name)
 each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: str(p.relative_to(ROOT)))
 
 
 def test_there_is_something_to_check():
@@ -39,20 +42,50 @@ def test_there_is_something_to_check():
 
 @each_example
 def test_directory_has_what_it_needs(directory):
-    for name in ("README.md", "runtime.py"):
+    for name in ("README.md", "runtime.py", "arguments.py"):
         assert (directory / name).is_file(), f"{directory.name}/{name} is missing"
     assert entry(directory).is_file(), f"{directory.name} has no script to begin with"
 
 
 def entry(directory: Path) -> Path:
     """The script that a reader tries first."""
-    train = directory / "train.py"
-    return train if train.is_file() else directory / "hello_world.py"  # nothing is trained
+    names = ("train.py", "minimal.py", "hello_world.py")
+    return next((directory / name for name in names if (directory / name).is_file()), directory)
 
 
-def test_runtime_is_the_same_everywhere():
-    digests = {path.name: hashlib.sha256((path / "runtime.py").read_bytes()) for path in EXAMPLES}
-    assert len({digest.hexdigest() for digest in digests.values()}) == 1, list(digests)
+# Files that several directories hold.
+
+
+def test_copies_are_equal():
+    assert len(copies.EXAMPLES) == len(EXAMPLES)
+    for original, copy in copies.outdated(ROOT, copies.COPIES):
+        pytest.fail(f"{copy} is not {original}: change it there, then: make copies")
+
+
+def test_equal_files_are_listed():
+    for paths in copies.unlisted(SOURCES, copies.COPIES):
+        pytest.fail(f"equal, so tests/copies.py should name them (or one is too many): {paths}")
+
+
+def test_copies_that_differ_are_caught(tmp_path, monkeypatch):
+    a, b, c = (tmp_path / name / "x.py" for name in "abc")
+    for path in (a, b, c):
+        path.parent.mkdir()
+        path.write_text("1")
+    assert copies.outdated(tmp_path, [("x.py", "a", ["a", "b", "c"])]) == []
+    assert copies.unlisted([a, b, c], [("x.py", "a", ["b", "c"])]) == []
+    assert copies.unlisted([a, b, c], [("x.py", "a", ["b"])]) == [[a, b, c]]
+    assert copies.unlisted([a, b], [("y.py", "a", ["b"])]) == [[a, b]]
+    b.write_text("2")
+    c.unlink()
+    assert copies.unlisted([a, b], []) == []
+    listed = [("x.py", "a", ["b", "c"])]
+    assert copies.outdated(tmp_path, listed) == [(a, b), (a, c)]
+    monkeypatch.setattr(copies, "ROOT", tmp_path)
+    monkeypatch.setattr(copies, "COPIES", listed)
+    copies.main()
+    assert copies.outdated(tmp_path, listed) == []
+    assert c.read_text() == "1"
 
 
 # What a file imports.
@@ -94,6 +127,27 @@ def test_foreign_imports_are_caught():
     bad = "import os\ndef f():\n    from fsdp_basics.data import x\n    from . import y\n"
     assert imported_modules(bad) - allowed_modules() == {"fsdp_basics", "."}
     assert {"sklearn", "torch", "tqdm", "json"} <= allowed_modules()
+
+
+def scripts_imported(path: Path, scripts: list[Path]) -> set[str]:
+    """The scripts of its own directory that this file imports: what two scripts need is a module,
+    so that a reader of either one meets nothing of the other."""
+    names = {other.stem for other in scripts if other.parent == path.parent}
+    return imported_modules(path.read_text()) & names
+
+
+@each_source
+def test_imports_no_script(path):
+    found = scripts_imported(path, SCRIPTS)
+    assert not found, f"{path.name} imports {found}: what they share should be a module"
+
+
+def test_an_imported_script_is_caught(tmp_path):
+    script, other = tmp_path / "train.py", tmp_path / "other.py"
+    script.write_text("def f(): ...\n")
+    other.write_text("import torch\nfrom train import f\n")
+    assert scripts_imported(other, [script]) == {"train"}
+    assert scripts_imported(other, []) == set()  # a module
 
 
 # Public names only.
@@ -213,8 +267,102 @@ def test_flaws_are_caught():
     assert flaws("x = 1\n", "a/b.py") == ["no docstring"]
 
 
+# Tricks: what saves a line, or outwits the formatter, and costs the reader a second look.
+
+
+def tricks(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if any(isinstance(value, ast.NamedExpr) for value in given):
+                found.append(f"line {node.lineno}: a value is assigned inside a call")
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Tuple):
+            found.append(f"line {node.lineno}: several statements in one")
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List):
+            found.append(f"line {node.lineno}: the stars of a literal do nothing")
+        if isinstance(node, ast.Dict) and any(
+            key is None and isinstance(value, ast.Dict)
+            for key, value in zip(node.keys, node.values, strict=True)
+        ):
+            found.append(f"line {node.lineno}: a dict literal inside a dict literal")
+    return found
+
+
+@each_source
+def test_has_no_tricks(path):
+    found = tricks(path.read_text())
+    assert not found
+
+
+def test_tricks_are_caught():
+    for bad in (
+        "dist.all_reduce(total := x.sum())",
+        "f(x=(y := 1))",
+        "x.fill_(0), y.fill_(0)",
+        "NAMES = (*('a', 'b'), 'c')",
+        "{**{'a': 1}, 'b': 2}",
+    ):
+        assert len(tricks(bad)) == 1, bad
+    for good in (
+        "while (size := f()) < 3: pass",
+        "[y for x in a if (y := f(x))]",
+        "f(*a, *(x for x in b), **{'src=0': 1})",
+        "{**a, 'b': {'c': 1}}",
+        "x, y = 1, 2",
+    ):
+        assert not tricks(good), good
+
+
+# minimal.py: the idea alone.
+
+MINIMAL = [path for path in SCRIPTS if path.name == "minimal.py"]
+
+
+def too_much(path: Path) -> list[str]:
+    """What a minimal.py should do without."""
+    text = path.read_text()
+    siblings = {other.stem for other in path.parent.glob("*.py")}
+    found = [f"imports {name}" for name in sorted(imported_modules(text) & siblings)]
+    if text.count("\n") > MINIMAL_LINES:
+        found.append(f"{text.count(chr(10))} lines, more than {MINIMAL_LINES}")
+    return found
+
+
+@pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
+def test_minimal_is_minimal(path):
+    assert not too_much(path)
+
+
+def shows(page: str, source: str) -> bool:
+    """Whether the page has the code in full, in fences or indented, but for the docstring."""
+    code = source.partition('"""\n\n')[2]
+    return f"{code}```" in page or textwrap.indent(code, "    ") in page
+
+
+@pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
+def test_readme_shows_minimal_in_full(path):
+    assert shows((path.parent / "README.md").read_text(encoding="utf-8"), path.read_text())
+
+
+def test_code_that_a_page_lacks_is_caught():
+    source = '"""About it."""\n\nimport torch\n\nprint(1)\n'
+    assert shows("# title\n```python\nimport torch\n\nprint(1)\n```\n", source)
+    assert shows("# title\n\n    import torch\n\n    print(1)\n", source)
+    assert not shows("# title\n```python\nimport torch\n\nprint(2)\n```\n", source)
+
+
+def test_too_much_is_caught(tmp_path):
+    minimal = tmp_path / "minimal.py"
+    minimal.write_text("import torch\nfrom runtime import Worker\n" + "\n" * MINIMAL_LINES)
+    (tmp_path / "runtime.py").touch()
+    assert too_much(minimal) == ["imports runtime", "72 lines, more than 70"]
+
+
 # --help, of all scripts in one process: importing torch once is enough.
 
+# A minimal.py may do without options.
+PARSING = [p for p in SCRIPTS if p.name != "minimal.py" or "argparse" in p.read_text()]
 HELP = """
 import contextlib, io, json, os, runpy, sys
 answers = {}
@@ -243,7 +391,7 @@ print("ANSWERS" + json.dumps(answers))
 def helps(tmp_path_factory) -> dict[Path, tuple]:
     script = tmp_path_factory.mktemp("help") / "all_helps.py"
     script.write_text(HELP)
-    output = python(script, *SCRIPTS, timeout=120).check().output
+    output = python(script, *PARSING, timeout=120).check().output
     answers = json.loads(output.rpartition("ANSWERS")[2])
     return {Path(path): tuple(answer) for path, answer in answers.items()}
 
@@ -255,7 +403,7 @@ def options_of(source: str) -> set[str]:
     return {t for t in texts if isinstance(t, str) and re.fullmatch(r"--[a-z][a-z0-9-]*", t)}
 
 
-@each_script
+@pytest.mark.parametrize("path", PARSING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_help(path, helps):
     status, text = helps[path]
     assert status == 0, f"{path} --help: {status}"
@@ -325,14 +473,20 @@ def short_run(script: Path, help_text: str) -> list[str]:
     return []
 
 
-@each_example
-def test_runs_alone_and_offline(directory, helps, tmp_path):
+@pytest.mark.parametrize(
+    "script",
+    sorted({*map(entry, EXAMPLES), *MINIMAL}),
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_runs_alone_and_offline(script, helps, tmp_path):
     alone = tmp_path / "alone"
-    shutil.copytree(directory, alone, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(script.parent, alone, ignore=shutil.ignore_patterns("__pycache__"))
     environment = offline(tmp_path / "offline")
-    script = entry(directory)
-    options = short_run(script, helps[script][1])
-    result = torchrun(script.name, *options, "--device", "cpu", cwd=alone, **environment)
+    help_text = helps.get(script, (0, ""))[1]
+    options = short_run(script, help_text)
+    if "--device" in help_text:
+        options += ["--device", "cpu"]
+    result = torchrun(script.name, *options, cwd=alone, **environment)
     assert result.returncode == 0, result.output[-4000:]
     started, refused = attempts(environment)
     assert {"on, rank 0", "on, rank 1"} <= set(started)
@@ -405,6 +559,28 @@ def test_dead_links_are_caught(tmp_path):
     assert dead_links(page) == ["gone.md", "none.png", "lost.md"]
 
 
+# The first screen of a directory.
+
+FIRST_LINES = ("Read this first:", "Copy this:", "The ideas:")
+
+
+def beginning(text: str) -> tuple[str, ...]:
+    """How the first lines below the title begin, list marks and emphasis left out."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return tuple(re.sub(r"^[-* ]*(.*?:)?.*", r"\1", line) for line in lines[:3])
+
+
+@each_example
+def test_readme_says_where_to_begin(directory):
+    assert beginning((directory / "README.md").read_text(encoding="utf-8")) == FIRST_LINES
+
+
+def test_beginning():
+    page = "# title\n\n- **Read this first:** a: b\n- Copy this: b\n* The ideas: c\n"
+    assert beginning(page) == FIRST_LINES
+    assert beginning("# title\n\nEvery strategy: one\n") != FIRST_LINES
+
+
 # A measurement in a document is written as in benchmarks/results/, perhaps rounded, or in percent.
 NUMBER = r"([\d.]+(?:e[+-]?\d+)?)"
 
@@ -463,13 +639,19 @@ def test_requirements_are_pinned():
         assert re.fullmatch(exact + r"\d[\w.+]*", rest), f"{name}{rest} is not pinned by {exact}"
 
 
+def test_both_sets_hold_one_release():
+    full, small = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-cpu"))
+    assert small == {name: f"{version}+cpu" for name, version in full.items()}
+    assert full.keys() == {"torch", "torchvision"}
+
+
 # The Makefile, with stand-ins for Python and its tools that write down how they were called.
 
 STAND_IN = """#!/bin/sh
 case "$*" in
-"-m venv .venv")
-    mkdir -p .venv/bin
-    for name in python pip torchrun ruff; do cp "$0" .venv/bin/$name; done ;;
+"-m venv "*)
+    mkdir -p $3/bin
+    for name in python pip torchrun ruff; do cp "$0" $3/bin/$name; done ;;
 "-c import ensurepip"*) test ! -e no_venv; exit ;;
 "-c import sys"*) test ! -e too_old; exit ;;
 esac
@@ -549,13 +731,29 @@ def test_make_other_targets(project):
     make(project, "check")
     assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
     assert make(project, "test")[1] == [CHECK, PYTEST]
+    assert make(project, "quick")[1] == [CHECK, f"{PYTEST} -m not slow"]
+    assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
     benchmarks = [f"python benchmarks/{name}.py" for name in ("collectives", "ddp", "fsdp", "gpt")]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     status, calls, output = make(project)
     assert (status, calls) == (0, [])
-    for target in ("demo", "test", "lint", "notebooks", "bench", "help"):
+    targets = ("demo", "test", "quick", "test-torch", "copies", "lint", "notebooks", "bench")
+    for target in (*targets, "help"):
         assert re.search(rf"^{target} +\w", output, flags=re.MULTILINE)
+
+
+def test_make_test_with_another_torch(project):
+    tests = f"{PYTEST} --ignore=tests/test_notebooks.py"
+    environment = [
+        "python_stand_in -m venv .venv-2.13.0",
+        "python -m pip install torch===2.13.0 torchvision -r requirements-common.txt",
+    ]
+    assert make(project, "test-torch", "TORCH=2.13.0")[1] == [*environment, tests]
+    assert not (project / ".venv").exists()
+    assert make(project, "test-torch", "TORCH=2.13.0")[1] == [tests]  # nothing is installed twice
+    (project / ".venv-2.13.0/bin/python").write_text("#!/bin/sh\nexit 1\n")
+    assert make(project, "test-torch", "TORCH=2.13.0")[0] == 2
 
 
 def test_ci_runs_lint_and_test_from_anywhere(project):

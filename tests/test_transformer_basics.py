@@ -4,20 +4,23 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import arguments
+import config
 import data
 import numpy as np
 import pytest
 import torch
 import warm
 from arguments import UserError
-from build import stage_layers
+from config import Settings
 from data import Batches, bigram_loss
 from helpers import ROOT, python, read_metrics, torchrun
 from model import GPT, GPTConfig, from_hugging_face, initialize, to_hugging_face
+from optimizer import learning_rate
+from pipeline import Pipeline, stage_layers
+from pretrained import copy_weights, read_pretrained
 from runtime import Worker
-from steps import learning_rate
 from workers.gpt_equivalence import CASES, KINDS, LR, STEPS
 
 FOLDER = ROOT / "transformer_basics"
@@ -42,7 +45,6 @@ def matrix(tmp_path_factory):
 @pytest.mark.parametrize(("ranks", "mesh", "kind"), CASES)
 def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     expected, actual = matrix[1][kind], matrix[ranks][mesh, kind]
-    assert len(actual["loss"]) == STEPS
     # fp32 sums in another order: about 1e-7 for numbers of order one, times 5 for other machines.
     # AdamW divides by the root of small squares, which magnifies that: a hundredth of a step of its
     # lr is allowed. bf16 has 8 bits: an error of 4e-3 in each number on the way.
@@ -50,9 +52,9 @@ def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     if KINDS[kind][1] == "adamw":
         tolerance["parameters"] = 1e-2 * LR
     if kind == "bf16":
-        tolerance = {"loss": 1e-2, "gradients": 1e-2, "parameters": 1e-2}
+        tolerance = {"loss": 1e-2, "norm": 1e-1, "gradients": 1e-2, "parameters": 1e-2}
     for part in ("loss", "norm"):
-        assert len(actual[part]) == len(expected[part])
+        assert len(actual[part]) == len(expected[part]) == STEPS
         for step, (a, b) in enumerate(zip(actual[part], expected[part], strict=True)):
             close(a, b, tolerance[part], f"{part} in step {step}")
     for part in ("gradients", "parameters"):  # of the first and the last step, at the end
@@ -72,7 +74,7 @@ def close(actual, expected, tolerance, what):
 @pytest.mark.slow
 def test_matrix_compares_something(matrix):
     one = matrix[1]
-    assert all(abs(norm - 0.1) > 1e-3 for norm in one["clip"]["norm"])  # so clipping clips
+    assert all(norm > 0.1 + 1e-3 for norm in one["clip"]["norm"])  # so clipping clips
     gradients = one["clip"]["gradients"][0].values()
     assert sum(g.square().sum() for g in gradients).sqrt() == pytest.approx(0.1, rel=1e-4)
     assert "head.weight" not in one["tied"]["parameters"][0]  # it is token_embedding.weight
@@ -110,6 +112,65 @@ def test_it_is_gpt2(hugging_face):
     again = from_hugging_face(hugging_face.state_dict(), CONFIG)
     assert again.keys() == ours.state_dict().keys()
     assert all(torch.equal(again[name], value) for name, value in ours.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def pretrained_folder(hugging_face, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    hugging_face.save_pretrained(folder)
+    return folder
+
+
+def fitting(folder, **other) -> Settings:
+    sizes = {"layers": 2, "heads": 4, "dim": 24, "block_size": 32}
+    return Settings(**sizes | {"init_from": str(folder)} | other)
+
+
+def test_init_from_has_the_same_logits(hugging_face, pretrained_folder):
+    tokens = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
+    settings = fitting(pretrained_folder, block_size=20)  # shorter than theirs: fits
+    config_, weights = read_pretrained(settings, token_count=50)
+    model = GPT(config_)
+    copy_weights(model, weights)
+    expected = hugging_face(tokens).logits
+    torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_init_from_on_meshes(hugging_face, pretrained_folder, tmp_path):
+    tokens = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(1))
+    torch.save(tokens, tmp_path / "tokens")
+    script = ROOT / "tests/workers/gpt_pretrained.py"
+    warm.run(script, pretrained_folder, tmp_path, ranks=2).check()
+    on_meshes = torch.load(tmp_path / "logits")
+    assert on_meshes.keys() == {"--tp 2", "--dp-shard 2", "--pp 2"}
+    for logits in on_meshes.values():
+        torch.testing.assert_close(logits, hugging_face(tokens).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "token_count", "message"),
+    [
+        ({"layers": 3}, 50, "it fits --layers 2 --heads 4 --dim 24 --block-size 32"),
+        ({"block_size": 64}, 50, "--block-size 32"),
+        ({"tied": True}, 50, "leave out --tied"),
+        ({}, 256, "knows 50 tokens, the text has 256: give --tokenizer"),
+        ({"init_from": "/nowhere/gpt2"}, 50, "cannot load --init-from /nowhere/gpt2"),
+    ],
+)
+def test_init_from_refuses_what_does_not_fit(pretrained_folder, other, token_count, message):
+    with pytest.raises(UserError, match=message):
+        read_pretrained(fitting(pretrained_folder, **other), token_count)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("activation_function", "relu"), ("n_inner", 7), ("model_type", "opt")]
+)
+def test_init_from_refuses_what_computes_something_else(pretrained_folder, tmp_path, key, value):
+    theirs = json.loads((pretrained_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(theirs | {key: value}))
+    with pytest.raises(UserError, match=str(value)):
+        read_pretrained(fitting(tmp_path), token_count=50)
 
 
 def test_flops_are_those_of_the_matrix_products():
@@ -154,6 +215,27 @@ def test_layers_of_stages(stages):
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_pipeline_takes_windows_of_other_tensors(is_first):
+    """torch 2.11's stages refuse what is not contiguous, such as the inputs `tokens[:, :-1]`."""
+    passed = []
+
+    class Schedule:
+        def step(self, *inputs, target=None, losses=None):
+            passed.extend([*inputs, target])
+
+    pipeline = Pipeline.__new__(Pipeline)  # without the ranks that its stages need
+    pipeline.model = SimpleNamespace(is_first=is_first, is_last=not is_first)
+    pipeline.schedule, pipeline.device = Schedule(), "cpu"
+    tokens = torch.arange(20).view(2, 10)
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    assert not x.is_contiguous()
+    pipeline.train(x, y)
+    (used,) = (tensor for tensor in passed if tensor is not None)
+    assert used.is_contiguous()
+    assert torch.equal(used, x if is_first else y)
+
+
 # ---- the data
 
 
@@ -174,6 +256,40 @@ def test_ranks_share_the_batches_of_one_process():
     assert len(set(first)) == len(first) == one.per_epoch * 6  # none twice in an epoch
     assert first != second
     assert torch.equal(one.get(3, 0, 1)[0], Batches(tokens, 9, 6, seed=0).get(3, 0, 1)[0])
+
+
+class Mesh(dict):
+    """As much of a mesh as the data asks for: one axis of copies, and the others of one rank."""
+
+    def __init__(self, rank: int, ranks: int):
+        one, all_ranks = self.axis(0, 1), self.axis(rank, ranks)
+        super().__init__(dp_replicate=all_ranks, dp_shard=one)
+
+    @staticmethod
+    def axis(rank: int, size: int):
+        return SimpleNamespace(get_local_rank=lambda: rank, size=lambda: size)
+
+
+def test_batches_from_a_step_on():
+    batches = Batches(np.arange(1000, dtype=np.uint16), 9, 6, seed=0)
+    found = list(batches.from_step(15, 21, Mesh(1, 2), torch.device("cpu")))
+    assert len(found) == 6  # from the end of one epoch into the next
+    for step, (x, y) in enumerate(found, start=15):
+        expected_x, expected_y = batches.get(step, 1, 2)
+        assert torch.equal(x, expected_x)
+        assert torch.equal(y, expected_y)
+
+
+def test_batches_for_gpus_are_pinned(monkeypatch):
+    """Else copying them would wait, for the GPU and for the copy."""
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: calls.append("pinned") or t)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda t, _, non_blocking=False: calls.append(non_blocking) or t
+    )
+    batches = Batches(np.arange(1000, dtype=np.uint16), 9, 6, seed=0)
+    list(batches.from_step(0, 1, Mesh(0, 1), SimpleNamespace(type="cuda")))
+    assert calls == ["pinned", "pinned", True, True]
 
 
 def test_split_by_document():
@@ -248,7 +364,9 @@ def test_bad_data(one_rank, tmp_path):
         ("--dim 30", 1, "--dim 30 does not divide by 4"),
         ("--tp 2 --sequence-parallel --block-size 33", 2, "--block-size 33 does not divide by 2"),
         ("--loss-parallel", 2, "need --tp"),
-        ("--steps 0", 1, "--steps must be at least 1"),
+        ("--steps 0", 1, "--steps: must be an integer of at least 1, not 0"),
+        ("--lr nan", 1, "--lr: must be a number above 0, not nan"),
+        ("--timeout 0", 1, "--timeout: must be a number above 0, not 0"),
         ("--profile", 1, "need an --output-dir"),
     ],
 )
@@ -257,7 +375,7 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys, flags, ranks, message
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
     with pytest.raises(SystemExit) as exit_:
-        arguments.parse_args()
+        config.parse_args()
     assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert message in said
@@ -265,10 +383,8 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys, flags, ranks, message
 
 
 def test_learning_rate():
-    class Args:
-        lr, warmup, steps = 0.5, 0.1, 100
-
-    rates = [learning_rate(step, Args) for step in range(100)]
+    settings = Settings(lr=0.5, warmup=0.1, steps=100)
+    rates = [learning_rate(step, settings) for step in range(100)]
     assert rates[0] == 0.05
     assert max(rates) == rates[9] == 0.5
     assert 0.05 < rates[-1] < 0.051
@@ -318,11 +434,11 @@ def straight(corpus, tmp_path_factory):
     ],
 )
 def test_a_run_moves_to_another_mesh(corpus, straight, tmp_path, first, second):
-    """Stopped by SIGTERM after 3 steps on one mesh, continued on another: the same run."""
+    """Stopped by SIGTERM after a few steps on one mesh, continued on another: the same run."""
     said = run(corpus, tmp_path, first[1], first[0], stop=3)
-    assert "stopped by SIGTERM after step 3 of 8: saved" in said
+    stopped = re.search(r"stopped by SIGTERM after (step [3-7]) of 8: saved", said)[1]
     said = run(corpus, tmp_path, second[1], second[0])
-    assert "after step 3" in said
+    assert f"after {stopped}\n" in said
     assert losses(tmp_path) == pytest.approx(losses(straight[0]), abs=2e-5)
     assert held_out(tmp_path) == pytest.approx(held_out(straight[0]), abs=2e-5)
     assert said.partition("----")[2] == straight[1].partition("----")[2] != ""
@@ -332,7 +448,7 @@ def test_a_run_moves_to_another_mesh(corpus, straight, tmp_path, first, second):
 def test_resumed_run_equals_the_straight_one(corpus, tmp_path):
     """On one mesh, bit for bit."""
     flags, states = "--tp 2 --clip 0.2", []
-    for name, stops in (("straight", [0]), ("stopped", [5, 0])):
+    for name, stops in (("straight", [0]), ("stopped", [3, 0])):
         for stop in stops:
             run(corpus, tmp_path / name, flags, ranks=2, stop=stop)
         states.append(saved_parameters(tmp_path / name))
@@ -342,24 +458,76 @@ def test_resumed_run_equals_the_straight_one(corpus, tmp_path):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
+def test_speed_is_of_training_alone(corpus, tmp_path):
+    """By a clock on which a step takes 1 s, an evaluation and a save 100 s each."""
+    script = ROOT / "tests/workers/gpt_clock.py"
+    flags = ("--log-every", 3, "--eval-every", 2, "--checkpoint-every", 4)
+    args = (*TINY, *flags, "--output-dir", tmp_path, "--data", *corpus)
+    output = warm.run(script, *args).check().output
+    measured = [line for line in read_metrics(tmp_path) if "tokens_per_second" in line]
+    assert [line["step"] for line in measured] == [2, 3, 4, 6, 8]
+    assert [line["tokens_per_second"] for line in measured] == [8 * 16] * 5
+    assert [line["step"] for line in read_metrics(tmp_path) if "validation_loss" in line] == [
+        2, 4, 6, 8,
+    ]  # fmt: skip
+    assert "matrix products: high" in output
+
+
+@pytest.mark.slow
+def test_a_run_is_its_text_and_can_be_made_longer(corpus, straight, tmp_path):
+    folder = tmp_path / "run"
+    other = tmp_path / "other.txt"
+    other.write_text("another text\n" * 500)
+    moved = [tmp_path / file.name for file in corpus]
+    for old, new in zip(corpus, moved, strict=True):
+        new.write_bytes(old.read_bytes())
+    common = (*TINY, "--output-dir", folder)
+    warm.run(TRAIN, *common, "--steps", 4, "--data", *corpus).check()
+    refused = warm.run(TRAIN, *common, "--data", other)
+    assert refused.returncode == 2
+    assert "was trained with data = " in refused.output
+    # The same text, wherever it lies, and more steps of it.
+    said = warm.run(TRAIN, *common, "--data", *moved).check().output
+    assert "planned for 4 steps, now for 8: from here on the learning rate follows" in said
+    assert [line["step"] for line in read_metrics(folder) if "loss" in line] == [*range(1, 9)]
+    rates = [[m["lr"] for m in read_metrics(run) if "lr" in m] for run in (folder, straight[0])]
+    assert rates[0][4:] == rates[1][4:]
+    assert rates[0][:4] != rates[1][:4]
+
+
+@pytest.mark.slow
+def test_loss_that_is_no_number_stops_the_run(corpus, tmp_path):
+    args = (*TINY, "--lr", 1e30, "--clip", 0, "--output-dir", tmp_path, "--data", *corpus)
+    result = warm.run(TRAIN, *args)
+    assert result.returncode == 2
+    assert re.search(r"error: step [2-4]: the loss is .*: try a smaller --lr", result.output)
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
 def saved_parameters(folder) -> dict[str, torch.Tensor]:
     import torch.distributed.checkpoint as dcp
 
     model = GPT(GPTConfig(256, 16, 2, 2, 16))
     state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder / "checkpoint/step_00000008", no_dist=True)
+    dcp.load(state, checkpoint_id=folder / "checkpoints/step_00000008", no_dist=True)
     return state["model"]
 
 
 @pytest.mark.slow
-def test_export_and_generate(straight, tmp_path):
+def test_export_generate_and_start_again(corpus, straight, tmp_path):
     """The saved run, in transformers and in one process and on two meshes: the same greedy text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, _ = straight
     exported = tmp_path / "exported"
-    said = warm.run(FOLDER / "export_hugging_face.py", folder, exported).check().output
+    said = warm.run(FOLDER / "export.py", folder, exported).check().output
     assert float(re.search(r"differ by (\S+) at most", said)[1]) < 1e-5
+    # Another run starts from it: with the loss with which this one ended.
+    flags = ("--init-from", exported, "--tp", 2, "--steps", 1, "--lr", 1e-9)
+    args = (*TINY, *flags, "--output-dir", tmp_path / "again", "--data", *corpus)
+    warm.run(TRAIN, *args, ranks=2).check()
+    assert held_out(tmp_path / "again") == pytest.approx(held_out(folder)[-1:], abs=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported)
     inputs = tokenizer("def \u00e4", return_tensors="pt")
@@ -370,7 +538,7 @@ def test_export_and_generate(straight, tmp_path):
     for mesh, ranks in (("", 1), ("--tp 2", 2), ("--pp 2", 2)):
         result = warm.run(FOLDER / "generate.py", *options, *mesh.split(), ranks=ranks).check()
         assert result.output.rstrip("\n").endswith(expected), (mesh, result.output)
-    again = warm.run(FOLDER / "export_hugging_face.py", folder, exported)
+    again = warm.run(FOLDER / "export.py", folder, exported)
     assert again.returncode == 2
     assert "is not empty" in again.output
 
@@ -399,7 +567,7 @@ def test_tokenizer_of_a_directory(corpus, tmp_path):
     args = (*TINY, "--tokenizer", tmp_path / "tokenizer", "--prompt", "import ")
     said = warm.run(TRAIN, *args, "--output-dir", tmp_path / "run", "--data", *corpus).check()
     assert "---- 12 tokens after 'import ':\nimport " in said.output
-    exported = warm.run(FOLDER / "export_hugging_face.py", tmp_path / "run", tmp_path / "exported")
+    exported = warm.run(FOLDER / "export.py", tmp_path / "run", tmp_path / "exported")
     assert exported.check()
     config = json.loads((tmp_path / "exported/config.json").read_text())
     assert config["eos_token_id"] == own.eos_token_id == 1
@@ -417,18 +585,26 @@ def test_broken_checkpoints(straight, tmp_path):
     assert missing.returncode == 2
     assert "there is no checkpoint in" in missing.output
     shutil.copytree(straight[0], tmp_path / "broken")
-    (file,) = (tmp_path / "broken").rglob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    older, newer = sorted((tmp_path / "broken").rglob("*.distcp"))  # of steps 4 and 8
+    flip_a_bit(newer)
+    flipped = warm.run(FOLDER / "generate.py", tmp_path / "broken", "--tokens", 1).check()
+    assert "is broken" in flipped.output
+    flip_a_bit(older)
     flipped = warm.run(FOLDER / "generate.py", tmp_path / "broken")
     assert flipped.returncode == 2
     assert "is broken" in flipped.output
 
 
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.slow
 def test_script(corpus, tmp_path):
     flags = ("--profile", "--steps", 14, "--tensorboard", "--output-dir", tmp_path)
+    flags += ("--timeout", 120, "--keep", 1)
     result = warm.run(TRAIN, *TINY, *flags, "--data", *corpus, timeout=240, ranks=2).check()
     assert "pp 1   dp_replicate 2   dp_shard 1   tp 1" in result.output
     assert re.search(r"held out, on which a bigram model has a loss of [\d.]+\n", result.output)
@@ -441,6 +617,16 @@ def test_script(corpus, tmp_path):
     measured = [m for m in read_metrics(tmp_path) if "mfu" in m]
     assert all(m["tokens_per_second"] > 0 and 0 < m["mfu"] < 1 for m in measured)
     assert list((tmp_path / "tensorboard").iterdir())
+    # Off a terminal, too, a line tells how it goes.
+    number = r"[\d.e+-]+"
+    assert re.search(
+        rf"^step +7/14   epoch 0   loss {number}   lr {number}   grad norm {number}   "
+        rf"tokens/s [\d.,]+   mfu {number}   memory MB [\d.,]+$",
+        result.output,
+        re.M,
+    )
+    (only,) = (tmp_path / "checkpoints").iterdir()
+    assert only.name == "step_00000014"
 
 
 @pytest.mark.slow

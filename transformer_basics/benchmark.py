@@ -16,20 +16,23 @@ import math
 import os
 import statistics
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, UserError
-from build import build_model, make_mesh
-from config import AXES, PRECISIONS, check_mesh
+from arguments import ArgumentParser, UserError, at_least, between
+from config import AXES, PRECISIONS, Settings
+from counting_by_axis import CountByAxis
+from data import batch_part
 from flops import matmul_peak, wait
-from generate import UNUSED
-from model import GPTConfig
+from model import GPT, GPTConfig, cross_entropy, initialize
+from optimizer import make_optimizer
+from parallelize import apply_compile, apply_fsdp, apply_tensor_parallel
+from pipeline import Pipeline, stage_layers
 from runtime import Worker, distributed_worker
-from steps import data_parallel, make_optimizer, train_step
+from step import train_step
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from tp_fsdp import CountByAxis
 
 SIZES = {  # layers, heads, width, tokens of a sequence, size of the vocabulary; sequences per rank
     "tiny": ((2, 4, 64, 64, 256), 2),
@@ -49,15 +52,15 @@ def main() -> None:
 
 
 def compare(args, worker: Worker) -> None:
+    torch.set_float32_matmul_precision("high")  # as train.py
     sides = {mesh: Side(mesh, args, worker) for mesh in args.mesh or usual(worker.world_size, args)}
-    samples, counts = {mesh: [] for mesh in sides}, {}
+    samples = {mesh: [] for mesh in sides}
     for i in range(args.repeats + 1):
         for mesh in list(sides) if i % 2 else list(sides)[::-1]:
             rate = sides[mesh].tokens_per_second(args.steps)
             if i:  # the first round warms up
                 samples[mesh].append(rate)
-    for mesh, side in sides.items():
-        counts[mesh] = side.counted()
+    counts = {mesh: side.counted() for mesh, side in sides.items()}
     peak = matmul_peak(worker.device, PRECISIONS[args.precision])
     if not worker.is_main:
         return
@@ -76,32 +79,69 @@ def compare(args, worker: Worker) -> None:
 
 
 class Side:
-    """A model with its optimizer on one mesh, and a batch of random tokens."""
+    """A model with its optimizer on one mesh, spread as in train.py, and a batch of random tokens.
+
+    args: size, batch_size, precision, compile, clip, keep_gathered, sequence_parallel.
+    """
 
     def __init__(self, mesh: str, args, worker: Worker):
-        axes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
         config, batch = config_of(args.size), batch_size(args, worker.world_size)
-        sizes = {"layers": config.layers, "heads": config.heads, "dim": config.dim}
-        sizes |= {"block_size": config.block_size, "tied": False, "batch_size": batch}
-        more = {"precision": args.precision, "compile": args.compile, "clip": args.clip}
-        more |= {"seed": 0, "lr": 1e-4, "weight_decay": 0.1, "loss_parallel": axes["tp"] > 1}
-        more |= {"keep_gathered": args.keep_gathered, "sequence_parallel": args.sequence_parallel}
-        more["accumulate"] = axes["pp"] * 2 if axes["pp"] > 1 else 1
-        if axes["tp"] == 1:
-            more["sequence_parallel"] = False
-        self.settings = SimpleNamespace(**UNUSED | sizes | more | axes)
-        check_mesh(self.settings, ArgumentParser(), worker.world_size)
-        self.worker, self.mesh = worker, make_mesh(self.settings, worker)
-        self.model, self.stages = build_model(config, self.mesh, self.settings, worker)
+        settings = Settings(
+            layers=config.layers,
+            heads=config.heads,
+            dim=config.dim,
+            block_size=config.block_size,
+            batch_size=batch,
+            lr=1e-4,
+            clip=args.clip,
+            **dict.fromkeys(AXES, 1) | parse_mesh(mesh),
+        )
+        if settings.pp > 1:
+            settings = replace(settings, accumulate=2 * settings.pp)
+        if settings.tp > 1:
+            settings = replace(
+                settings, loss_parallel=True, sequence_parallel=args.sequence_parallel
+            )
+        self.settings, self.worker = settings.on(worker.world_size), worker
+        shape, dtype = self.settings.mesh_shape(), PRECISIONS[args.precision]
+        self.mesh = init_device_mesh(worker.device.type, shape, mesh_dim_names=AXES)
+        self.model, self.pipeline = self.spread(config, dtype, args)
         self.optimizer = make_optimizer(self.model, self.settings)
-        share, shares = data_parallel(self.mesh)
+        part, parts = batch_part(self.mesh)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(256, (batch, config.block_size + 1), generator=generator)
-        tokens = tokens[share::shares].to(worker.device)
+        tokens = tokens[part::parts].to(worker.device)
         self.batch, self.tokens = (tokens[:, :-1], tokens[:, 1:]), batch * config.block_size
 
+    def spread(self, config: GPTConfig, dtype: torch.dtype, args):
+        """This rank's part of the model, and the pipeline, if any."""
+        mesh, settings = self.mesh, self.settings
+        with torch.device("meta"):
+            model = GPT(config, stage_layers(config.layers, mesh["pp"]))
+        if settings.tp > 1:
+            apply_tensor_parallel(
+                model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel
+            )
+        if args.compile:
+            apply_compile(model)
+        reshard = not args.keep_gathered and settings.pp == 1
+        apply_fsdp(model, mesh["dp_replicate", "dp_shard"], dtype, reshard)
+        initialize(model, seed=0, device=self.worker.device)
+        if settings.pp == 1:
+            return model, None
+        sequence_parts = settings.tp if settings.sequence_parallel else 1
+        return model, Pipeline(
+            model,
+            mesh["pp"],
+            settings.accumulate,
+            cross_entropy,
+            self.worker.device,
+            dtype,
+            sequence_parts,
+        )
+
     def step(self) -> None:
-        train_step(self.model, self.stages, *self.batch, self.optimizer, self.mesh, self.settings)
+        train_step(self.model, self.pipeline, *self.batch, self.optimizer, self.mesh, self.settings)
 
     def tokens_per_second(self, steps: int) -> float:
         """Of all ranks, from a common start to the end of the last one."""
@@ -163,19 +203,16 @@ def parse_args():
     add = parser.add_argument
     add("--size", choices=SIZES, default="small")
     add("--mesh", action="append", help="such as 'dp_shard=2 tp=2', repeated; default: usual ones")
-    add("--batch-size", type=int, help="sequences per step, over all ranks; default: by size")
+    add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
+    add("--clip", type=between(0, math.inf), default=1.0, help="largest gradient norm; 0: none")
     add("--precision", choices=PRECISIONS, default="fp32")
     add("--compile", action="store_true", help="torch.compile each block")
-    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
     add("--sequence-parallel", action="store_true", help="on meshes with tp")
-    add("--steps", type=int, default=2, help="of a sample")
-    add("--repeats", type=int, default=3, help="samples of each mesh")
+    add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--steps", type=at_least(1), default=2, help="of a sample")
+    add("--repeats", type=at_least(1), default=3, help="samples of each mesh")
     args = parser.parse_args()
-    for name in ("steps", "repeats", "batch_size"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     for mesh in args.mesh or ():
         try:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from arguments import ArgumentParser, UserError
+from arguments import ArgumentParser, UserError, at_least
 from model import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,34 +25,37 @@ def batches(args, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """For each step inputs and targets, (B, T): bytes of a module of the standard library."""
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
     generator = torch.Generator().manual_seed(args.seed)
-    found = []
+    of_steps = []
     for _ in range(args.steps):
         starts_B = torch.randint(len(text) - args.length, (args.batch_size,), generator=generator)
         tokens = text[starts_B[:, None] + torch.arange(args.length + 1)].to(device)
-        found.append((tokens[:, :-1], tokens[:, 1:]))
-    return found
+        # Contiguous: the pipelines of torch 2.11 take no windows of other tensors.
+        of_steps.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+    return of_steps
 
 
 def train(
     model: GPT,
     loss_of: Callable[[Tensor, Tensor], Tensor],
     norm_of: Callable[[GPT], Tensor],
-    whole: Callable[[str, Tensor], Tensor],
+    full_tensor: Callable[[str, Tensor], Tensor],
     args,
     device: torch.device,
     count=None,
     finish: Callable[[GPT], None] | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Per step, whole: loss, norm of all gradients, each gradient; in the last each parameter, too.
+    """Per step: loss, norm of all gradients, each gradient; in the last each parameter, too.
 
     loss_of: (what the model returns, targets) -> mean loss. norm_of: after backward.
-    whole: (name, what a rank has of a parameter or gradient) -> all of it, on every rank.
+    full_tensor: (name, what a rank has of a parameter or gradient) -> all of it, on every rank.
     count: a `CountCollectives` that sees the last step in four phases: "forward", "backward",
         "gradients" (what `finish` does to them) and "optimizer".
     """
-    optimizer, steps = OPTIMIZERS[args.optimizer](model.parameters()), []
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters())
+    steps = []
     for i, (x_BT, y_BT) in enumerate(batches(args, device)):
-        counting = count if count and i == args.steps - 1 else None
+        is_last_step = i == args.steps - 1
+        counting = count if is_last_step else None
         with counting or nullcontext():
             loss = loss_of(model(x_BT), y_BT)
             if counting:
@@ -63,15 +66,15 @@ def train(
             if finish:
                 finish(model)
         named = list(model.named_parameters())
-        step = {"loss": whole("", loss.detach()), "norm": norm_of(model)}
-        step |= {f"gradient of {name}": whole(name, p.grad) for name, p in named}
+        step = {"loss": full_tensor("", loss.detach()), "norm": norm_of(model)}
+        step |= {f"gradient of {name}": full_tensor(name, p.grad) for name, p in named}
         with counting or nullcontext():
             if counting:
                 counting.begin("optimizer")
             optimizer.step()
             optimizer.zero_grad()
-        if i == args.steps - 1:  # all steps led to them
-            step |= {f"parameter {name}": whole(name, p.detach()) for name, p in named}
+        if is_last_step:  # all steps led to them
+            step |= {f"parameter {name}": full_tensor(name, p.detach()) for name, p in named}
         steps.append(step)
     return steps
 
@@ -82,10 +85,10 @@ def norm_of(model: GPT) -> Tensor:
     A DTensor knows how it is cut. get_total_norm takes DTensors or plain tensors, but not both: the
     norm of all is the norm of their norms.
     """
-    kinds = {}
-    for p in model.parameters():
-        kinds.setdefault(isinstance(p.grad, DTensor), []).append(p.grad)
-    norms = [as_it_is("", torch.nn.utils.get_total_norm(some)) for some in kinds.values()]
+    gradients = [p.grad for p in model.parameters()]
+    plain = [g for g in gradients if not isinstance(g, DTensor)]
+    cut = [g for g in gradients if isinstance(g, DTensor)]
+    norms = [as_it_is("", torch.nn.utils.get_total_norm(kind)) for kind in (plain, cut) if kind]
     return torch.stack(norms).norm()
 
 
@@ -96,14 +99,14 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
 
 def differences(steps: list[dict], expected: list[dict]) -> dict[str, float]:
     """The largest difference of any loss, norm, gradient and parameter, in any step."""
-    worst = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
-    for ours, theirs in zip(steps, expected, strict=True):
-        if ours.keys() != theirs.keys():
-            raise ValueError(f"not the same parameters: {ours.keys() ^ theirs.keys()}")
-        for key, value in theirs.items():
+    max_diff = {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
+    for step, expected_step in zip(steps, expected, strict=True):
+        if step.keys() != expected_step.keys():
+            raise ValueError(f"not the same parameters: {step.keys() ^ expected_step.keys()}")
+        for key, value in expected_step.items():
             kind = key.split()[0]
-            worst[kind] = max(worst[kind], (ours[key] - value).abs().max().item())
-    return worst
+            max_diff[kind] = max(max_diff[kind], (step[key] - value).abs().max().item())
+    return max_diff
 
 
 def print_differences(rows: dict[str, dict[str, float]]) -> None:
@@ -131,24 +134,15 @@ def make_config(args, ranks: int) -> GPTConfig:
 
 def make_parser(description: str) -> ArgumentParser:
     parser = ArgumentParser(description=description)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences: all ranks, the same")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=8, help="a multiple of the number of ranks")
-    parser.add_argument("--dim", type=int, default=128, help="width: a multiple of --heads")
-    parser.add_argument("--vocab-size", type=int, default=256, help="256 or more, one per byte")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add = parser.add_argument
+    add("--steps", type=at_least(1), default=3)
+    add("--batch-size", type=at_least(1), default=4, help="sequences: all ranks, the same")
+    add("--length", type=at_least(1), default=64, help="tokens of a sequence")
+    add("--layers", type=at_least(1), default=2)
+    add("--heads", type=at_least(1), default=8, help="a multiple of the number of ranks")
+    add("--dim", type=at_least(1), default=128, help="width: a multiple of --heads")
+    add("--vocab-size", type=at_least(256), default=256, help="256 or more, one per byte")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--seed", type=int, default=0)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser
-
-
-def check_arguments(parser: ArgumentParser):
-    args = parser.parse_args()
-    for name in ("steps", "batch_size", "length", "layers", "heads", "dim", "vocab_size"):
-        least = 256 if name == "vocab_size" else 1
-        if getattr(args, name) < least:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} must be at least {least}, not {getattr(args, name)}")
-    return args

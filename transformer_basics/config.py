@@ -1,109 +1,182 @@
-"""The flags of train.py, and what must hold between them."""
+"""What train.py can be told: a flag for each of the settings, and what must hold between them."""
 
 import math
 import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from arguments import ArgumentParser
+from arguments import ArgumentParser, UserError, above, at_least, between
+from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
 PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
 
 
-def parse_args():
+@dataclass(frozen=True)
+class Settings:
+    """The defaults of the flags; `python train.py --help` says what each means."""
+
+    data: Sequence[Path] = ()
+    tokenizer: str | None = None
+    init_from: str | None = None
+    layers: int = 3
+    heads: int = 4
+    dim: int = 96
+    block_size: int = 128
+    tied: bool = False
+    steps: int = 2000
+    batch_size: int = 16  # global: over all ranks
+    accumulate: int | None = None
+    lr: float = 5e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    compile: bool = False
+    seed: int = 0
+    pp: int = 1
+    dp_replicate: int | None = None
+    dp_shard: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    keep_gathered: bool = False
+    device: str = "auto"
+    timeout: float = 600
+    output_dir: Path | None = None
+    checkpoint_every: int = 250
+    keep: int = 2
+    log_every: int = 50
+    eval_every: int = 250
+    eval_batches: int = 16
+    tensorboard: bool = False
+    tracker: str | None = None
+    profile: bool = False
+    prompt: str = PROMPT
+    sample: int = 300
+
+    def identity(self) -> dict[str, object]:
+        """What makes two runs the same run: a checkpoint continues under the same values only.
+
+        The mesh is not among them, nor --steps: a run can be made longer.
+        """
+        names = "tokenizer init_from layers heads dim block_size tied batch_size lr warmup"
+        names += " weight_decay clip precision seed"
+        return {name: getattr(self, name) for name in names.split()}
+
+    def model(self, vocab_size: int) -> GPTConfig:
+        return GPTConfig(vocab_size, self.block_size, self.layers, self.heads, self.dim, self.tied)
+
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    def on(self, ranks: int) -> "Settings":
+        """With what follows from the number of ranks filled in: --dp-replicate and --accumulate.
+
+        Raises `UserError` for what does not fit so many ranks.
+        """
+        dp_replicate = self.dp_replicate or max(1, ranks // (self.pp * self.dp_shard * self.tp))
+        settings = replace(self, dp_replicate=dp_replicate, accumulate=self.accumulate or self.pp)
+        check_mesh(settings, ranks)
+        return settings
+
+
+def check_mesh(settings: Settings, ranks: int) -> None:
+    """Raises `UserError`, with the flag to change, if the settings do not fit the mesh."""
+    if math.prod(settings.mesh_shape()) != ranks:
+        sizes = zip(AXES, settings.mesh_shape(), strict=True)
+        product = " x ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in sizes)
+        raise UserError(f"{product} do not multiply to the {ranks} rank(s) of this job")
+    if settings.accumulate < settings.pp:
+        raise UserError(
+            f"--accumulate {settings.accumulate} micro-batches do not fill --pp {settings.pp} "
+            "stages: give at least as many, better four times as many"
+        )
+    parts = settings.dp_replicate * settings.dp_shard * settings.accumulate
+    tokens_cut_by = settings.tp if settings.sequence_parallel else 1
+    for flag, value, divisor, reason in (
+        ("--batch-size", settings.batch_size, parts, "data-parallel ranks x --accumulate"),
+        ("--dim", settings.dim, settings.heads, "--heads"),
+        ("--heads", settings.heads, settings.tp, "--tp"),
+        ("--block-size", settings.block_size, tokens_cut_by, "--tp"),
+    ):
+        if value % divisor:
+            raise UserError(f"{flag} {value} does not divide by {divisor} ({reason})")
+    if settings.layers < settings.pp:
+        raise UserError(f"--layers {settings.layers} are too few for --pp {settings.pp} stages")
+    if settings.tied and settings.pp > 1:
+        raise UserError(
+            "--tied does not work with --pp: the first and last stage would share a weight"
+        )
+    if settings.tp == 1 and (settings.sequence_parallel or settings.loss_parallel):
+        raise UserError("--sequence-parallel and --loss-parallel need --tp")
+
+
+def parse_args() -> Settings:
     parser = ArgumentParser(description="Train a GPT on a mesh of devices.")
     add = parser.add_argument
-    add("--data", nargs="+", default=[], help="text files; default: Python's standard library")
+    # what is learned
+    add("--data", nargs="+", type=Path, help="text files; default: Python's standard library")
     add("--tokenizer", help="id on the Hugging Face hub or directory; default: one token a byte")
-    add("--layers", type=int, default=3)
-    add("--heads", type=int, default=4)
-    add("--dim", type=int, default=96, help="width of the model")
-    add("--block-size", type=int, default=128, help="tokens of a sequence")
+    add("--init-from", help="start from a GPT-2 of Hugging Face's: a directory, or id on the hub")
+    # by what model
+    add("--layers", type=at_least(1))
+    add("--heads", type=at_least(1))
+    add("--dim", type=at_least(1), help="width of the model")
+    add("--block-size", type=at_least(1), help="tokens of a sequence")
     add("--tied", action="store_true", help="the head uses the token embedding's weight")
-    add("--steps", type=int, default=2000)
-    add("--batch-size", type=int, default=16, help="sequences per optimizer step, over all ranks")
-    add("--accumulate", type=int, help="parts of a rank's share: micro-batches; default: --pp")
-    add("--lr", type=float, default=5e-3, help="peak learning rate")
-    add("--warmup", type=float, default=0.05, help="fraction of all steps until the peak")
-    add("--weight-decay", type=float, default=0.1)
-    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    add("--precision", choices=PRECISIONS, default="fp32")
-    add("--pp", type=int, default=1, help="pipeline stages")
-    add("--dp-replicate", type=int, help="copies of the model; default: all ranks that are left")
-    add("--dp-shard", type=int, default=1, help="shards of each copy (FSDP)")
-    add("--tp", type=int, default=1, help="parts of each layer (tensor parallelism)")
+    # how
+    add("--steps", type=at_least(1), help="a run can be continued with more of them")
+    add("--batch-size", type=at_least(1), help="sequences per optimizer step, over all ranks")
+    add("--accumulate", type=at_least(1), help="micro-batches of a rank's batch; default: --pp")
+    add("--lr", type=above(0), help="peak learning rate")
+    add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
+    add("--weight-decay", type=between(0, math.inf), help="of matrices")
+    add("--clip", type=between(0, math.inf), help="largest gradient norm; 0: no clipping")
+    add("--precision", choices=PRECISIONS)
+    add("--activation-checkpointing", action="store_true", help="compute activations twice")
+    add("--compile", action="store_true", help="torch.compile each block")
+    add("--seed", type=int)
+    # on what
+    add("--pp", type=at_least(1), help="pipeline stages")
+    add("--dp-replicate", type=at_least(1), help="copies; default: all ranks that are left")
+    add("--dp-shard", type=at_least(1), help="shards of each copy (FSDP)")
+    add("--tp", type=at_least(1), help="parts of each layer (tensor parallelism)")
     add("--sequence-parallel", action="store_true", help="with --tp: cut the tokens between layers")
     add("--loss-parallel", action="store_true", help="with --tp: never gather the logits")
     add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
-    add("--activation-checkpointing", action="store_true", help="compute activations twice")
-    add("--compile", action="store_true", help="torch.compile each block")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--seed", type=int, default=0)
-    add("--output-dir", type=Path, help="checkpoint and metrics; continues a run that is there")
-    add("--checkpoint-every", type=int, default=250, help="steps; and at the end")
-    add("--eval-every", type=int, default=250, help="steps; and at the end")
-    add("--eval-batches", type=int, default=16, help="held-out batches")
-    add("--log-every", type=int, default=10, help="steps between losses, and looks at SIGTERM")
+    add("--device", choices=("auto", "cpu", "cuda"))
+    add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
+    # what is kept
+    add("--output-dir", type=Path, help="checkpoints and metrics; continues a run that is there")
+    add("--checkpoint-every", type=at_least(1), help="steps; and at the end")
+    add("--keep", type=at_least(1), help="newest checkpoints to keep: one may turn out broken")
+    add("--log-every", type=at_least(1), help="steps between lines of the log")
+    add("--eval-every", type=at_least(1), help="steps; and at the end")
+    add("--eval-batches", type=at_least(1), help="held-out batches")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
+    add("--tracker", choices=("wandb", "mlflow"), help="also send metrics there, if installed")
     add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
-    add("--prompt", default=PROMPT, help="how the sample at the end begins")
-    add("--sample", type=int, default=300, help="tokens to write at the end")
-    args = parser.parse_args()
+    add("--prompt", help="how the sample at the end begins")
+    add("--sample", type=at_least(0), help="tokens to write at the end")
+    parser.set_defaults(**asdict(Settings()))
+    settings = Settings(**vars(parser.parse_args()))
 
-    at_least_1 = "layers heads dim block_size steps batch_size pp dp_shard tp checkpoint_every"
-    for names, holds, limit in (
-        (at_least_1 + " eval_every eval_batches log_every", lambda x: x >= 1, "at least 1"),
-        ("accumulate dp_replicate", lambda x: x is None or x >= 1, "at least 1"),
-        ("clip weight_decay sample", lambda x: x >= 0, "at least 0"),
-        ("lr", lambda x: 0 < x < math.inf, "above 0"),
-        ("warmup", lambda x: 0 <= x <= 1, "from 0 to 1"),
-    ):
-        for name in names.split():
-            value, flag = getattr(args, name), "--" + name.replace("_", "-")
-            if not holds(value):
-                parser.error(f"{flag} must be {limit}, not {value}")
-    check_mesh(args, parser, int(os.environ.get("WORLD_SIZE", 1)))
-    if (args.tensorboard or args.profile) and not args.output_dir:
+    try:
+        settings = settings.on(int(os.environ.get("WORLD_SIZE", 1)))
+    except UserError as error:
+        parser.error(str(error))
+    if (settings.tensorboard or settings.profile) and not settings.output_dir:
         parser.error("--tensorboard and --profile need an --output-dir to write to")
-    if not args.prompt:
+    if not settings.prompt:
         parser.error("--prompt is empty: the model continues at least one character")
-    if args.output_dir:
+    if settings.output_dir:
         try:
-            args.output_dir.mkdir(parents=True, exist_ok=True)
+            settings.output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            parser.error(f"--output-dir {args.output_dir} cannot be made: {error.strerror}")
-    return args
-
-
-def check_mesh(args, parser, ranks: int) -> None:
-    """Fill in what follows from the number of ranks; refuse what does not fit it."""
-    if args.dp_replicate is None:
-        args.dp_replicate = max(1, ranks // (args.pp * args.dp_shard * args.tp))
-    if math.prod(getattr(args, axis) for axis in AXES) != ranks:
-        sizes = " x ".join(f"--{axis.replace('_', '-')} {getattr(args, axis)}" for axis in AXES)
-        parser.error(f"{sizes} do not multiply to the {ranks} rank(s) of this job")
-    args.accumulate = args.accumulate or args.pp
-    if args.accumulate < args.pp:
-        parser.error(
-            f"--accumulate {args.accumulate} micro-batches do not fill --pp {args.pp} stages: give "
-            "at least as many, better four times as many"
-        )
-    parts = args.dp_replicate * args.dp_shard * args.accumulate
-    for name, value, by, why in (
-        ("batch-size", args.batch_size, parts, "data-parallel ranks x --accumulate"),
-        ("dim", args.dim, args.heads, "--heads"),
-        ("heads", args.heads, args.tp, "--tp"),
-        ("block-size", args.block_size, args.tp if args.sequence_parallel else 1, "--tp"),
-    ):
-        if value % by:
-            parser.error(f"--{name} {value} does not divide by {by} ({why})")
-    if args.layers < args.pp:
-        parser.error(f"--layers {args.layers} are too few for --pp {args.pp} stages")
-    if args.tied and args.pp > 1:
-        parser.error(
-            "--tied does not work with --pp: the first and last stage would share a weight"
-        )
-    if args.tp == 1 and (args.sequence_parallel or args.loss_parallel):
-        parser.error("--sequence-parallel and --loss-parallel need --tp")
+            parser.error(f"--output-dir {settings.output_dir} cannot be made: {error.strerror}")
+    return settings

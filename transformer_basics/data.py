@@ -10,7 +10,7 @@ import os
 import sysconfig
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from arguments import UserError
 from checkpoint import together
 from runtime import Worker
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 CACHE = Path(tempfile.gettempdir()) / "gpt_tokens"
 
@@ -28,7 +29,9 @@ CACHE = Path(tempfile.gettempdir()) / "gpt_tokens"
 class Corpus:
     train: np.ndarray  # one row of token ids, mapped from a file
     validation: np.ndarray
-    vocab_size: int
+    checksum: str  # of both rows: what a run was trained on
+    token_count: int  # ids are below it
+    vocab_size: int  # the same, rounded up to divide by the usual numbers of ranks
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
 
@@ -46,22 +49,27 @@ def load_corpus(files: list[Path], tokenizer: str | None, worker: Worker) -> Cor
             raise UserError(f"there is no file {file}: --data takes text files")
         if files and not file.stat().st_size:
             raise UserError(f"{file} is empty: --data takes text files")
-    encode, decode, vocab_size, end = load_tokenizer(tokenizer)
+    encode, decode, token_count, end = load_tokenizer(tokenizer)
+    vocab_size = -(-token_count // 64) * 64  # GPT-2's 50,257 rows would divide by nothing
     dtype = np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32
     seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in documents]
     key = hashlib.sha256(json.dumps([tokenizer, seen]).encode()).hexdigest()[:16]
     paths = [CACHE / f"{key}.{part}" for part in ("train", "validation")]
+    checksum_path = CACHE / f"{key}.checksum"  # written last: where it is, the others are whole
 
     def write() -> None:
-        if worker.local_rank == 0 and not all(path.exists() for path in paths):
+        if worker.local_rank == 0 and not checksum_path.exists():
+            checksums = []
             parts = split([(file.name, file.read_bytes()) for file in documents])
             for path, part in zip(paths, parts, strict=True):
                 tokens = (np.array([*ids(text, encode), end], dtype) for text in part)
-                replace_file(path, tokens)
+                checksums.append(replace_file(path, (row.tobytes() for row in tokens)))
+            replace_file(checksum_path, ["-".join(f"{n:08x}" for n in checksums).encode()])
 
     together(write)
     train, validation = (np.memmap(path, dtype, mode="r") for path in paths)
-    return Corpus(train, validation, vocab_size, encode, decode)
+    checksum = checksum_path.read_text()
+    return Corpus(train, validation, checksum, token_count, vocab_size, encode, decode)
 
 
 def standard_library() -> list[Path]:
@@ -86,7 +94,7 @@ def split(documents: list[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]
 
 
 def load_tokenizer(name: str | None) -> tuple[Callable, Callable, int, int]:
-    """(encode, decode, size of the vocabulary, the token that ends a document)."""
+    """(encode, decode, number of tokens, the token that ends a document)."""
     if name is None:
 
         def decode(tokens: list[int]) -> str:
@@ -96,28 +104,34 @@ def load_tokenizer(name: str | None) -> tuple[Callable, Callable, int, int]:
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"cannot load --tokenizer {name}: {reason}") from None
-    # Rounded up: GPT-2's 50,257 rows would divide by no number of ranks.
-    size = -(-len(found) // 64) * 64
-    encode = lambda text: found.encode(text, add_special_tokens=False)  # noqa: E731
-    return encode, found.decode, size, found.eos_token_id or 0
+
+    def encode(text: str) -> list[int]:
+        return loaded.encode(text, add_special_tokens=False)
+
+    return encode, loaded.decode, len(loaded), loaded.eos_token_id or 0
 
 
 def ids(text: bytes, encode: Callable) -> list[int] | bytes:
     return encode(text.decode(errors="replace"))
 
 
-def replace_file(path: Path, pieces: Iterator[np.ndarray]) -> None:
-    """Write the pieces one after another; the file gets its name when it is whole."""
+def replace_file(path: Path, pieces: Iterable[bytes]) -> int:
+    """Write the pieces one after another; the file gets its name when it is whole.
+
+    Returns its CRC-32.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary, checksum = path.with_suffix(f".{os.getpid()}"), 0
     with open(temporary, "wb") as file:
         for piece in pieces:
-            file.write(piece.tobytes())
+            file.write(piece)
+            checksum = zlib.crc32(piece, checksum)
     os.replace(temporary, path)
+    return checksum
 
 
 class Batches:
@@ -142,7 +156,7 @@ class Batches:
             )
 
     def get(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
-        """The share `part` of `parts` of the batch: inputs and targets, int64, each (B, T).
+        """The part number `part` of `parts` of the batch: inputs and targets, int64, each (B, T).
 
         Data-parallel ranks take different parts; the ranks that hold pieces of one model, tensor
         or pipeline parallel, take the same.
@@ -152,16 +166,39 @@ class Batches:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self.order, self.epoch = torch.randperm(self.windows, generator=generator), epoch
         first = batch * self.batch_size
-        return windows(
-            self.tokens, self.order[first + part : first + self.batch_size : parts], self.length
-        )
+        numbers = self.order[first + part : first + self.batch_size : parts]
+        return windows(self.tokens, numbers, self.length)
+
+    def from_step(
+        self, step: int, end: int, mesh: DeviceMesh, device: torch.device
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's parts of the batches `step` to `end` - 1, on the device.
+
+        A GPU works behind the program, which has given it the step before when it asks for the next
+        batch: this is read from the disk, and copied, while the GPU computes. Only from pinned
+        memory can it be copied without waiting.
+        """
+        part, parts = batch_part(mesh)
+        for number in range(step, end):
+            batch = self.get(number, part, parts)
+            if device.type == "cuda":
+                batch = [tensor.pin_memory() for tensor in batch]
+            x_BT, y_BT = (tensor.to(device, non_blocking=True) for tensor in batch)
+            yield x_BT, y_BT
+
+
+def batch_part(mesh: DeviceMesh) -> tuple[int, int]:
+    """Which part of a global batch this rank works on, and how many parts there are."""
+    replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
+    part = replicate.get_local_rank() * shard.size() + shard.get_local_rank()
+    return part, replicate.size() * shard.size()
 
 
 def windows(tokens: np.ndarray, numbers: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The windows with these numbers, and the same one token later."""
     rows = [tokens[i * length : (i + 1) * length + 1] for i in numbers.tolist()]
     rows = torch.from_numpy(np.stack(rows).astype(np.int64))
-    return rows[:, :-1], rows[:, 1:]
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def bigram_loss(train: np.ndarray, inputs_BT: Tensor, targets_BT: Tensor, vocab_size: int) -> float:

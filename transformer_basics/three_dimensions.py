@@ -10,14 +10,20 @@ axis that communicates most is the last one, whose ranks are neighbours. The los
 parameters are those of one process.
 """
 
+import torch
 import torch.distributed as dist
-from arguments import UserError
-from comparing import check_arguments, differences, make_config, make_parser, print_differences
+from arguments import UserError, at_least
+from comparing import differences, make_config, make_parser, print_differences
+from comparing_meshes import one_process, train_on_mesh
+from config import AXES, Settings
+from model import GPT, GPTConfig, cross_entropy, initialize
+from parallelize import apply_fsdp, apply_tensor_parallel
+from pipeline import Pipeline, stage_layers
 from runtime import Worker, distributed_worker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from tp_fsdp import CountByAxis, one_process, run
 
-AXES = {
+DIMENSIONS = {
     "pp": "hidden states to the next stage, their gradients back",
     "dp_shard": "parameters gathered, gradients reduced",
     "tp": "sums of activations inside each layer",
@@ -31,19 +37,41 @@ def main() -> None:
         compare(args, worker)
 
 
+def apply_all(config: GPTConfig, args, worker: Worker):
+    """The idea: one mesh, and each technique takes its own axis of what the one before left."""
+    shape = (args.pp, 1, args.dp_shard, args.tp)
+    mesh = init_device_mesh(worker.device.type, shape, mesh_dim_names=AXES)
+    with torch.device("meta"):
+        model = GPT(config, stage_layers(config.layers, mesh["pp"]))
+    if args.tp > 1:
+        apply_tensor_parallel(model, mesh["tp"], loss_parallel=True)
+    apply_fsdp(
+        model, mesh["dp_replicate", "dp_shard"], reshard_after_forward=args.pp == 1
+    )  # a pipeline would gather again for every micro-batch
+    initialize(model, args.seed, worker.device)
+    if args.pp == 1:
+        return mesh, model, None
+    return mesh, model, Pipeline(model, mesh["pp"], args.pp, cross_entropy, worker.device)
+
+
 def compare(args, worker: Worker) -> None:
-    axes = {axis: getattr(args, axis) for axis in AXES}
     config = make_config(args, args.tp)
     check(args, worker)
     expected = one_process(config, args, worker)
-    model, steps, sent = run(config, args, worker, **axes)
+    mesh, model, pipeline = apply_all(config, args, worker)
+    sizes = {axis: getattr(args, axis) for axis in DIMENSIONS}
+    settings = Settings(
+        **sizes, dp_replicate=1, loss_parallel=args.tp > 1, accumulate=args.pp, clip=0
+    )
+    steps, sent = train_on_mesh(model, pipeline, mesh, settings, args)
+    traffic = {axis: sent.over(axis) for axis in DIMENSIONS}
     rows = [None] * worker.world_size
-    dist.all_gather_object(rows, (place(sent.mesh), contents(model), traffic(sent)))
+    dist.all_gather_object(rows, (coordinates(mesh), contents(model), traffic))
     if worker.is_main:
-        print(f"\nrank   {'   '.join(axes)}   {'stage':32}{'numbers held':>14}")
-        for rank, (where, (layers, held), _) in enumerate(rows):
-            cells = "   ".join(f"{n:>{len(axis)}}" for axis, n in zip(axes, where, strict=True))
-            print(f"{rank:4}   {cells}   {layers:32}{held:14,}")
+        print(f"\nrank   {'   '.join(sizes)}   {'stage':32}{'numbers held':>14}")
+        for rank, (coordinate, (layers, held), _) in enumerate(rows):
+            cells = [f"{n:>{len(axis)}}" for axis, n in zip(sizes, coordinate, strict=True)]
+            print(f"{rank:4}   {'   '.join(cells)}   {layers:32}{held:14,}")
         total = sum(steps[-1][name].numel() for name in steps[-1] if name.startswith("parameter"))
         all_held = sum(held for _, (_, held), _ in rows)
         print(
@@ -51,9 +79,9 @@ def compare(args, worker: Worker) -> None:
         )
         print("\nin one step, rank 0      calls  bytes sent")
         for axis, (calls, nbytes) in rows[0][2].items():
-            print(f"{axis:10}group of {axes[axis]}{calls:10}{nbytes:12,}   {AXES[axis]}")
+            print(f"{axis:10}group of {sizes[axis]}{calls:10}{nbytes:12,}   {DIMENSIONS[axis]}")
         print(f"\n{args.steps} steps with {args.optimizer}, against one process")
-        print_differences({" x ".join(map(str, axes.values())): differences(steps, expected)})
+        print_differences({" x ".join(map(str, sizes.values())): differences(steps, expected)})
 
 
 def check(args, worker: Worker) -> None:
@@ -73,33 +101,23 @@ def check(args, worker: Worker) -> None:
         )
 
 
-def place(mesh) -> list[int]:
-    return [mesh[axis].get_local_rank() for axis in AXES]
+def coordinates(mesh: DeviceMesh) -> list[int]:
+    return [mesh[axis].get_local_rank() for axis in DIMENSIONS]
 
 
-def contents(model) -> tuple[str, int]:
+def contents(model: GPT) -> tuple[str, int]:
     """What the stage of this rank computes, and how many numbers of it the rank holds."""
     parts = ["embeddings"] * model.is_first + [f"block {i}" for i in model.blocks]
     parts += ["norm, head"] * model.is_last
     return ", ".join(parts), sum(p.to_local().numel() for p in model.parameters())
 
 
-def traffic(sent: CountByAxis) -> dict[str, tuple[int, int]]:
-    return {axis: sent.over(axis) for axis in AXES}
-
-
 def parse_args():
     parser = make_parser("Pipeline, data and tensor parallelism at once.")
     parser.set_defaults(batch_size=8)
-    for axis in AXES:
-        parser.add_argument("--" + axis.replace("_", "-"), type=int, default=2)
-    args = check_arguments(parser)
-    for axis in AXES:
-        if getattr(args, axis) < 1:
-            parser.error(
-                f"--{axis.replace('_', '-')} must be at least 1, not {getattr(args, axis)}"
-            )
-    return args
+    for axis in DIMENSIONS:
+        parser.add_argument(f"--{axis.replace('_', '-')}", type=at_least(1), default=2)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import async_work
 import bandwidth
 import torch
 import torch.distributed as dist
-from bandwidth_cases import OPERATIONS, first_error, pattern, prepare
+from bandwidth_cases import OPERATIONS, expected_result, first_error, pattern, prepare
 from costs import time_calls
 from runtime import distributed_worker
 
@@ -33,9 +33,11 @@ def run_cases(worker, groups) -> dict:
                 x = pattern(worker.rank, size * world)
                 case = prepare(operation, x, torch.zeros_like(x), group)
                 case.run()
-                result, error = case.result.clone(), first_error(case)
+                expected = expected_result(operation, len(x), group=group)
+                result, error = case.result.clone(), first_error(case.result, expected)
                 case.result[-1] += 1
-                results[operation, world, size] = result, error, first_error(case)
+                of_spoiled = first_error(case.result, expected)
+                results[operation, world, size] = result, error, of_spoiled
     return results
 
 

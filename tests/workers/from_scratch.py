@@ -12,12 +12,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddp_basics"))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bucketed_ddp import BucketedDDP, NaiveDDP
-from ddp_from_scratch import CountCollectives
+from compare_ddp import StepLog
+from ddp_from_scratch import BucketedDDP, NaiveDDP
 from model import SmallCNN
 from runtime import distributed_worker
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS, GLOBAL_BATCH = 5, 24
 ONE_PARAMETER, SEVERAL, ALL = 1e-6, 0.004, 25  # bucket_cap_mb
@@ -125,13 +126,13 @@ def train(version, worker, kind="plain", optimizer="sgd", accumulate=1, cap=SEVE
         optim.zero_grad()
         total = 0.0
         EVENTS.clear()
-        with CountCollectives() as count:
+        with StepLog(worker.device) as log:
             for x, y in list(zip(images, labels, strict=True))[:-1]:
                 with model.no_sync():
                     loss = F.cross_entropy(model(x), y) / accumulate
                     loss.backward()
                 total += loss.detach()
-            silent = "all_reduce" not in EVENTS and not count.calls
+            silent = "all_reduce" not in EVENTS and not log.bytes
             loss = F.cross_entropy(model(images[-1]), labels[-1]) / accumulate
             loss.backward()
         gradients = {n: p.grad for n, p in module.named_parameters()}
@@ -149,14 +150,45 @@ def train(version, worker, kind="plain", optimizer="sgd", accumulate=1, cap=SEVE
                 "ranks_agree": agree([*gradients.values(), *parameters.values()], worker),
                 "silent": silent,  # no message before the last backward
                 "events": list(EVENTS),
-                "calls": count.calls,
-                "bytes": count.bytes,
+                "calls": len(log.bytes),
+                "bytes": sum(log.bytes),
             }
         )
-    timeline = []
-    if version == "bucketed":
-        timeline = [bucket.start_time - model.backward_end for bucket in model.buckets]
-    return {"steps": steps, "timeline": timeline}
+    return {"steps": steps}
+
+
+def copies(set_to_none: bool, make) -> dict[str, int]:
+    """How often a step of this DDP writes one gradient or bucket to another place, per operation.
+
+    In its third step, because torch's DDP arranges its buckets after the first.
+    """
+    module = build("plain")
+    model = make(module)
+    optim = torch.optim.SGD(module.parameters(), lr=1e-2)
+    images, labels = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+    for _ in range(3):
+        optim.zero_grad(set_to_none=set_to_none)
+        loss = F.cross_entropy(model(images), labels)
+        with CountOperations() as count:
+            loss.backward()
+    return count.calls
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[str(function)] = self.calls.get(str(function), 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+COPIES = {
+    "torch": DistributedDataParallel,
+    "torch, view": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
+    "bucketed": BucketedDDP,
+}
 
 
 def agree(tensors: list, worker) -> bool:
@@ -175,6 +207,11 @@ def main() -> None:
             (name, version): train(version, worker, **case)
             for name, case in CASES.items()
             for version in versions
+        }
+        results["copies"] = {
+            (name, set_to_none): copies(set_to_none, make)
+            for name, make in COPIES.items()
+            for set_to_none in (True, False)
         }
         if worker.is_main:
             torch.save(results, sys.argv[1])

@@ -12,16 +12,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fsdp_basics"))
 
 import communication
-import memory
+import measure_memory
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from data import load_dataset
+from differences import full_tensor
 from model import VisionTransformer
 from runtime import distributed_worker
 from strategies import build, make_meshes
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 CPU = torch.device("cpu")
 # dim, blocks, heads, classes. Of the odd one nothing divides: 9 rows over 4 ranks are 3, 3, 3 and
@@ -36,10 +36,13 @@ SMALL_WORLDS = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 def run_cases(world: int, images, labels, meshes) -> dict:
     seen = {}
     for name, mesh in meshes.items():
-        for what, cases in ((memory, MEMORY), (communication, TRAFFIC)):
+        for what, script, cases in (
+            ("memory", measure_memory, MEMORY),
+            ("communication", communication, TRAFFIC),
+        ):
             for case in cases[world]:
-                key = what.__name__, case, name
-                seen[key] = as_in_script(what, case, name, images, labels, mesh)
+                key = what, case, name
+                seen[key] = as_in_script(script, case, name, images, labels, mesh)
         if world > 2:
             seen["losses", name], seen["weights", name] = train(name, images, labels, mesh)
     return seen
@@ -53,7 +56,7 @@ def as_in_script(script, case: str, name: str, images, labels, mesh) -> dict:
 
 
 def train(name: str, images, labels, mesh) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of this rank's share, and the whole weights after three steps."""
+    """Losses of this rank's part, and the whole weights after three steps."""
     torch.manual_seed(0)
     bare = VisionTransformer(dim=12, depth=1)
     model, optimizer = build(name, bare, mesh)
@@ -67,8 +70,7 @@ def train(name: str, images, labels, mesh) -> tuple[list[float], dict[str, torch
         optimizer.step()
         losses.append(loss.item())
     weights = {n: p.detach() for n, p in bare.named_parameters()}
-    whole = lambda p: p.full_tensor() if isinstance(p, DTensor) else p  # noqa: E731
-    return losses, {n: whole(p) for n, p in weights.items()}
+    return losses, {n: full_tensor(p) for n, p in weights.items()}
 
 
 def main() -> None:

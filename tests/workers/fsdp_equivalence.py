@@ -1,17 +1,20 @@
 """Run fsdp_basics/train.py's own step on every case of the matrix and save what came out (rank 0).
 
-Started by test_fsdp_basics.py with 2, 3 and 4 ranks, and as one process: then the model is bare,
-without sharding and without accumulation. The global batches are the same in all of them.
+Started by test_fsdp_basics.py with 2, 3 and 4 ranks, and as one process for the reference. The
+global batches are the same in all of them.
 """
 
+import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fsdp_basics"))
 
 import torch
+import torch.nn.functional as F
 import train
+from communication import CountTraffic
+from config import Settings
 from model import VisionTransformer
 from runtime import distributed_worker
 from sharding import materialize, shard
@@ -80,60 +83,103 @@ def build(kind: str) -> nn.Module:
     return model
 
 
-def whole(tensor):
+def full_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def batches():
+    """The global batches, the same in every world."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
+        yield images, torch.randint(10, (GLOBAL_BATCH,), generator=generator)
+
+
+def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
+    """One process in plain PyTorch, without a line of train.py's step."""
+    module = build(model)
+    optim = train.make_optimizer(Settings(optimizer=optimizer, lr=1e-2), module)
+    steps = []
+    for images, labels in batches():
+        optim.zero_grad()
+        loss = F.cross_entropy(module(images), labels)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip or math.inf)
+        steps.append({"loss": loss.item(), "norm before clipping": norm.item()})
+        note_gradients(steps, module)
+        optim.step()
+    note_parameters(steps, module)
+    return steps
 
 
 def run_case(
     worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0, recompute=False, hybrid=False,
     **options,
 ) -> list[dict]:  # fmt: skip
-    args = SimpleNamespace(optimizer=optimizer, lr=1e-2, accumulate=accumulate, clip=clip)
-    if worker.world_size == 1:  # the reference
-        module, args.accumulate = build(model), 1
-        module.set_requires_gradient_sync = lambda _: None
-    else:
-        shape, names = ((worker.world_size,), None)
-        if hybrid:
-            shape, names = (2, worker.world_size // 2), ("replicate", "shard")
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        with torch.device("meta"):
-            module = build(model)
-        shard(module, mesh, **options)
-        materialize(module, lambda: build(model), torch.device("cpu"), worker.is_main)
+    shape, names = ((worker.world_size,), None)
+    if hybrid:
+        shape, names = (2, worker.world_size // 2), ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    with torch.device("meta"):
+        module = build(model)
+    shard(module, mesh, **options)
+    materialize(module, lambda: build(model), torch.device("cpu"), worker.is_main)
     for block in module.blocks:
         block.recompute = recompute
-    optim = train.make_optimizer(args, module)
+    settings = Settings(optimizer=optimizer, lr=1e-2, accumulate=accumulate, clip=clip)
+    optim = train.make_optimizer(settings, module)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    generator = torch.Generator().manual_seed(1)
     steps = []
-    for step in range(STEPS):
-        images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
-        labels = torch.randint(10, (GLOBAL_BATCH,), generator=generator)
-        share = slice(worker.rank, None, worker.world_size)
-        loss = train.train_step(module, images[share], labels[share], optim, scaler, args)
-        steps.append({"loss": train.all_sum([loss], worker)[0] / worker.world_size})
-        if step in (0, STEPS - 1):  # to gather them costs more than a step
-            gradients = {
-                name: torch.zeros(p.shape) if p.grad is None else whole(p.grad)
-                for name, p in module.named_parameters()
-                if p.requires_grad
-            }
-            norm = torch.nn.utils.get_total_norm(gradients.values())
-            steps[-1] |= {"gradients": gradients, "norm": norm}
-        if step == STEPS - 1:  # all steps led to them
-            parameters = {n: whole(p.detach()) for n, p in module.named_parameters()}
-            steps[-1]["parameters"] = parameters
+    for images, labels in batches():
+        local = slice(worker.rank, None, worker.world_size)
+        loss, norm = train.train_step(
+            module, images[local], labels[local], optim, scaler, settings.lr, settings
+        )
+        loss = train.all_sum([loss], worker)[0] / worker.world_size
+        steps.append({"loss": loss, "norm before clipping": norm.item()})
+        note_gradients(steps, module)
+    note_parameters(steps, module)
     return steps
+
+
+def reduce_scatters_per_step(worker, accumulate: int) -> int:
+    module = shard(build("plain"), init_device_mesh("cpu", (worker.world_size,)))
+    settings = Settings(optimizer="sgd", accumulate=accumulate)
+    images, labels = torch.rand(6, 1, 8, 8), torch.zeros(6, dtype=torch.int64)
+    optim = train.make_optimizer(settings, module)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with CountTraffic() as count:
+        train.train_step(module, images, labels, optim, scaler, 0.1, settings)
+    return count.calls["reduce_scatter"]
+
+
+def note_gradients(steps: list[dict], module: nn.Module) -> None:
+    """Of the first and the last step: to gather them costs more than a step."""
+    if len(steps) in (1, STEPS):
+        gradients = {
+            name: torch.zeros(p.shape) if p.grad is None else full_tensor(p.grad)
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
+        steps[-1]["gradients"] = gradients
+        steps[-1]["norm"] = torch.nn.utils.get_total_norm(gradients.values())
+
+
+def note_parameters(steps: list[dict], module: nn.Module) -> None:
+    """Of the last step: all steps led to them."""
+    steps[-1]["parameters"] = {n: full_tensor(p.detach()) for n, p in module.named_parameters()}
 
 
 def main() -> None:
     with distributed_worker("cpu") as worker:
         results = {
-            name: run_case(worker, **case)
+            name: reference(**case) if worker.world_size == 1 else run_case(worker, **case)
             for name, case in CASES.items()
             if worker.world_size in (1, HYBRID_RANKS) or "hybrid" not in case
         }
+        if worker.world_size > 1:
+            counts = {parts: reduce_scatters_per_step(worker, parts) for parts in (1, 3)}
+            results["reduce_scatters"] = counts
         if worker.is_main:
             torch.save(results, sys.argv[1])
 

@@ -14,10 +14,11 @@ import hybrid_sharding
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp1_options import cases as fsdp1_cases
-from fsdp1_to_fsdp2 import Run, differences
+from differences import largest_differences
+from fsdp1_options import OPTIONS, make_job
+from fsdp1_to_fsdp2 import Run
+from fsdp_from_scratch import shard_by_hand
 from runtime import distributed_worker
-from sharded_units import shard_by_hand
 from sharding import shard
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -211,11 +212,13 @@ def hybrid_of_fsdp1(worker) -> dict:
     args = SimpleNamespace(batch_size=48, optimizer="sgd")
     torch.manual_seed(1)
     data = torch.rand(96, 1, 8, 8), torch.randint(10, (96,))
-    found = {}
-    for case in fsdp1_cases(worker):
-        if "HYBRID" in case.option:
-            runs = [Run(build(), args, worker, data) for build in (case.old, case.new)]
-            found[case.option] = differences(*(run.step(0) for run in runs))
+    job = make_job(worker)
+    found = {"shape": tuple(job.hybrid_mesh.shape)}
+    for option in OPTIONS:
+        if "HYBRID" in option.name:
+            runs = [Run(model, args, worker, data) for model in option.build(job)]
+            steps = [run.step(0, look=True) for run in runs]
+            found[option.name] = largest_differences(*steps)
     return found
 
 

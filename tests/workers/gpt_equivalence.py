@@ -9,16 +9,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
 
-import steps
 import torch
 import train
-from arguments import AXES, parse_args
-from model import GPT, GPTConfig, cross_entropy, initialize
+from comparing_meshes import of_all_stages
+from config import parse_args
+from counting_by_axis import CountByAxis
+from data import batch_part
+from evaluation import mean_over_ranks
+from model import GPT, cross_entropy, initialize
+from optimizer import make_optimizer
 from runtime import distributed_worker
-from steps import clip_gradients, data_parallel, make_optimizer
-from torch.distributed.device_mesh import init_device_mesh
+from step import train_step
 from torch.distributed.tensor import DTensor
-from tp_fsdp import CountByAxis, of_all_stages
 
 STEPS, BATCH, LENGTH, VOCABULARY, LR = 5, 16, 12, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
@@ -76,35 +78,33 @@ def batches():
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def arguments(flags: str):
+def settings_of(flags: str):
     sys.argv = ["train.py", *SIZES.split(), *flags.split()]
     return parse_args()
 
 
-def config_of(args) -> GPTConfig:
-    return GPTConfig(VOCABULARY, LENGTH, args.layers, args.heads, args.dim, args.tied)
-
-
-def optimizer_of(name: str, model, args):
+def optimizer_of(name: str, model, settings):
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return make_optimizer(model, args)
+    return make_optimizer(model, settings)
 
 
 def one_process(kind: str) -> dict:
     flags, name = KINDS[kind]
-    args = arguments(flags.replace("bf16", "fp32"))
-    model = initialize(GPT(config_of(args)), seed=0)
+    settings = settings_of(flags.replace("bf16", "fp32"))
+    model = initialize(GPT(settings.model(VOCABULARY)), seed=0)
     for p in model.parameters():
         p.device_mesh = None  # read by make_optimizer
-    optimizer, found = optimizer_of(name, model, args), {"loss": [], "norm": [], "gradients": []}
+    optimizer, found = (
+        optimizer_of(name, model, settings),
+        {"loss": [], "norm": [], "gradients": []},
+    )
     for x, y in batches():
         optimizer.zero_grad()
         loss = cross_entropy(model(x), y)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or torch.inf)
-        if args.clip:
-            found["norm"].append(norm.item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or torch.inf)
+        found["norm"].append(norm.item())
         found["loss"].append(loss.item())
         found["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
         optimizer.step()
@@ -114,27 +114,24 @@ def one_process(kind: str) -> dict:
 
 def on_mesh(flags: str, kind: str, worker) -> dict:
     more, name = KINDS[kind]
-    args = arguments(f"{flags} {more}")
-    shape = tuple(getattr(args, axis) for axis in AXES)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
-    model, stages = train.build_model(config_of(args), mesh, args, worker)
-    optimizer, (share, shares) = optimizer_of(name, model, args), data_parallel(mesh)
+    settings = settings_of(f"{flags} {more}")
+    mesh, model, pipeline = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    optimizer, (part, parts) = optimizer_of(name, model, settings), batch_part(mesh)
     found = {"loss": [], "norm": [], "gradients": []}
-    steps.clip_gradients = lambda *values: found["norm"].append(clip_gradients(*values).item())
     for step, (x, y) in enumerate(batches()):
-        x, y = x[share::shares], y[share::shares]
-        loss = steps.train_step(model, stages, x, y, optimizer, mesh, args)
-        found["loss"] += steps.all_sum([loss / (shares * args.tp)], worker)
+        x, y = x[part::parts], y[part::parts]
+        loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings)
+        found["loss"].append(mean_over_ranks(loss, mesh))
+        found["norm"].append(norm.item())
         if step in (0, STEPS - 1):
-            found["gradients"].append(of_all_stages("", model, lambda p: p.grad, args.pp))
-    return found | {"parameters": [of_all_stages("", model, torch.Tensor.detach, args.pp)]}
+            found["gradients"].append(of_all_stages("", model, lambda p: p.grad, settings.pp))
+    return found | {"parameters": [of_all_stages("", model, torch.Tensor.detach, settings.pp)]}
 
 
 def gathered(worker) -> dict:
     """What FSDP holds gathered, or has on its way, while each of 4 blocks computes in forward."""
-    args = arguments("--dp-shard 2 --layers 4")
-    mesh = init_device_mesh("cpu", (1, 1, 2, 1), mesh_dim_names=AXES)
-    model, _ = train.build_model(config_of(args), mesh, args, worker)
+    settings = settings_of("--dp-shard 2 --layers 4")
+    mesh, model, _ = train.spread_model(settings.model(VOCABULARY), settings, worker)
     blocks, found = list(model.blocks.values()), []
     bytes_of = [sum(p.numel() * 4 for p in block.parameters()) for block in blocks]
     whole = sum(p.numel() * 4 for p in model.parameters())

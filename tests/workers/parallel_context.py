@@ -12,12 +12,19 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
-import context_parallel_from_scratch as script
+import compare_ring_attention as harness
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from model import GPT, GPTConfig, initialize
-from ring_attention import Ring, apply_context_parallel, own_tokens, ring_attention
+from ring_attention import (
+    Ring,
+    apply_ring_attention,
+    count_ring,
+    own_tokens,
+    ring_attention,
+    sum_gradients,
+)
 from runtime import distributed_worker
 
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 4, 24, 11
@@ -116,16 +123,15 @@ def one_process(how: str) -> list[dict]:
 
 
 def with_ring(how: str, balanced: bool, group, share: int, shares: int) -> list[dict]:
-    """The script's loop. share: of the batch, if several rings divide it."""
-    model = apply_context_parallel(build(how), group, balanced)
+    """The script's own loop. share: of the batch, if several rings divide it."""
+    model = apply_ring_attention(build(how), group, balanced)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     own = [
         [own_tokens(t[share::shares], 1, rank, size, balanced) for t in batch]
         for batch in batches()
     ]
-    args = SimpleNamespace(optimizer=how.split()[0])
     everyone = None if shares > 1 else group  # the gradients are summed over both rings
-    return script.train(model, own, args, everyone, context_parallel=True)
+    return harness.train(model, own, how.split()[0], sum_gradients, everyone)
 
 
 def collect(worker) -> dict:
@@ -151,13 +157,13 @@ def collect(worker) -> dict:
             mine = worker.rank % 2
             found["model", case] = with_ring(case[2], case[1], rings[mine], mine, 2)
     for balanced in (True, False):
-        found["counts", balanced] = script.measure(SIZES, worker, balanced)
+        found["counts", balanced] = count_ring(SIZES, worker, balanced)
     found["refusals"] = refusals(rings[worker.rank % 2])
     if worker.is_main:
         for how in {how for _, _, how in MODELS}:
             found["one process", how] = one_process(how)
-        for kind in ("softmax(q k) v", "fused kernel"):
-            found["counts", kind] = script.measure(SIZES, worker, kind=kind)
+        for kind, counts in harness.count_one_process(SIZES, worker.device).items():
+            found["counts", kind] = counts
     return found
 
 
@@ -177,8 +183,10 @@ def refusals(group) -> list[str]:
 
 
 def main() -> None:
-    script.cross_entropy = loss_of
-    script.OPTIMIZERS = {name: lambda p, name=name: optimizer(name, p) for name in ("sgd", "adamw")}
+    harness.cross_entropy = loss_of
+    harness.OPTIMIZERS = {
+        name: lambda p, name=name: optimizer(name, p) for name in ("sgd", "adamw")
+    }
     with distributed_worker("cpu") as worker:
         torch.save(collect(worker), Path(sys.argv[1]) / f"{worker.rank}.pt")
 

@@ -14,8 +14,9 @@ import device_mesh
 import dtensor
 import torch
 import torch.distributed as dist
-from dtensor_costs import PLACEMENTS, Traffic, place
-from dtensor_model import STRATEGIES, train
+from dtensor import place
+from dtensor_costs import PLACEMENTS, Traffic
+from dtensor_strategies import STRATEGIES, train
 from runtime import distributed_worker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -102,7 +103,8 @@ def gradients(mesh: DeviceMesh, sizes) -> dict[tuple, tuple]:
     found = {}
     for x_name, y_name in product(PLACEMENTS, PLACEMENTS):
         x, y = place(x_whole, x_name, mesh), place(y_whole, y_name, mesh)
-        x.requires_grad_(), y.requires_grad_()
+        x.requires_grad_()
+        y.requires_grad_()
         product_ = (x @ y).redistribute(mesh, [PLACEMENTS["R"]])
         (product_ * place(z_whole, "R", mesh)).sum().backward()
         found[x_name, y_name] = x.grad.full_tensor().clone(), y.grad.full_tensor().clone()

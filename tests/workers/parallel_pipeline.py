@@ -13,10 +13,14 @@ import pipeline_from_scratch as by_hand
 import pipeline_parallel as by_torch
 import torch
 import torch.distributed as dist
-from model import GPT, GPTConfig, cross_entropy, initialize
-from pipeline_tools import Activations, TimerStage, cut, text_batch, timer_loss
+from activations import Activations
+from compare_pipelines import text_batch
+from model import GPT, GPTConfig, cross_entropy
+from pipeline_stages import TimerStage, gpt_stage, timer_loss
+from pipeline_timelines import Recorder
 from runtime import distributed_worker
 
+CPU = torch.device("cpu")
 STEPS, BATCH, LENGTH, SECONDS = 3, 12, 16, 0.02
 CONFIG = GPTConfig(block_size=LENGTH, layers=9, heads=2, dim=16)  # 9 divide by no number of stages
 OPTIMIZERS = {
@@ -41,7 +45,7 @@ BY_TORCH = [
 
 def build(stage: int = 0, stages: int = 1) -> GPT:
     """GPT-2's first values are so small that some gradients would be below the tolerance."""
-    model = initialize(GPT(CONFIG, cut(CONFIG.layers, stages)[stage]), 0)
+    model = gpt_stage(CONFIG, stage, stages, 0, CPU)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -82,20 +86,42 @@ def run_by_hand(groups, name: str, m: int, optimizer: str) -> dict:
     model = build(rank, p)
     pipeline = by_hand.Pipeline(model, cross_entropy, groups)
     order = by_hand.SCHEDULES[name](rank, p, m)
-    found = train([model], lambda x, y: pipeline.step(order, x, y)[0], optimizer)
+    found = train([model], lambda x, y: pipeline.step(order, x, y), optimizer)
     return {**found, **what_is_kept([model], lambda *a: pipeline.step(order, *a))}
 
 
 def run_by_torch(group, name: str, m: int, optimizer: str) -> dict:
-    pipeline = by_torch.Pipeline(name, m, build, cross_entropy, torch.device("cpu"), group)
-    found = train(pipeline.models, lambda x, y: pipeline.step(x, y)[0], optimizer)
-    return {**found, **what_is_kept(pipeline.models, pipeline.step)}
+    pipeline = by_torch.Pipeline(name, m, build, cross_entropy, CPU, group)
+    found = train(pipeline.models, pipeline.step, optimizer)
+    found |= what_is_kept(pipeline.models, pipeline.step)
+    found["contiguous"] = contiguous_inputs(pipeline)
+    return found
 
 
 def what_is_kept(models, step) -> dict:
     activations = Activations(*models)
-    _, timeline = step(*text_batch(0, BATCH, LENGTH, "cpu"), activations)
-    return {"kept": activations.most, "left": len(activations.kept), "timeline": timeline}
+    recorder = Recorder(CPU, activations)
+    step(*text_batch(0, BATCH, LENGTH, "cpu"), recorder)
+    return {
+        "kept": activations.most,
+        "left": len(activations.kept),
+        "timeline": recorder.timeline,
+    }
+
+
+def contiguous_inputs(pipeline) -> list[bool]:
+    """Of each micro-batch that a stage of this rank computes with, where the batch is a window."""
+    found = []
+
+    def note(module, inputs):
+        found.append(inputs[0].is_contiguous())
+
+    hooks = [model.register_forward_pre_hook(note) for model in pipeline.models]
+    tokens = torch.randint(256, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    pipeline.step(tokens[:, :-1], tokens[:, 1:])
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def accumulated(groups) -> dict:
@@ -116,14 +142,14 @@ def timers_by_hand(groups, name: str, m: int) -> list[list]:
     """The timelines of this rank in some steps of stages that only wait."""
     rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     stage = TimerStage(CONFIG, rank, p, SECONDS)
-    pipeline, order = (
-        by_hand.Pipeline(stage, timer_loss, groups),
-        by_hand.SCHEDULES[name](rank, p, m),
-    )
+    pipeline = by_hand.Pipeline(stage, timer_loss, groups)
+    order = by_hand.SCHEDULES[name](rank, p, m)
     batch, timelines = text_batch(0, m, LENGTH, "cpu"), []
     for _ in range(4):
         dist.barrier()
-        timelines.append(pipeline.step(order, *batch)[1])
+        recorder = Recorder(CPU)
+        pipeline.step(order, *batch, recorder)
+        timelines.append(recorder.timeline)
     return timelines[1:]
 
 

@@ -16,19 +16,19 @@ import torch.nn.functional as F
 from comparing import as_it_is, norm_of, train
 from counting import CountCollectives
 from model import GPT, GPTConfig, cross_entropy, initialize
-from parallelize import apply_activation_checkpointing
 from runtime import distributed_worker
 from sequence_parallel import measure_kept, sum_gradients
-from tensor_parallel import run
-from tensor_parallel_layers import (
-    Share,
-    Sum,
+from sequence_parallel import run as run_sequence_parallel
+from tensor_parallel import run as run_tensor_parallel
+from tensor_parallel_from_scratch import (
+    CopyToRanks,
+    ReduceFromRanks,
     cut_dim,
     cut_model,
+    full_tensor,
     gradient_norm,
-    part,
+    local_part,
     vocab_parallel_cross_entropy,
-    whole,
 )
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ DTENSORS = {  # name -> (sequence parallel, logits cut, optimizer, gradients sum
     "gathered adamw": (False, False, "adamw", False),
     "cut sgd": (False, True, "sgd", False),
     "cut adamw": (False, True, "adamw", False),
-    "sequence gathered sgd": (True, False, "sgd", False),
+    "cut, of sequence_parallel.py": (False, True, "sgd", False),
     "sequence sgd": (True, True, "sgd", True),
     "sequence adamw": (True, True, "adamw", True),
     "sequence lazy adamw": (True, True, "adamw", False),
@@ -73,14 +73,14 @@ def one_process(sizes: dict, optimizer: str, tied: bool = False) -> list[dict]:
 def by_hand(name: str, group) -> dict:
     _, sizes, tied, optimizer = CASES[name]
     model = cut_model(initialize(GPT(config_of(sizes, tied)), seed=1), group)
-    if "recompute" in name:
-        apply_activation_checkpointing(model)
+    for block in model.blocks.values():
+        block.recompute = "recompute" in name
     count = CountCollectives(model)
     steps = train(
         model,
         partial(vocab_parallel_cross_entropy, group=group),
         partial(gradient_norm, group=group),
-        partial(whole, group=group),
+        partial(full_tensor, group=group),
         arguments(sizes, optimizer),
         CPU,
         count,
@@ -101,8 +101,11 @@ def by_hand(name: str, group) -> dict:
 def with_dtensors(name: str, worker) -> dict:
     sequence, cut_logits, optimizer, by_hand = DTENSORS[name]
     args, config = arguments(SMALL, optimizer), config_of(SMALL)
-    finish = sum_gradients if by_hand else None
-    model, steps, count = run(config, args, worker, sequence, cut_logits, finish)
+    if sequence or "sequence" in name:  # that file has the other plan, too, to compare
+        finish = sum_gradients if by_hand else None
+        model, steps, count = run_sequence_parallel(config, args, worker, sequence, finish)
+    else:
+        model, steps, count = run_tensor_parallel(config, args, worker, cut_logits)
     found = {"steps": steps, "sent": (count.calls, count.nbytes)}
     if cut_logits:
         found["kept"] = measure_kept(model, args, worker)
@@ -112,7 +115,7 @@ def with_dtensors(name: str, worker) -> dict:
 def operators(rank: int) -> dict:
     """f and g: results and gradients on each rank."""
     x = torch.full((2,), 10.0**rank, requires_grad=True)
-    shared, summed = Share.apply(x, None), Sum.apply(x * 1, None)
+    shared, summed = CopyToRanks.apply(x, None), ReduceFromRanks.apply(x * 1, None)
     (to_share,) = torch.autograd.grad(shared, x, torch.full((2,), 2.0 * 10**rank))
     (to_sum,) = torch.autograd.grad(summed, x, torch.full((2,), 3.0))
     return {"f": shared.detach(), "f back": to_share, "g": summed.detach(), "g back": to_sum}
@@ -132,10 +135,10 @@ def losses() -> list[dict]:
         logits.requires_grad_()
         expected = 3 * F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         expected.backward()
-        mine = part(logits.detach(), 2).requires_grad_()
+        mine = local_part(logits.detach(), 2).requires_grad_()
         loss = 3 * vocab_parallel_cross_entropy(mine, targets)
         loss.backward()
-        gradient = whole("", mine.grad) if dist.get_world_size() == 1 else gathered(mine.grad)
+        gradient = gathered(mine.grad)
         found.append({"loss": (loss.detach(), expected.detach())})
         found[-1]["gradient"] = (gradient, logits.grad)
     return found

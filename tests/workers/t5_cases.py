@@ -1,24 +1,26 @@
 """Train, stop, resume, generate with and export a tiny T5 on these ranks; rank 0 saves the results.
 
-Started by test_t5_finetuning_t5.py. The reference, a plain T5 on the whole batch that knows nothing
+Started by test_t5_finetuning.py. The reference, a plain T5 on the whole batch that knows nothing
 of FSDP, is computed by every rank on its own.
 """
 
 import os
 import signal
 import sys
-import zlib
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "t5_finetuning"))
 
+import config
 import evaluate
 import torch
-import torch.distributed as dist
 import train
-from data import IGNORED, encode, python_pairs, read_json_lines
-from model import export, fill, make_sharded_model, prepare
+from arguments import UserError
+from data import JsonLines, epoch_batches
+from model import export, load_weights, prepare
 from runtime import distributed_worker
+from train import make_sharded_model
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5ForConditionalGeneration
 from transformers.utils import logging
 
@@ -34,19 +36,23 @@ CASES = {
 }
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
 }
 
 
-def arguments(*more):
+def settings_of(*more):
     """The script's own defaults, made tiny."""
     tiny = (
         "--dim 32 --layers 2 --vocab-size 301 --max-source 16 --max-target 8 --dropout 0 --clip 0"
     )
-    files = ["--train-file", FOLDER / "train.jsonl", "--eval-file", FOLDER / "eval.jsonl"]
-    sys.argv = ["train.py", *tiny.split(), f"--batch-size={BATCH}", *map(str, files)]
-    sys.argv += ["--device=cpu", *map(str, more)]
-    return train.parse_args()
+    sys.argv = ["train.py", *tiny.split(), f"--batch-size={BATCH}", "--device=cpu"]
+    sys.argv += map(str, more)
+    return config.parse_args()
+
+
+def tokens_of(tokenizer, texts: list[str], longest: int) -> list[list[int]]:
+    """One text after the other: nothing is padded."""
+    return [tokenizer(text, max_length=longest, truncation=True)["input_ids"] for text in texts]
 
 
 def padded(rows, filler):
@@ -54,10 +60,10 @@ def padded(rows, filler):
     return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
 
 
-def plain_loss(model, samples):
+def plain_loss(model, tokenizer, pairs):
     """The loss as transformers computes it: the mean over all target tokens."""
-    source = padded([s.source for s in samples], 0)
-    labels = padded([s.target for s in samples], IGNORED)
+    source = padded(tokens_of(tokenizer, [pair.text for pair in pairs], 16), 0)
+    labels = padded(tokens_of(tokenizer, [pair.summary for pair in pairs], 8), -100)
     return model(input_ids=source, attention_mask=(source != 0).long(), labels=labels).loss
 
 
@@ -71,31 +77,36 @@ def whole(values) -> dict:
 
 
 def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointing=False, **more):
-    flags = ["--clip", clip, "--accumulate", accumulate]
+    flags = ["--clip", clip, "--accumulate", accumulate, "--workers", 1 if accumulate > 1 else 0]
     flags += ["--activation-checkpointing"] * checkpointing
-    args = arguments(*flags, *(f"--{name}={value}" for name, value in more.items()))
-    config, _, train_set, eval_set = data
-    model = make_sharded_model(config, args, worker)
-    torch.manual_seed(args.seed)
-    reference = T5ForConditionalGeneration(config)
+    settings = settings_of(*flags, *(f"--{name}={value}" for name, value in more.items()))
+    t5_config, tokenizer, train_set, eval_set = data
+    model = make_sharded_model(t5_config, settings, worker)
+    torch.manual_seed(settings.seed)
+    reference = T5ForConditionalGeneration(t5_config)
     one, sharded = (OPTIMIZERS[optimizer](m.parameters()) for m in (reference, model))
+    lr = sharded.param_groups[0]["lr"]
+    sharded.param_groups[0]["lr_factor"] = 1
+    early_stopping = evaluate.EarlyStopping(patience=1)
+    batches = train.batches([train_set], 0, early_stopping, tokenizer, settings, worker)
+    global_batches = epoch_batches(train_set.lengths, BATCH, settings.seed)
     result = {"ties": [ties(model)], "steps": [], "names": [n for n, _ in model.named_parameters()]}
     result["held"] = sum(p.to_local().numel() for p in model.parameters())
-    for step in range(STEPS):
-        batch = train_set[BATCH * step : BATCH * (step + 1)]
+    for (_, batch), indices in zip(islice(batches, STEPS), global_batches, strict=False):
         one.zero_grad()
-        expected = plain_loss(reference, batch)
+        expected = plain_loss(reference, tokenizer, [train_set[i] for i in indices])
         expected.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
         if clip:
             torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
         one.step()
-        loss = train.train_step(model, sharded, batch, 0, args, worker)
+        loss, sharded_norm = train.train_step(model, batch, sharded, lr, settings, worker)
         result["steps"].append(
             {
                 "loss": evaluate.all_sum([loss], worker)[0],
                 "expected loss": expected.item(),
-                "norm": norm.item(),
+                "norm": sharded_norm.full_tensor().item(),
+                "expected norm": norm.item(),
                 "gradients": whole((n, p.grad) for n, p in model.named_parameters()),
                 "expected gradients": whole((n, p.grad) for n, p in reference.named_parameters()),
                 "parameters": whole(model.named_parameters()),
@@ -104,29 +115,31 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
         )
         result["ties"].append(ties(model))
         # In between: the next step must not see values that evaluation has left gathered.
-        loss = evaluate.evaluate(model, eval_set, 0, args, worker)
+        loss = evaluate.evaluate(model, eval_set, tokenizer, settings, worker)
         reference.eval()
         with torch.no_grad():
-            result["eval loss"] = loss, plain_loss(reference, eval_set).item()
+            expected = plain_loss(reference, tokenizer, list(eval_set))
+        result["eval loss"] = loss, expected.item()
         reference.train()
     return result, model
 
 
 def generated(data, worker) -> tuple[list, list]:
     """What the ranks write about 11 texts, and about 1; what one process writes about the 11."""
-    config, tokenizer, train_set, samples = data
-    args = arguments()
-    torch.manual_seed(args.seed)
-    model, plain = make_sharded_model(config, args, worker), T5ForConditionalGeneration(config)
+    t5_config, tokenizer, train_set, eval_set = data
+    settings = [settings_of("--eval-samples", count, "--workers", 1) for count in (20, 1)]
+    torch.manual_seed(settings[0].seed)
+    model = make_sharded_model(t5_config, settings[0], worker)
+    plain = T5ForConditionalGeneration(t5_config)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for _ in range(40):  # untrained, it would write the same about every text
         optimizer.zero_grad()
-        plain_loss(plain, train_set).backward()
+        plain_loss(plain, tokenizer, list(train_set)).backward()
         optimizer.step()
-    fill(model, lambda: plain, worker)
-    texts = [evaluate.generate(model, samples[:n], tokenizer, args, worker) for n in (11, 1)]
-    source = padded([s.source for s in samples], 0)
-    options = {"max_new_tokens": args.max_target, **evaluate.SEARCH}
+    load_weights(model, lambda: plain, worker)
+    texts = [evaluate.generate(model, eval_set, tokenizer, each, worker) for each in settings]
+    source = padded(tokens_of(tokenizer, [pair.text for pair in eval_set], 16), 0)
+    options = {"max_new_tokens": 8, **evaluate.SEARCH}
     tokens = plain.eval().generate(source, attention_mask=source != 0, **options)
     return texts, tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
@@ -137,25 +150,25 @@ def ties(model) -> bool:
     return all(place.weight is model.shared.weight for place in places)
 
 
-def three_gradients(config, batch) -> dict:
+def three_gradients(t5_config, tokenizer, pairs) -> list:
     """The gradients of the three uses of the shared matrix, as if it were three matrices."""
     torch.manual_seed(0)
-    model = T5ForConditionalGeneration(config)
+    model = T5ForConditionalGeneration(t5_config)
     places = (model.encoder.embed_tokens, model.decoder.embed_tokens, model.lm_head)
     for place in places:
         place.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
-    plain_loss(model, batch).backward()
+    plain_loss(model, tokenizer, pairs).backward()
     return [place.weight.grad for place in places]
 
 
-def exported(model, config, tokenizer, eval_set, worker) -> dict:
+def exported(model, t5_config, tokenizer, eval_set, worker) -> dict:
     folder = FOLDER / "exported"
-    export(model, config, tokenizer, folder, worker)
+    export(model, t5_config, tokenizer, folder, worker)
     loaded, tokens = (
         AutoModelForSeq2SeqLM.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
     )
-    source = padded([s.source for s in eval_set], 0)
+    source = padded(tokens_of(tokenizer, [pair.text for pair in eval_set], 16), 0)
     inputs = {"input_ids": source, "attention_mask": (source != 0).long()}
     inputs["decoder_input_ids"] = torch.zeros(len(source), 1, dtype=torch.int64)
     model.eval()
@@ -175,54 +188,82 @@ def stop_and_resume(worker) -> dict:
     The first of three epochs is on "names", as if the pairs were from Python's own library. Also
     returned: how many steps the run without a break had done at each export of the best model.
     """
-    options = ["--name-epochs=1", "--epochs=2", "--log-every=1", "--dropout=0.1", "--patience=9"]
-    real, export, finished = train.train_step, train.export, []
-    exports = {"straight": [], "stopped": []}
-    for name, stops in (("straight", 0), ("stopped", 3), ("stopped", 0)):
-        args = arguments(*options, "--eval-samples=5", "--output-dir", FOLDER / name)
-        pairs = [read_json_lines(file) for file in (args.train_file, args.eval_file)]
-        names = [pair._replace(summary=pair.text[4:20]) for pair in pairs[0][:40]]  # used again
-        train.python_pairs = lambda _, pairs=(*pairs, names): pairs
-        args.train_file = args.eval_file = None
-        done = []
+    options = ["--name-epochs=1", "--epochs=3", "--log-every=1", "--dropout=0.1", "--patience=9"]
+    files = [FOLDER / f"{part}.jsonl" for part in ("train", "eval", "names")]
+    real_step, real_export, real_evaluate = train.train_step, train.export, train.evaluate
+    finished, steps, exports, evaluations = [], [], [], []
 
-        def step(*values, stops=stops, done=done):
-            done.append(1)
-            if len(done) == stops and worker.rank == worker.world_size - 1:
+    def run(folder: Path, *more, stop_at: int = 0, names: bool = True) -> None:
+        def step(*values):
+            steps[-1] += 1
+            if steps[-1] == stop_at and worker.rank == worker.world_size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return real(*values)
+            return real_step(*values)
 
-        def count(*values, done=done, exports=exports[name]):
-            exports.append(len(done))
-            return export(*values)
+        def export(*values):
+            exports[-1].append(steps[-1])
+            return real_export(*values)
 
-        train.train_step, train.export = step, count
-        finished.append(train.train(args, args.output_dir, worker))
-    train.train_step, train.export = real, export
-    return {"finished": finished, "exports": exports["straight"]}
+        def evaluate(*values):
+            evaluations[-1] += 1
+            return real_evaluate(*values)
+
+        train.train_step, train.export, train.evaluate = step, export, evaluate
+        steps.append(0)
+        exports.append([])
+        evaluations.append(0)
+        settings = settings_of(*options, "--eval-samples=5", "--output-dir", folder, *more)
+        used = files if names else files[:2]
+        finished.append(train.train(settings, used, settings.output_dir, worker))
+
+    def refused(*values, **options) -> str:
+        try:
+            run(*values, **options)
+        except UserError as error:
+            return str(error)
+        return "not refused"
+
+    run(FOLDER / "straight")
+    run(FOLDER / "stopped", stop_at=3)
+    run(FOLDER / "stopped")
+    results = {
+        "finished": finished[:],
+        "exports": exports[0],
+        "evaluations": evaluations[0],
+        "infinite": refused(FOLDER / "infinite", "--lr=1e30", "--warmup=0"),
+        "infinite saved": len(list((FOLDER / "infinite/checkpoints").glob("step_*"))),
+        "other names": refused(FOLDER / "straight", "--name-epochs=0"),
+    }
+    run(FOLDER / "longer", "--epochs=2")
+    run(FOLDER / "longer", "--epochs=3")
+    results["made longer"] = finished[-2:], steps[-2:]
+    files[0] = FOLDER / "names.jsonl"
+    results["other data"] = refused(FOLDER / "stopped")
+    train.train_step, train.export, train.evaluate = real_step, real_export, real_evaluate
+    return results
 
 
 def measure(worker) -> dict:
-    args = arguments()
-    pairs = [read_json_lines(file) for file in (args.train_file, args.eval_file)]
-    config, tokenizer = prepare(args, pairs[0])  # the same on all ranks: no random choice in it
-    data = config, tokenizer, *(encode(tokenizer, p, 16, 8) for p in pairs)
+    train_set, eval_set = (JsonLines(FOLDER / f"{part}.jsonl") for part in ("train", "eval"))
+    # The same on all ranks: there is no random choice in it.
+    t5_config, tokenizer = prepare(settings_of(), train_set)
+    data = t5_config, tokenizer, train_set, eval_set
     results = {"cases": {}, "stop and resume": stop_and_resume(worker)}
     for name, case in CASES.items():
         results["cases"][name], model = run_case(data, worker, **case)
         if name == "adamw":
-            results["export"] = exported(model, config, tokenizer, data[3], worker)
-            args = arguments("--model", FOLDER / "exported")
-            config, _ = prepare(args, [])
-            again = make_sharded_model(config, args, worker)
+            results["export"] = exported(model, t5_config, tokenizer, eval_set, worker)
+            settings = settings_of("--model", FOLDER / "exported")
+            again = make_sharded_model(prepare(settings, train_set)[0], settings, worker)
             results["loaded"] = whole(again.named_parameters()), ties(again)
     results["generated"], results["expected text"] = generated(data, worker)
-    results["pairs"] = python_pairs(worker)
-    others = [None] * worker.world_size
-    dist.all_gather_object(others, zlib.crc32(repr(results["pairs"]).encode()))
-    results["all ranks have the same pairs"] = len(set(others)) == 1
-    results["uses"] = three_gradients(config, data[2][:BATCH])
-    results["targets"] = [[len(s.target) for s in data[2][i : i + BATCH]] for i in (0, BATCH)]
+    batches = epoch_batches(train_set.lengths, BATCH, seed=0)[:2]
+    pairs = [[train_set[i] for i in batch] for batch in batches]
+    results["uses"] = three_gradients(t5_config, tokenizer, pairs[0])
+    results["targets"] = [
+        [len(ids) for ids in tokens_of(tokenizer, [pair.summary for pair in batch], 8)]
+        for batch in pairs
+    ]
     return results
 
 

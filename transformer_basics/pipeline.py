@@ -10,12 +10,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 
-class Stages:
+def stage_layers(layers: int, mesh: DeviceMesh) -> range:
+    """The blocks of this rank's stage: equally many for all, or one more for the first ones.
+
+    mesh: its one axis holds the ranks of one pipeline, in order.
+    """
+    stage, stage_count = mesh.get_local_rank(), mesh.size()
+    at_least, one_more = divmod(layers, stage_count)
+    first = stage * at_least + min(stage, one_more)
+    return range(first, first + at_least + (stage < one_more))
+
+
+class Pipeline:
     """model: this rank's stage. mesh: its one axis holds the ranks of one pipeline, in order.
 
     microbatches: parts in which a batch passes through the stages, at least as many as stages.
     loss_fn: (logits, targets) of a micro-batch -> mean loss.
-    shares: parts into which sequence parallelism cuts the tokens between blocks; else 1.
+    dtype: of the hidden states that a stage hands to the next.
+    sequence_parts: into which sequence parallelism cuts the tokens between blocks; else 1.
     """
 
     def __init__(
@@ -26,11 +38,12 @@ class Stages:
         loss_fn: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        shares: int = 1,
+        sequence_parts: int = 1,
     ):
-        self.model, self.device, self.dtype, self.shares = model, device, dtype, shares
-        self.group, self.rank, self.count = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        stage = PipelineStage(model, self.rank, self.count, device, group=self.group)
+        self.model, self.device, self.dtype = model, device, dtype
+        self.sequence_parts = sequence_parts
+        self.group, self.stage, self.stages = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        stage = PipelineStage(model, self.stage, self.stages, device, group=self.group)
         # Gradients are divided by the number of micro-batches: the batch's mean, as without.
         self.schedule = Schedule1F1B(stage, microbatches, loss_fn, scale_grads=True)
 
@@ -41,9 +54,10 @@ class Stages:
         """
         losses = []
         if self.model.is_first:
-            self.schedule.step(x_BT)
+            # Up to torch 2.11 a stage refuses what is a window into another tensor, as [:, :-1] is.
+            self.schedule.step(x_BT.contiguous())
         elif self.model.is_last:
-            self.schedule.step(target=y_BT, losses=losses)
+            self.schedule.step(target=y_BT.contiguous(), losses=losses)
         else:
             self.schedule.step()
         if not losses:
@@ -55,16 +69,17 @@ class Stages:
         """The logits on the last stage, None elsewhere: one rank computes, the others wait."""
         hidden = x_BT
         if not self.model.is_first:
-            shape = (x_BT.shape[0], x_BT.shape[1] // self.shares, self.model.config.dim)
+            tokens = x_BT.shape[1] // self.sequence_parts
+            shape = (x_BT.shape[0], tokens, self.model.config.dim)
             hidden = torch.empty(shape, device=self.device, dtype=self.dtype)
-            dist.recv(hidden, group=self.group, group_src=self.rank - 1)
+            dist.recv(hidden, group=self.group, group_src=self.stage - 1)
         out = self.model(hidden)
         if self.model.is_last:
             return out
-        dist.send(out.contiguous(), group=self.group, group_dst=self.rank + 1)
+        dist.send(out.contiguous(), group=self.group, group_dst=self.stage + 1)
         return None
 
-    def from_last(self, tensor: Tensor) -> Tensor:
+    def broadcast_from_last(self, tensor: Tensor) -> Tensor:
         """The last stage's `tensor`, on all stages."""
-        dist.broadcast(tensor, group=self.group, group_src=self.count - 1)
+        dist.broadcast(tensor, group=self.group, group_src=self.stages - 1)
         return tensor

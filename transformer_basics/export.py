@@ -1,6 +1,6 @@
 """A checkpoint of train.py, from whatever mesh, as a model of Hugging Face's transformers.
 
-    python transformer_basics/export_hugging_face.py runs/gpt exported
+    python transformer_basics/export.py runs/gpt exported
 
 One process reads all shards. Then this works anywhere, and writes what generate.py writes:
 
@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def main() -> None:
     args = parse_args()
     with distributed_worker("cpu") as worker:
-        export(args.run / "checkpoint", args.folder, worker)
+        export(args.run / "checkpoints", args.folder, worker)
 
 
 def export(checkpoint: Path, folder: Path, worker: Worker) -> None:

@@ -1,0 +1,75 @@
+"""Train a model under one strategy for a few steps, and measure the memory of the last ones."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from model import VisionTransformer
+from process_memory import memory_in_use, peak_memory, reset_peak
+from strategies import build, expected_memory, units_of
+from tensor_memory import KINDS, Inventory, expected_activations
+
+HEADS = 4
+MOMENTS = ("between steps", "end of forward", "end of backward")
+
+
+def measure(name: str, dim: int, depth: int, images, labels, mesh, device) -> dict:
+    """What this rank holds under the strategy `name`, and what the formulas say, in bytes.
+
+    images, labels: the global batch. Returns
+
+    moments: moment -> kind -> bytes counted.
+    measured: kind -> the most of all moments. formula: the same, expected.
+    peak: of the process in a step, above what it needed before the model was built.
+    left: what remains of that when the model is gone.
+    """
+    base = memory_in_use(device)
+    torch.manual_seed(0)
+    model = VisionTransformer(dim=dim, depth=depth, heads=HEADS).to(device)
+    units = units_of(model)
+    model, optimizer = build(name, model, mesh)
+    if name != "one process":  # that one works on the whole global batch, on every rank
+        local = slice(dist.get_rank(), None, mesh.size())
+        images, labels = images[local].clone(), labels[local].clone()
+
+    for _ in range(2):  # makes the optimizer state, and lets DDP arrange its buckets
+        train_step(model, optimizer, images, labels)
+    moments = count_at_moments(model, optimizer, images, labels)
+    reset_peak(device)
+    train_step(model, optimizer, images, labels)
+    peak = peak_memory(device) - base
+
+    del model, optimizer
+    gc.collect()  # they are full of reference cycles
+    formula = expected_memory(name, units, dist.get_rank(), mesh.size())
+    formula["activations"] = expected_activations(dim, depth, HEADS, len(images))
+    return {
+        "moments": moments,
+        "measured": {kind: max(m[kind] for m in moments.values()) for kind in KINDS},
+        "formula": formula,
+        "peak": peak,
+        "left": memory_in_use(device) - base,
+    }
+
+
+def train_step(model, optimizer, images, labels) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+
+
+def count_at_moments(model, optimizer, images, labels) -> dict[str, dict[str, int]]:
+    """The same step, stopped three times to look: moment -> kind -> bytes."""
+    inventory = Inventory(model, optimizer)
+    inventory.remember_gradients()
+    optimizer.zero_grad()
+    between = inventory.count()
+    with inventory.watch_activations():
+        loss = F.cross_entropy(model(images), labels)
+    end_of_forward = inventory.count()
+    inventory.forget_activations()
+    loss.backward()
+    end_of_backward = inventory.count()
+    optimizer.step()
+    return dict(zip(MOMENTS, (between, end_of_forward, end_of_backward), strict=True))

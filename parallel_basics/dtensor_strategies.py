@@ -1,0 +1,192 @@
+"""Data parallel, FSDP, tensor parallel: two lines of a model, and how its tensors are placed.
+
+    python parallel_basics/dtensor_strategies.py
+    torchrun --standalone --nproc_per_node=2 parallel_basics/dtensor_strategies.py
+    torchrun --standalone --nproc_per_node=4 parallel_basics/dtensor_strategies.py --optimizer sgd
+
+    mean((relu(x @ W1) @ W2 - targets) ** 2)
+
+The model never changes. A strategy is one letter for each tensor: R, every rank has the whole; S0
+or S1, every rank has some of the rows or columns. DTensor finds the collectives (dtensor.py).
+
+Look at what each strategy sends, counted and by formula; at two ways to place the same tensors
+badly, which send more, and are right all the same; at the differences to one process: rounding.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from arguments import ArgumentParser
+from dtensor_costs import PLACEMENTS, Traffic, bytes_sent, measure, print_table
+from runtime import Worker, distributed_worker
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+TOKENS, DIM, HIDDEN = 96, 48, 256
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=2e-3),
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    x: str  # how the tokens are placed, and the targets
+    weights: tuple[str, str]  # how W1 and W2 are
+    gather: bool = False  # compute with gathered weights, whatever a rank keeps
+    finish: bool = False  # redistribute what the second layer returns: R
+
+
+STRATEGIES = {
+    "data parallel": Strategy("S0", ("R", "R")),
+    "FSDP": Strategy("S0", ("S0", "S0"), gather=True),
+    "tensor parallel": Strategy("R", ("S1", "S0"), finish=True),
+    "  sum left undone": Strategy("R", ("S1", "S0")),
+    "  cut the wrong way": Strategy("R", ("S0", "S1")),
+}
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    with distributed_worker(args.device) as worker:
+        compare(args.optimizer, worker)
+
+
+class Model:
+    """The tensors, placed by `strategy` on `mesh`; without a mesh one process has them all."""
+
+    def __init__(self, strategy: Strategy, mesh: DeviceMesh | None):
+        self.strategy, self.mesh = strategy, mesh
+        generator = torch.Generator().manual_seed(0)  # the same numbers on every rank
+        shapes = (TOKENS, DIM), (TOKENS, DIM), (DIM, HIDDEN), (HIDDEN, DIM)
+        x, targets, w1, w2 = (torch.randn(shape, generator=generator) for shape in shapes)
+        self.x, self.targets = self.place(x, strategy.x), self.place(targets, strategy.x)
+        self.w1 = nn.Parameter(self.place(w1 / DIM**0.5, strategy.weights[0]))
+        self.w2 = nn.Parameter(self.place(w2 / HIDDEN**0.5, strategy.weights[1]))
+
+    def place(self, tensor: Tensor, placement: str) -> Tensor:
+        if self.mesh is None:
+            return tensor
+        tensor = tensor.to(self.mesh.device_type)
+        return distribute_tensor(tensor, self.mesh, [PLACEMENTS[placement]], src_data_rank=None)
+
+    def replicate(self, tensor: Tensor) -> Tensor:
+        return tensor if self.mesh is None else tensor.redistribute(self.mesh, [Replicate()])
+
+    def loss(self) -> Tensor:
+        w1, w2 = self.w1, self.w2
+        if self.strategy.gather:
+            w1, w2 = self.replicate(w1), self.replicate(w2)
+        y = F.relu(self.x @ w1) @ w2
+        if self.strategy.finish:
+            y = self.replicate(y)
+        return (y - self.targets).square().mean()
+
+    def finish_gradients(self) -> None:
+        """Place a gradient as its weight is: where it is a sum over ranks, the sum is due now."""
+        if self.mesh is not None:
+            for weight in (self.w1, self.w2):
+                weight.grad = weight.grad.redistribute(self.mesh, weight.placements)
+
+
+def train(
+    mesh: DeviceMesh | None, strategy: Strategy, optimizer: str, steps: int = 5
+) -> tuple[list[dict[str, Tensor]], dict[str, Traffic]]:
+    """Returns (per step {name: full tensor}, {phase: traffic of the last step}).
+
+    mesh: None is one process that has everything.
+    """
+    model = Model(strategy, mesh)
+    optim = OPTIMIZERS[optimizer]([model.w1, model.w2])
+    history, traffic = [], {}
+
+    def watch(phase: str, function):
+        if mesh is None:
+            return function()
+        result, traffic[phase] = measure(mesh, function)
+        return result
+
+    for _ in range(steps):
+        optim.zero_grad()
+        loss = watch("forward", model.loss)
+        watch("backward", loss.backward)
+        watch("gradients", model.finish_gradients)
+        step = {"loss": full_tensor(loss)}
+        step |= {"gradient 1": full_tensor(model.w1.grad), "gradient 2": full_tensor(model.w2.grad)}
+        optim.step()
+        step |= {"parameter 1": full_tensor(model.w1), "parameter 2": full_tensor(model.w2)}
+        history.append(step)
+    return history, traffic
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+
+
+def differences(history: list[dict], expected: list[dict]) -> dict[str, float]:
+    """Largest difference of the loss, of any gradient, of any parameter, in any step."""
+    max_diff = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+    for step, expected_step in zip(history, expected, strict=True):
+        for name, value in expected_step.items():
+            kind = name.split()[0]
+            max_diff[kind] = max(max_diff[kind], (step[name] - value).abs().max().item())
+    return max_diff
+
+
+def strategy_bytes(name: str, ranks: int) -> int:
+    """What a rank sends in one step, by formula."""
+    w1, w2, hidden, y = (DIM, HIDDEN), (HIDDEN, DIM), (TOKENS, HIDDEN), (TOKENS, DIM)
+    if name == "FSDP":  # weights gathered, gradients scattered: an all_reduce in two halves
+        sent = sum(2 * bytes_sent("all_gather", shape, ranks, "S0") for shape in (w1, w2))
+    else:
+        reduced = {
+            "data parallel": (w1, w2),  # their gradients
+            "tensor parallel": (y,),
+            # A square needs the sum. Autograd keeps its input as it was: backward sums it again.
+            "  sum left undone": (y, y),
+            "  cut the wrong way": (hidden, hidden),  # before the relu, and in its backward
+        }
+        sent = sum(bytes_sent("all_reduce", shape, ranks) for shape in reduced[name])
+    dim_of_cut = {"data parallel": 0, "FSDP": 0, "  cut the wrong way": 1}.get(name)
+    if dim_of_cut is not None and y[dim_of_cut] % ranks:
+        # The mean of means is the mean of equal parts only: these are gathered.
+        sent += bytes_sent("all_gather", y, ranks, f"S{dim_of_cut}")
+    return sent
+
+
+def compare(optimizer: str, worker: Worker) -> None:
+    # It would say on each rank that Gloo has no all_to_all for it.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    mesh = init_device_mesh(worker.device.type, (worker.world_size,))
+    expected, _ = train(None, STRATEGIES["data parallel"], optimizer)
+    table = []
+    for name, strategy in STRATEGIES.items():
+        history, traffic = train(mesh, strategy, optimizer)
+        row = {"strategy": name, "x": strategy.x}
+        row |= {"W1": strategy.weights[0], "W2": strategy.weights[1], **traffic}
+        row["counted"] = sum(of_phase.bytes for of_phase in traffic.values())
+        row["formula"] = strategy_bytes(name, mesh.size())
+        for kind, difference in differences(history, expected).items():
+            row[kind] = f"{difference:.0e}"
+        table.append(row)
+    if worker.is_main:
+        print(f"mean((relu(x @ W1) @ W2 - targets) ** 2), {TOKENS} tokens; one step of training")
+        print("(the last three columns: largest differences to one process in 5 steps)")
+        print_table(table)
+
+
+def parse_args():
+    parser = ArgumentParser(description="Strategies as placements, counted and compared.")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What train.py can be told: a flag for each of the settings, checked where it is read."""
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from arguments import ArgumentParser, above, at_least, between
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The defaults of the flags; `python train.py --help` says what each means."""
+
+    model: str | None = None
+    train_file: Path | None = None
+    eval_file: Path | None = None
+    data_dir: Path = Path("data")
+    prefix: str = ""
+    max_source: int = 48
+    max_target: int = 24
+    dim: int = 128
+    layers: int = 2
+    vocab_size: int = 4096
+    epochs: int = 15
+    name_epochs: int = 7
+    patience: int = 3
+    batch_size: int = 32  # global: over all ranks
+    accumulate: int = 1
+    lr: float = 2e-3
+    warmup: float = 0.05
+    clip: float = 1.0
+    dropout: float = 0.1
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    seed: int = 0
+    device: str = "auto"
+    workers: int = 0
+    timeout: float = 600
+    output_dir: Path | None = None
+    checkpoint_every: int = 0
+    keep: int = 2
+    log_every: int = 50
+    tensorboard: bool = False
+    tracker: str | None = None
+    profile: bool = False
+    eval_samples: int = 200
+    show: int = 8
+
+    def identity(self) -> dict[str, object]:
+        """What makes two runs the same run: a checkpoint continues under the same values only.
+
+        The number of ranks is not among them, nor --epochs: a run can be made longer.
+        """
+        names = "model prefix max_source max_target dim layers vocab_size batch_size lr warmup clip"
+        names += " dropout precision seed"
+        return {name: getattr(self, name) for name in names.split()}
+
+
+def parse_args() -> Settings:
+    parser = ArgumentParser(description="Fine-tune a T5 for summaries, sharded by FSDP2.")
+    add = parser.add_argument
+    # what is learned
+    add("--model", help="id on the Hugging Face hub or local directory; default: a new small T5")
+    add("--train-file", type=Path, help='lines of {"text": ..., "summary": ...}')
+    add("--eval-file", type=Path, help="the same; default for both: Python's standard library")
+    add("--data-dir", type=Path, help="where the pairs of the standard library are written")
+    add("--prefix", help="put before each text, for instance 'summarize: '")
+    add("--max-source", type=at_least(1), help="tokens of a text; the rest is cut off")
+    add("--max-target", type=at_least(1), help="tokens of a summary")
+    add("--dim", type=at_least(32), help="width of the new T5, a multiple of 32")
+    add("--layers", type=at_least(1), help="of its encoder, and of its decoder")
+    add("--vocab-size", type=at_least(300), help="tokens to learn for the new T5, at most")
+    # how
+    add("--epochs", type=at_least(1), help="a run can be continued with more of them")
+    add("--name-epochs", type=at_least(0), help="the first, on names of functions: for a new T5")
+    add("--patience", type=at_least(1), help="stop after so many epochs without a better one")
+    add("--batch-size", type=at_least(1), help="pairs per optimizer step, over all ranks")
+    add("--accumulate", type=at_least(1), help="parts in which a rank works through its batch")
+    add("--lr", type=above(0), help="peak learning rate")
+    add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
+    add("--clip", type=between(0, math.inf), help="largest gradient norm; 0: no clipping")
+    add("--dropout", type=between(0, 0.99))
+    add("--precision", choices=("fp32", "bf16"))
+    add("--activation-checkpointing", action="store_true", help="less memory, a forward more")
+    add("--seed", type=int)
+    # on what
+    add("--device", choices=("auto", "cpu", "cuda"))
+    add("--workers", type=at_least(0), help="processes per rank that read and tokenize")
+    add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
+    # what is kept
+    add("--output-dir", type=Path, help="model, checkpoints, metrics; continues a run there")
+    add("--checkpoint-every", type=at_least(0), help="steps; 0: at the end of each epoch")
+    add("--keep", type=at_least(1), help="newest checkpoints to keep: one may turn out broken")
+    add("--log-every", type=at_least(1), help="steps between lines of the log")
+    add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
+    add("--tracker", choices=("wandb", "mlflow"), help="also send metrics there, if installed")
+    add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
+    add("--eval-samples", type=at_least(1), help="texts to generate summaries for")
+    add("--show", type=at_least(0), help="summaries to print")
+    parser.set_defaults(**asdict(Settings()))
+    settings = Settings(**vars(parser.parse_args()))
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if settings.batch_size % (ranks * settings.accumulate):
+        parser.error(
+            f"--batch-size {settings.batch_size} does not divide into "
+            f"{ranks * settings.accumulate} equal parts "
+            f"({ranks} rank(s) x --accumulate {settings.accumulate})"
+        )
+    if settings.dim % 32:
+        parser.error(f"--dim must be a multiple of 32, not {settings.dim}")
+    if bool(settings.train_file) != bool(settings.eval_file):
+        parser.error("--train-file and --eval-file go together: one was given")
+    if (settings.tensorboard or settings.profile) and not settings.output_dir:
+        parser.error("--tensorboard and --profile need an --output-dir to write to")
+    if settings.output_dir:
+        try:
+            settings.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--output-dir {settings.output_dir} cannot be made: {error.strerror}")
+    return settings

@@ -1,0 +1,63 @@
+"""Files that several example directories need: the one list of them, and what keeps them equal.
+
+    make copies            # or: python3 tests/copies.py
+
+Each directory must work when it is copied alone, so such a file lies in each of them. It is changed
+at its home; this program then writes the other copies anew. A test fails while one differs, and
+while two directories hold an equal file that is not listed here.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/runtime.py"))
+
+# (file, its home, the directories that hold a copy)
+COPIES = [
+    ("runtime.py", "ddp_basics", EXAMPLES),
+    ("arguments.py", "ddp_basics", EXAMPLES),
+    ("metrics.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
+    ("data.py", "ddp_basics", ["fsdp_basics"]),
+    ("checkpoint.py", "fsdp_basics", ["t5_finetuning"]),
+    ("model.py", "transformer_basics", ["parallel_basics"]),
+    ("parallelize.py", "transformer_basics", ["parallel_basics"]),
+    ("comparing.py", "transformer_basics", ["parallel_basics"]),
+    ("counting.py", "transformer_basics", ["parallel_basics"]),
+]
+
+
+def main() -> None:
+    for original, copy in outdated(ROOT, COPIES):
+        copy.write_bytes(original.read_bytes())
+        print(f"{original.relative_to(ROOT)} -> {copy.relative_to(ROOT)}")
+
+
+def outdated(root: Path, copies: list[tuple]) -> list[tuple[Path, Path]]:
+    """(original, copy) wherever the copy differs, or is missing."""
+    pairs = [
+        (root / home / file, root / directory / file)
+        for file, home, directories in copies
+        for directory in directories
+    ]
+    return [(a, b) for a, b in pairs if not b.is_file() or a.read_bytes() != b.read_bytes()]
+
+
+def unlisted(files: list[Path], copies: list[tuple]) -> list[list[Path]]:
+    """Equal files of one name in several directories, without which nothing would keep them so."""
+    listed = {
+        (file, directory)
+        for file, home, directories in copies
+        for directory in [home, *directories]
+    }
+    equal = {}
+    for path in files:
+        equal.setdefault((path.name, path.read_bytes()), []).append(path)
+    return [
+        paths
+        for paths in equal.values()
+        if len(paths) > 1 and any((p.name, p.parent.name) not in listed for p in paths)
+    ]
+
+
+if __name__ == "__main__":
+    main()

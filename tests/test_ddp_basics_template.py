@@ -1,0 +1,438 @@
+"""What the template adds to DDP: data that resume in place, SIGTERM, a log, one GPU a rank."""
+
+import json
+import os
+import shutil
+import sys
+import types
+
+import data
+import metrics
+import pytest
+import runtime
+import torch
+import torch.distributed as dist
+import train
+import warm
+from arguments import UserError
+from config import Settings
+from data import ResumableSampler, Shifted
+from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
+from runtime import Worker
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+TRAIN = ROOT / "ddp_basics/train.py"
+CPU = torch.device("cpu")
+
+
+# ---- data: the order, random numbers, continuing in the middle of an epoch
+
+
+class Noisy(Dataset):
+    """Like an augmenting data set: each sample draws from torch's global generator."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.tensor(index), torch.rand(())
+
+
+def read(dataset, rank=0, ranks=1, workers=0, epochs=2, step=0, **settings):
+    """[(epoch, numbers, labels)] that train.batches gives a rank, with batches of 3 a rank."""
+    sampler = ResumableSampler(dataset, ranks, rank, shuffle=True, seed=0, drop_last=True)
+    loader = DataLoader(
+        dataset,
+        batch_size=3,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=workers,
+        generator=torch.Generator(),
+    )
+    per_epoch = len(dataset) // ranks // 3
+    worker, settings = Worker(rank, rank, ranks, CPU), Settings(epochs=epochs, **settings)
+    return list(train.batches(loader, step, per_epoch, settings, worker))
+
+
+def test_each_epoch_has_its_own_order_and_all_ranks_share_it():
+    """Without set_epoch every epoch would have the order of the first: no loss shows that."""
+    by_rank = [read(Noisy(), rank, 2) for rank in (0, 1)]
+    for epoch in (0, 1):
+        generator = torch.Generator().manual_seed(0 + epoch)
+        expected = torch.randperm(24, generator=generator).tolist()
+        seen = [[n for e, x, _ in found if e == epoch for n in x.tolist()] for found in by_rank]
+        assert seen == [expected[0::2], expected[1::2]]
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 7, 8])
+def test_resumed_order_is_the_same_and_nothing_is_read_twice(step, monkeypatch):
+    whole = read(Noisy(), 1, 2)
+    reads = []
+    get = Noisy.__getitem__
+    monkeypatch.setattr(Noisy, "__getitem__", lambda self, i: reads.append(i) or get(self, i))
+    rest = read(Noisy(), 1, 2, step=step)
+    assert [x.tolist() for _, x, _ in rest] == [x.tolist() for _, x, _ in whole[step:]]
+    assert [epoch for epoch, _, _ in rest] == [epoch for epoch, _, _ in whole[step:]]
+    assert len(reads) == 3 * len(rest)
+
+
+def test_resumed_run_draws_the_same_numbers():
+    """The generator's state is in the checkpoint. What is skipped must not draw from it."""
+    torch.manual_seed(7)
+    noise, states = [], []
+    for _, _, noise_of_batch in read(Noisy()):  # a list: the states are those before step 5
+        noise.append(noise_of_batch)
+    torch.manual_seed(7)
+    sampler = ResumableSampler(Noisy(), 1, 0, shuffle=True, seed=0)
+    loader = DataLoader(Noisy(), batch_size=3, sampler=sampler, generator=torch.Generator())
+    stream = train.batches(loader, 0, 8, Settings(epochs=2), Worker(0, 0, 1, CPU))
+    for _ in range(5):
+        next(stream)
+    states.append(torch.get_rng_state())
+    torch.manual_seed(99)  # another process
+    torch.set_rng_state(states[0])
+    rest = read(Noisy(), step=5)
+    assert torch.equal(torch.stack([y for _, _, y in rest]), torch.stack(noise[5:]))
+
+
+def test_loader_processes_draw_other_numbers_on_each_rank_and_in_each_epoch():
+    found = [read(Noisy(), rank, 2, workers=2, epochs=2) for rank in (0, 1)]
+    noise = torch.cat([y for of_rank in found for _, _, y in of_rank])
+    assert len(noise.unique()) == len(noise) == 48
+
+
+def test_shifted_images_are_the_same_for_any_rank_process_and_resumption():
+    images = TensorDataset(torch.rand(24, 1, 8, 8), torch.arange(24))
+
+    def seen(**how):
+        found = {}
+        ranks, step = how.get("ranks", 1), how.get("step", 0)
+        for rank in range(ranks):
+            for epoch, x, y in read(Shifted(images, 0), rank, augment=True, **how):
+                found |= {(epoch, i): image for i, image in zip(y.tolist(), x, strict=True)}
+        assert len(found) == 48 - 3 * step
+        return found
+
+    whole = seen()
+    for how in ({"ranks": 2}, {"workers": 2}, {"step": 5}, {"ranks": 4, "workers": 1}):
+        other = seen(**how)
+        assert all(torch.equal(image, whole[key]) for key, image in other.items()), how
+    differs = [not torch.equal(whole[0, i], whole[1, i]) for i in range(24)]
+    assert sum(differs) > 12  # 8 of 9 shifts are another one
+    moved = [not torch.equal(whole[0, i], images[i][0]) for i in range(24)]
+    assert sum(moved) > 12
+    for i in range(24):  # nothing but moved
+        assert torch.equal(whole[0, i].flatten().sort()[0], images[i][0].flatten().sort()[0])
+
+
+@pytest.mark.slow
+def test_augmented_run_learns_and_resumes_the_same(tmp_path):
+    args = ("--augment", "--epochs", 2, "--checkpoint-every", 15, "--log-every", 1, "--keep", 9)
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    warm.run(TRAIN, *args, "--output-dir", whole, ranks=2).check()
+    (part / "checkpoints").mkdir(parents=True)
+    middle = "checkpoints/step_00000030.pt"  # in the second epoch
+    (part / middle).write_bytes((whole / middle).read_bytes())
+    output = warm.run(TRAIN, *args, "--output-dir", part, ranks=2).check().output
+    assert "after step 30" in output
+    losses = [{m["step"]: m["loss"] for m in read_metrics(f) if "loss" in m} for f in (whole, part)]
+    assert list(losses[1]) == list(range(31, 45))
+    assert all(losses[0][step] == loss for step, loss in losses[1].items())
+
+
+def test_mnist_that_another_node_fetches_at_the_same_time(tmp_path, monkeypatch):
+    """Two nodes share a disk: each downloads into a folder of its own, and the first one counts."""
+    import torchvision.datasets
+
+    def download(folder, download):
+        (tmp_path / "MNIST/raw").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "MNIST/raw/images").write_text("of the other node")
+        os.makedirs(f"{folder}/MNIST/raw")
+        with open(f"{folder}/MNIST/raw/images", "w") as file:
+            file.write("ours")
+
+    monkeypatch.setattr(torchvision.datasets, "MNIST", download)
+    data.download_mnist(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["MNIST"]
+    assert (tmp_path / "MNIST/raw/images").read_text() == "of the other node"
+
+
+# ---- SIGTERM
+
+
+SLOW_STEPS = """
+import sys, time
+sys.path.insert(0, {directory!r})
+import train
+step = train.train_step
+def slow_step(*args):
+    print("a step of 4 s begins", flush=True)
+    time.sleep(4)
+    return step(*args)
+train.train_step = slow_step
+sys.argv[0] = {path!r}
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_is_heard_when_steps_take_4_seconds(tmp_path):
+    """torchrun kills 30 s after it has passed the signal on; --log-every would be 200 s."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_STEPS.format(directory=str(TRAIN.parent), path=str(TRAIN)))
+    folder = tmp_path / "run"
+    with Job(torchrun_command(script, "--log-every", 50, "--output-dir", folder)) as job:
+        job.wait_until(lambda: "a step of 4 s begins" in job.output)
+        job.process.terminate()
+        result = job.wait(60)
+    assert "stopped by SIGTERM after step" in result.output
+    saved = [path.name for path in (folder / "checkpoints").iterdir()]
+    assert saved in (["step_00000001.pt"], ["step_00000002.pt"])
+    assert "SIGKILL" not in result.output
+
+
+AGREE = """
+import os, signal, sys, time
+sys.path.insert(0, {directory!r})
+import torch, torch.distributed as dist
+from runtime import distributed_worker
+from stopping import StopRequests
+with distributed_worker("cpu") as worker:
+    stop, calls, looks = StopRequests(worker), 0, []
+    all_reduce = dist.all_reduce
+    def counted(*args, **kwargs):
+        looks.append(step)
+        return all_reduce(*args, **kwargs)
+    dist.all_reduce = counted
+    for step in range(1, 100_000):
+        time.sleep(0.001)
+        if step == 600 and worker.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if stop.agreed(step):
+            break
+    dist.all_reduce = all_reduce
+    found = [None, None]
+    dist.all_gather_object(found, (step, looks))
+    if worker.is_main:
+        print("FOUND", found)
+"""
+
+
+def test_ranks_agree_on_a_step_without_asking_at_every_step(tmp_path):
+    script = tmp_path / "agree.py"
+    script.write_text(AGREE.format(directory=str(TRAIN.parent)))
+    output = warm.run(script, ranks=2).check().output
+    (ours, looks), theirs = eval(output.split("FOUND ")[1])  # a list that the script printed
+    assert theirs == (ours, looks)
+    assert 600 <= ours == looks[-1]
+    assert len(looks) < 40  # 1, 2, 4, 8, ... and then one a second
+    assert looks[:3] == [1, 2, 4]
+
+
+STUCK = """
+import os, sys, time
+sys.path.insert(0, {directory!r})
+import torch, torch.distributed as dist
+from runtime import distributed_worker
+from stopping import StopRequests
+with distributed_worker("cpu") as worker:
+    StopRequests(worker)
+    if worker.rank == 2:
+        print("about to die", flush=True)
+        os._exit(1)
+    dist.recv(torch.zeros(1), src=1 - worker.rank)  # neither sends: no handler can run in here
+"""
+
+
+@pytest.mark.slow
+def test_rank_that_waits_for_ever_leaves_when_a_neighbour_has_died(tmp_path):
+    """Else torchrun waits 30 s for it and says SIGKILL: at every restart."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK.format(directory=str(TRAIN.parent)))
+    result = torchrun(script, ranks=3)
+    assert result.returncode == 1
+    assert "about to die" in result.output
+    assert "Sending process" in result.output  # torchrun's SIGTERM to the survivors
+    assert "SIGKILL" not in result.output
+
+
+# ---- what a run says
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("short")
+    args = ("--epochs", 2, "--log-every", 10, "--output-dir", folder)
+    return folder, warm.run(TRAIN, *args, ranks=2).check().output
+
+
+def test_log_lines_appear_off_a_terminal(short):
+    lines = [line for line in short[1].splitlines() if "loss" in line and "grad norm" in line]
+    assert [line.split()[1] for line in lines] == [f"{n}/44" for n in (10, 20, 22, 30, 40, 44)]
+    for line in lines:
+        for word in ("epoch", "loss", "lr", "grad norm", "images/s", "memory MB"):
+            assert word in line
+
+
+def test_log_lines_tell_what_is_in_the_file(short):
+    for line in read_metrics(short[0]):
+        if "loss" in line:
+            assert 100 < line["memory_mb"] < 20_000
+            assert line["images_per_second"] > 0
+            assert line["grad_norm"] > 0
+
+
+COUNTED = """
+import sys
+sys.path.insert(0, {directory!r})
+import train
+evaluate, calls = train.evaluate, []
+train.evaluate = lambda *args: calls.append(1) or evaluate(*args)
+try:
+    train.main()
+finally:
+    print("evaluations", len(calls))
+"""
+
+
+def test_the_last_evaluation_is_not_done_twice(tmp_path):
+    script = tmp_path / "counted.py"
+    script.write_text(COUNTED.format(directory=str(TRAIN.parent)))
+    assert "evaluations 2\n" in warm.run(script, "--epochs", 2).check().output
+
+
+def test_throughput_is_of_training_alone(monkeypatch):
+    clock = iter([0.0, 2.0, 50.0, 53.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    throughput = metrics.Throughput(step=7)
+    assert throughput.stop(11) == 2.0  # 4 steps in 2 s
+    throughput.start(11)  # 48 s of evaluation and saving were in between
+    assert throughput.stop(17) == 2.0
+    assert throughput.steps_per_second == 2.0
+
+
+def test_loss_that_is_no_number_stops_the_run(tmp_path):
+    args = ("--optimizer", "sgd", "--lr", 1e30, "--clip", 0, "--warmup", 0, "--log-every", 3)
+    result = warm.run(TRAIN, *args, "--output-dir", tmp_path, ranks=2)
+    assert result.returncode == 2
+    assert result.output.count("train.py: error: step 3: the loss is nan") == 1
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_run_can_be_made_longer(short, tmp_path):
+    folder = shutil.copytree(short[0], tmp_path / "longer")
+    args = ("--epochs", 3, "--log-every", 1, "--output-dir", folder)
+    output = warm.run(TRAIN, *args, ranks=2).check().output
+    assert "planned for 44 steps, now for 66: from here on the learning rate follows" in output
+    rates = {m["step"]: m["lr"] for m in read_metrics(folder) if "lr" in m and m["step"] > 44}
+    plan = {s: train.learning_rate(s - 1, 66, Settings()) for s in range(45, 67)}
+    assert rates == pytest.approx(plan)
+
+
+def test_profile_has_three_steps_of_each_rank(tmp_path):
+    warm.run(TRAIN, "--epochs", 1, "--profile", "--output-dir", tmp_path, ranks=2).check()
+    for rank in (0, 1):
+        events = json.loads((tmp_path / f"trace_{rank}.json").read_text())["traceEvents"]
+        names = [event.get("name", "") for event in events]
+        assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
+        assert any("all_reduce" in name for name in names)
+
+
+def fake_tracker(monkeypatch, name: str) -> list:
+    calls, module = [], types.ModuleType(name)
+    if name == "wandb":
+        module.init = lambda config: calls.append(config)
+        module.log = lambda values, step: calls.append((values, step))
+    else:
+        module.log_params = lambda params: calls.append(params)
+        module.log_metrics = lambda values, step: calls.append((values, step))
+    monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_tracker_gets_settings_and_metrics(monkeypatch, capsys, name):
+    calls = fake_tracker(monkeypatch, name)
+    ranks = [Worker(rank, rank, 2, CPU) for rank in (0, 1)]
+    for worker in ranks:
+        tracker = metrics.make_tracker(name, {"lr": 0.1}, worker)
+        log = metrics.Metrics(None, 0, 10, worker, tracker=tracker)
+        log.log(5, 0, loss=0.25)
+    assert calls == [{"lr": 0.1}, ({"loss": 0.25}, 5)]  # once, by rank 0
+    assert capsys.readouterr().out.count("loss 0.25") == 1
+
+
+def test_tracker_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="--tracker wandb is not installed: pip install wandb"):
+        metrics.make_tracker("wandb", {}, Worker(0, 0, 1, CPU))
+
+
+# ---- checkpoints
+
+
+def test_state_is_sent_tensor_by_tensor(short, tmp_path):
+    folder, seen = short[0], tmp_path / "seen.pt"
+    script = ROOT / "tests/workers/ddp_resume.py"
+    warm.run(script, folder / "checkpoints", seen, ranks=2).check()
+    ours, theirs = torch.load(seen, weights_only=False)
+    saved = torch.load(max((folder / "checkpoints").iterdir()), weights_only=True)
+    assert ours["step"] == theirs["step"] == saved["step"]
+    assert ours["run"] == theirs["run"] == saved["run"]
+    for found in (ours, theirs):
+        for name, tensor in saved["model"].items():
+            assert torch.equal(found["model"][name], tensor)
+        for index, values in saved["optimizer"]["state"].items():
+            for name, tensor in values.items():
+                assert torch.equal(found["optimizer"]["state"][index][name], tensor)
+    size = sum(t.nbytes for t in saved["model"].values())
+    assert size > 200_000
+    assert max(ours["objects"]) < 20_000  # pickled: forms, not numbers
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    args = ("--epochs", 1, "--checkpoint-every", 5, "--keep", 3, "--output-dir", tmp_path)
+    warm.run(TRAIN, *args).check()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_00000015.pt", "step_00000020.pt", "step_00000022.pt"]
+
+
+# ---- one visible GPU per process, as under Slurm's --gpus-per-task=1
+
+
+def choose(monkeypatch, device, gpu_of_each_rank, rank=1):
+    """The device of one rank of three on a node, each of which sees one GPU."""
+    store = dist.HashStore()
+    for other, gpu in enumerate(gpu_of_each_rank):
+        store.set(f"gpu_of_{other}", gpu)
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(len(gpu_of_each_rank)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    own = types.SimpleNamespace(uuid=gpu_of_each_rank[rank])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: own)
+    return runtime.choose_device(device, store)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_ranks_that_see_one_gpu_each_use_it(monkeypatch, device):
+    assert choose(monkeypatch, device, ["a", "b", "c"]) == torch.device("cuda", 0)
+
+
+def test_ranks_that_share_one_gpu_do_not(monkeypatch, capsys):
+    monkeypatch.setattr(runtime, "fail", lambda message: sys.exit(message))
+    assert choose(monkeypatch, "auto", ["a", "a", "a"]) == CPU
+    with pytest.raises(SystemExit, match=r"3 rank\(s\), 1 GPU\(s\) here"):
+        choose(monkeypatch, "cuda", ["a", "a", "a"])
+    assert choose(monkeypatch, "cpu", ["a", "b", "c"]) == CPU
+
+
+def test_script_that_is_no_job_of_torchrun_ignores_a_stray_world_size(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(TRAIN.parent)!r})\n"
+        "from runtime import distributed_worker\n"
+        "with distributed_worker('cpu') as worker:\n    print('ranks', worker.world_size)\n"
+    )
+    assert "ranks 1" in python(script, WORLD_SIZE="4").check().output

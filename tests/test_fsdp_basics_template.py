@@ -1,0 +1,99 @@
+"""fsdp_basics/train.py differs from DDP's in what FSDP is, and in nothing else."""
+
+import ast
+import re
+
+import pytest
+import warm
+from checkpoint import newest
+from helpers import ROOT, read_metrics
+
+TRAIN, DDP_TRAIN = (ROOT / folder / "train.py" for folder in ("fsdp_basics", "ddp_basics"))
+
+# ---- what is the same as for DDP is tested there: data, log, SIGTERM, what stops a run
+
+
+def function(path, name: str) -> str:
+    """Its source."""
+    text = path.read_text()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return ast.get_source_segment(text, node)
+    raise AssertionError(f"{path} has no {name}()")
+
+
+@pytest.mark.parametrize("name", ["main", "batches", "check_finite", "all_sum", "learning_rate"])
+def test_function_is_that_of_ddp(name):
+    assert function(TRAIN, name) == function(DDP_TRAIN, name)
+
+
+def test_loop_is_that_of_ddp():
+    """All of train() but the lines that build and wrap the model."""
+    ours, theirs = function(TRAIN, "train"), function(DDP_TRAIN, "train")
+    theirs = theirs.replace("ddp_model", "model")
+    until, since = "    torch.set_float32_matmul_precision", "    # fp16 gradients underflow"
+    seed = "    torch.manual_seed(settings.seed)\n"  # here: in build_whole_model()
+    assert ours.partition(until)[0] == theirs.partition(until)[0].replace(seed, "")
+    assert ours.partition(since)[2] == theirs.partition(since)[2] != ""
+
+
+# ---- what is not
+
+
+SPY = """
+import sys
+sys.path.insert(0, {directory!r})
+import train
+from communication import CountTraffic
+train_step, prefetch_blocks = train.train_step, train.prefetch_blocks
+
+def counted_step(*args):
+    with CountTraffic() as count:
+        result = train_step(*args)
+    print("all_gathers", count.calls["all_gather"])
+    return result
+
+def noted_prefetch(blocks, count):
+    print("prefetch", len(blocks), count, "without memory", next(blocks[0].parameters()).is_meta)
+    prefetch_blocks(blocks, count)
+
+train.train_step, train.prefetch_blocks = counted_step, noted_prefetch
+train.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "all_gathers"), [((), 7), (("--keep-gathered",), 4)])
+def test_what_a_step_gathers(tmp_path, flags, all_gathers):
+    """Neither losses nor gradients tell whether a model is one unit or many, freed or kept."""
+    script = tmp_path / "spy.py"
+    script.write_text(SPY.format(directory=str(TRAIN.parent)))
+    args = ("--epochs", 1, "--batch-size", 480, "--dim", 8, "--depth", 3, "--prefetch", 2, *flags)
+    output = warm.run(script, *args, ranks=2).check().output
+    # Three blocks and the root for forward, and the blocks once more for backward.
+    assert re.findall(r"all_gathers (\d+)", output) == [str(all_gathers)] * 4  # 2 steps, 2 ranks
+    assert output.count("prefetch 3 2 without memory True\n") == 2
+
+
+@pytest.mark.slow
+def test_ranks_draw_their_own_numbers_and_every_save_but_two_goes(tmp_path):
+    args = ("--epochs", 1, "--dim", 8, "--depth", 1, "--checkpoint-every", 5, "--keep", 2)
+    args += ("--log-every", 7, "--workers", 1, "--augment", "--output-dir", tmp_path)
+    output = warm.run(TRAIN, *args, ranks=2).check().output
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_00000020", "step_00000022"]
+    first, second = newest(tmp_path / "checkpoints")[1]["generators"]
+    assert first["cpu"].tolist() != second["cpu"].tolist()
+    logged = [line["step"] for line in read_metrics(tmp_path) if "grad_norm" in line]
+    assert logged == [5, 7, 10, 14, 15, 20, 21, 22]  # where it is saved, too
+    assert output.count("grad norm") == len(logged)  # a log file tells as much as the metrics
+
+
+@pytest.mark.slow
+def test_loss_that_is_no_number_stops_the_run(tmp_path):
+    args = ("--optimizer", "sgd", "--lr", 1e30, "--clip", 0, "--warmup", 0, "--log-every", 3)
+    args += ("--dim", 8, "--depth", 1, "--output-dir", tmp_path)
+    result = warm.run(TRAIN, *args, ranks=2)
+    assert result.returncode == 2
+    assert result.output.count("train.py: error: step 3: the loss is nan") == 1
+    assert not list(tmp_path.glob("checkpoints/*"))

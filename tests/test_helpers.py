@@ -1,0 +1,44 @@
+"""tests/helpers.py: what a job prints is read whole, while it runs too."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import Job, python
+
+LINES = 100_000
+PRINT_LINES = f"""
+for number in range({LINES}):
+    print(number)  # unbuffered, as in every job: one write each
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "print_lines.py"
+    path.write_text(PRINT_LINES)
+    return path
+
+
+def test_reading_does_not_disturb_the_child(script):
+    """A parent that moves the offset that it shares with the child loses what the child writes."""
+    polls = 0
+    with Job([sys.executable, script]) as job:
+        while job.process.poll() is None:
+            _ = job.output
+            polls += 1
+        result = job.wait(60)
+    assert polls > 10  # or nothing was tried
+    assert result.output.splitlines() == [str(number) for number in range(LINES)]
+
+
+def test_two_children_share_the_log(tmp_path):
+    """Ranks write to one log: each line of each must be in it."""
+    script = tmp_path / "fork.py"
+    script.write_text(
+        "import os\nname = 'child' if os.fork() == 0 else 'parent'\n"
+        "for number in range(5000):\n    os.write(1, f'{name} {number}\\n'.encode())\n"
+        "name == 'parent' and os.wait()\n"
+    )
+    lines = python(script).check().output.splitlines()
+    assert sorted(lines) == sorted(f"{n} {i}" for n in ("child", "parent") for i in range(5000))

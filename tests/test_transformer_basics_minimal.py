@@ -1,0 +1,68 @@
+"""transformer_basics/minimal.py against one process that knows nothing of meshes."""
+
+import os
+import re
+from pathlib import Path
+
+import minimal
+import pytest
+import torch
+import torch.nn.functional as F
+import warm
+from helpers import ROOT, torchrun
+from torch import nn
+
+STEPS = 10  # it prints the loss after every tenth
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict:
+    """The same model, text and optimizer in a plain loop over whole batches."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(256, minimal.DIM), minimal.Block(), minimal.Block()]
+    # In minimal.py the blocks are made before the head and after the embedding.
+    model = nn.Sequential(*layers, nn.Linear(minimal.DIM, 256, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = torch.tensor(list(Path(os.__file__).read_bytes()))
+    generator, found = torch.Generator().manual_seed(1), {"gradients": [], "parameters": []}
+    for _ in range(STEPS):
+        starts = torch.randint(len(text) - minimal.LENGTH, (minimal.BATCH,), generator=generator)
+        batch = torch.stack([text[i : i + minimal.LENGTH + 1] for i in starts.tolist()])
+        loss = F.cross_entropy(model(batch[:, :-1]).transpose(1, 2), batch[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        found["gradients"].append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        found["parameters"].append([p.detach().clone() for p in model.parameters()])
+    return found | {"loss": loss.item()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_minimal_equals_one_process(one_process, tmp_path, ranks):
+    script = ROOT / "tests/workers/gpt_minimal.py"
+    said = warm.run(script, tmp_path / "found", STEPS, ranks=ranks, timeout=240).check().output
+    assert float(re.search(r"^step 10   loss (\S+)$", said, re.M)[1]) == pytest.approx(
+        one_process["loss"], abs=1e-4
+    )  # four digits are printed
+    assert "Warning" not in said
+    found = torch.load(tmp_path / "found")
+    # fp32 sums in another order: about 1e-7 for numbers of order one. AdamW divides by the root of
+    # small squares, which magnifies that: a hundredth of ten steps of its lr is allowed.
+    for part, tolerance in (("gradients", 1e-5), ("parameters", 3e-4)):
+        assert len(found[part]) == STEPS
+        for ours, theirs in zip(found[part], one_process[part], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    # The first step, before AdamW had anything to magnify.
+    torch.testing.assert_close(
+        found["gradients"][0], one_process["gradients"][0], rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.slow
+def test_minimal_under_torchrun():
+    """As its docstring says, through to the exit of the interpreter."""
+    result = torchrun(ROOT / "transformer_basics/minimal.py", ranks=1, timeout=240).check()
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", result.output)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.5  # it learns

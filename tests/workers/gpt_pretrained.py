@@ -1,0 +1,44 @@
+"""Load a folder of Hugging Face's on several meshes of two ranks, and save what they compute.
+
+Arguments: the folder, and where the tokens are and the logits go.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+
+import torch
+import train
+from config import Settings
+from pretrained import copy_weights, read_pretrained
+from runtime import distributed_worker
+
+MESHES = {"--tp 2": {"tp": 2}, "--dp-shard 2": {"dp_shard": 2}, "--pp 2": {"pp": 2}}
+
+
+def logits_on(mesh: dict, folder: str, tokens: torch.Tensor, worker) -> torch.Tensor:
+    sizes = {"layers": 2, "heads": 4, "dim": 24, "block_size": 32, "batch_size": 4}
+    settings = Settings(**sizes, init_from=folder, **mesh).on(worker.world_size)
+    config, weights = read_pretrained(settings, token_count=50)
+    _, model, pipeline = train.spread_model(config, settings, worker)
+    copy_weights(model, weights)
+    with torch.no_grad():
+        if not pipeline:
+            return model(tokens)
+        logits = pipeline.forward(tokens)
+        if logits is None:
+            logits = torch.empty(*tokens.shape, config.vocab_size)
+        return pipeline.broadcast_from_last(logits)
+
+
+def main(folder: str, output: str) -> None:
+    tokens = torch.load(Path(output) / "tokens")
+    with distributed_worker("cpu") as worker:
+        found = {name: logits_on(mesh, folder, tokens, worker) for name, mesh in MESHES.items()}
+        if worker.is_main:
+            torch.save(found, Path(output) / "logits")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,52 @@
+"""Counts the collectives of a step by the axis of the mesh on which they go.
+
+with CountByAxis(mesh) as sent:
+    train_step(...)
+calls, nbytes = sent.over("tp")
+"""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from counting import operation_of, ring_bytes, total_bytes
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode  # sees the collectives of C++ code too
+
+
+class CountByAxis(TorchDispatchMode):
+    """(axis, operation) -> calls of this rank in that group, bytes of the whole tensors."""
+
+    def __init__(self, mesh: DeviceMesh):
+        super().__init__()
+        self.calls, self.nbytes, self.mesh = Counter(), Counter(), mesh
+        self.axes = {mesh[axis].get_group().group_name: axis for axis in mesh.mesh_dim_names}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor first: then come the collectives that it needs
+        result = function(*args, **(kwargs or {}))
+        is_send = function.namespace == "c10d" and function.overloadpacket.__name__ == "send"
+        if operation := "send" if is_send else operation_of(function):
+            key = self.axes.get(group_name(args), "all ranks"), operation
+            self.calls[key] += 1
+            self.nbytes[key] += max(map(total_bytes, (*args[:2], result)))
+        return result
+
+    def over(self, axis: str) -> tuple[int, int]:
+        """Calls on this axis, and bytes that a rank sends if collectives go round in rings."""
+        ranks, calls, sent = self.mesh[axis].size(), 0, 0.0
+        for (where, operation), nbytes in self.nbytes.items():
+            if where == axis and ranks > 1:
+                calls += self.calls[where, operation]
+                sent += nbytes if operation == "send" else ring_bytes(operation, nbytes, ranks)
+        return calls, round(sent)
+
+
+def group_name(args) -> str:
+    """DTensor's collectives are given the group's name, dist's the group itself."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(value).group_name
+    return next(value for value in reversed(args) if isinstance(value, str))

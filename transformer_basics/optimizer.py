@@ -1,0 +1,28 @@
+"""What changes the parameters: AdamW, and the learning rate of each step."""
+
+import math
+
+import torch
+from config import Settings
+
+
+def make_optimizer(model, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, norms and biases do not (as GPT-3 was trained: arXiv 2005.14165).
+
+    fused: one call for all tensors of a group, which must lie on one mesh.
+    """
+    groups = {}
+    for p in model.parameters():
+        decay = settings.weight_decay if p.dim() > 1 else 0.0
+        groups.setdefault((decay, p.device_mesh), []).append(p)
+    groups = [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Linear over the warm-up to --lr, then half a cosine down to a tenth of it."""
+    warmup = round(settings.warmup * settings.steps)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, settings.steps - warmup)
+    return settings.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))

@@ -1,0 +1,78 @@
+"""Start from weights that others have trained: a GPT-2 in Hugging Face's format."""
+
+import torch
+from arguments import UserError
+from config import Settings
+from model import GPT, GPTConfig, from_hugging_face
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def read_pretrained(settings: Settings, token_count: int) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """The model that --init-from names, under our names: its sizes, and all weights, on the CPU.
+
+    token_count: tokens of the training text are below this number.
+    Raises `UserError` for what is no GPT-2, and if its sizes are not those of the flags.
+    """
+    from transformers import AutoConfig, GPT2LMHeadModel
+
+    name = settings.init_from
+    try:
+        theirs = AutoConfig.from_pretrained(name)
+        check_kind(name, theirs)
+        check_sizes(name, theirs, settings, token_count)
+        state = GPT2LMHeadModel.from_pretrained(name).state_dict()
+    except (OSError, ValueError, RuntimeError) as error:  # what transformers raises
+        if isinstance(error, UserError):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot load --init-from {name}: {reason}") from None
+    config = settings.model(theirs.vocab_size)
+    state["transformer.wpe.weight"] = state["transformer.wpe.weight"][: config.block_size]
+    weights = from_hugging_face(state, config)
+    if config.tied:  # one weight under two names
+        del weights["head.weight"]
+    return config, weights
+
+
+def check_kind(name: str, theirs) -> None:
+    """Raises `UserError` for a model that computes something else than ours."""
+    if theirs.model_type != "gpt2":
+        raise UserError(f"--init-from {name} is a {theirs.model_type}: only GPT-2 has these layers")
+    for key, value, ours in (
+        ("activation_function", theirs.activation_function, "gelu_new"),
+        ("layer_norm_epsilon", theirs.layer_norm_epsilon, 1e-5),
+        ("n_inner", theirs.n_inner or 4 * theirs.n_embd, 4 * theirs.n_embd),
+        ("scale_attn_weights", theirs.scale_attn_weights, True),
+        ("scale_attn_by_inverse_layer_idx", theirs.scale_attn_by_inverse_layer_idx, False),
+    ):
+        if value != ours:
+            raise UserError(f"--init-from {name} has {key} {value}, this GPT {ours}")
+
+
+def check_sizes(name: str, theirs, settings: Settings, token_count: int) -> None:
+    """Raises `UserError` with the flags that fit the weights."""
+    sizes = {"--layers": theirs.n_layer, "--heads": theirs.n_head, "--dim": theirs.n_embd}
+    given = {"--layers": settings.layers, "--heads": settings.heads, "--dim": settings.dim}
+    if sizes != given or settings.block_size > theirs.n_positions:
+        sizes["--block-size"] = min(settings.block_size, theirs.n_positions)
+        flags = " ".join(f"{flag} {size}" for flag, size in sizes.items())
+        raise UserError(f"--init-from {name} has other sizes: it fits {flags}")
+    if settings.tied and not theirs.tie_word_embeddings:
+        raise UserError(f"--init-from {name} has a head of its own: leave out --tied")
+    if token_count > theirs.vocab_size:
+        raise UserError(
+            f"--init-from {name} knows {theirs.vocab_size} tokens, the text has {token_count}: "
+            f"give --tokenizer {name}"
+        )
+
+
+@torch.no_grad()
+def copy_weights(model: GPT, weights: dict[str, Tensor]) -> None:
+    """Every rank has all `weights`, and keeps its part of each: nothing is sent."""
+    for name, parameter in model.named_parameters():
+        weight = weights[name].to(parameter.device, parameter.dtype)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            weight = distribute_tensor(weight, mesh, placements, src_data_rank=None)
+        parameter.copy_(weight)
