@@ -79,7 +79,7 @@ def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def without_paths(text: str) -> str:
-    return text.replace(f"{HERE.parent}{os.sep}", "").replace(sys.prefix, "...")
+    return text.replace(sys.prefix, "...").replace(f"{HERE.parent}{os.sep}", "")
 
 
 def parse_args() -> argparse.Namespace:
