@@ -105,6 +105,7 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
             {
                 "loss": evaluate.all_sum([loss], worker)[0],
                 "expected loss": expected.item(),
+                "rows": len(batch["labels"]),
                 "norm": sharded_norm.full_tensor().item(),
                 "expected norm": norm.item(),
                 "gradients": whole((n, p.grad) for n, p in model.named_parameters()),
