@@ -24,7 +24,7 @@ from data import (
     train_tokenizer,
 )
 from evaluate import EarlyStopping, equal_shares, first_words, rouge
-from helpers import ROOT, read_metrics
+from helpers import ROOT, read_metrics, torchrun
 from model import from_hub, prepare
 from transformers import (
     AutoConfig,
@@ -63,7 +63,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(files):
-    warm.run(ROOT / "tests/workers/t5_cases.py", files, ranks=2, timeout=240).check()
+    warm.run(ROOT / "tests/workers/t5_cases.py", files, ranks=2, timeout=480).check()
     return torch.load(files / "results.pt", weights_only=False)
 
 
@@ -336,7 +336,7 @@ def test_script(files, tmp_path):
     data = ("--train-file", files / "train.jsonl", "--eval-file", files / "eval.jsonl")
     more = ("--batch-size", 12, "--precision", "bf16", "--output-dir", tmp_path, "--show", 2)
     more += ("--workers", 1, "--log-every", 2)
-    result = warm.run(SCRIPT, *tiny.split(), *data, *more, timeout=240, ranks=2).check()
+    result = torchrun(SCRIPT, *tiny.split(), *data, *more, timeout=240).check()
     assert result.output.count("2 rank(s) on cpu, gloo") == 1
     assert "Warning" not in result.output
     assert "train     60 pairs" in result.output

@@ -4,6 +4,7 @@ Started by test_t5_finetuning.py. The reference, a plain T5 on the whole batch t
 of FSDP, is computed by every rank on its own.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -270,6 +271,8 @@ def measure(worker) -> dict:
 
 def main() -> None:
     logging.disable_progress_bar()
+    # As where torchrun starts the ranks: from tests/warm.py's they would inherit a forkserver.
+    multiprocessing.set_start_method("fork", force=True)
     with distributed_worker("cpu") as worker:
         results = measure(worker)
         if worker.is_main:
