@@ -128,6 +128,12 @@ def test_ranks_have_different_numbers_of_tokens(results):
     assert all(of_rank_0 != of_rank_1 for of_rank_0, of_rank_1 in tokens[:2])
 
 
+def test_gradients_travel_once_in_a_step(results):
+    """Not once for each of the three parts in which a rank works through its batch."""
+    case = results["cases"]["sgd, accumulate"]
+    assert [step["reduce_scatters"] for step in case["steps"]] == [len(case["units"])] * 3
+
+
 # ---- one matrix in four places
 
 
@@ -150,6 +156,8 @@ def test_each_rank_holds_its_share(results):
     whole = sum(p.numel() for p in case["steps"][0]["parameters"].values())
     # Odd numbers of rows leave rank 0 one more: 125 tokens x 32, and little else.
     assert whole / 2 <= case["held"] < 0.51 * whole
+    # Else everything would be gathered at once.
+    assert case["units"] == ["FSDPT5Block"] * 4 + ["FSDPT5ForConditionalGeneration"]
 
 
 # ---- generation, export, resume

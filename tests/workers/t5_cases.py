@@ -21,6 +21,8 @@ from arguments import UserError
 from data import JsonLines, epoch_batches
 from model import export, load_weights, prepare
 from runtime import distributed_worker
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 from train import make_sharded_model
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5ForConditionalGeneration
 from transformers.utils import logging
@@ -68,6 +70,18 @@ def plain_loss(model, tokenizer, pairs):
     return model(input_ids=source, attention_mask=(source != 0).long(), labels=labels).loss
 
 
+class Operations(TorchDispatchMode):
+    """The names of all operations inside the block, FSDP's collectives among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def whole(values) -> dict:
     """name -> the whole tensor, from shards or not; all ranks call this."""
     found = {}
@@ -92,6 +106,8 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
     batches = train.batches([train_set], 0, early_stopping, tokenizer, settings, worker)
     global_batches = epoch_batches(train_set.lengths, BATCH, settings.seed)
     result = {"ties": [ties(model)], "steps": [], "names": [n for n, _ in model.named_parameters()]}
+    units = [type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)]
+    result["units"] = sorted(units)
     result["held"] = sum(p.to_local().numel() for p in model.parameters())
     for (_, batch), indices in zip(islice(batches, STEPS), global_batches, strict=False):
         one.zero_grad()
@@ -101,11 +117,13 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
         if clip:
             torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
         one.step()
-        loss, sharded_norm = train.train_step(model, batch, sharded, lr, settings, worker)
+        with Operations() as operations:
+            loss, sharded_norm = train.train_step(model, batch, sharded, lr, settings, worker)
         result["steps"].append(
             {
                 "loss": evaluate.all_sum([loss], worker)[0],
                 "expected loss": expected.item(),
+                "reduce_scatters": sum("reduce_scatter" in name for name in operations.names),
                 "rows": len(batch["labels"]),
                 "norm": sharded_norm.full_tensor().item(),
                 "expected norm": norm.item(),
