@@ -79,7 +79,7 @@ def largest_difference(a: dict, b: dict) -> float:
 def watch_minimal(script, ranks: int, folder) -> SimpleNamespace:
     """Run it on these ranks, with what each of them did in each step."""
     if ranks == 1:  # with its own imports, in its own order: one of them matters
-        output = python(WATCH_MINIMAL, script, folder).check().output
+        output = python(WATCH_MINIMAL, script, folder, timeout=240).check().output
     else:
         output = warm.run(WATCH_MINIMAL, script, folder, ranks=ranks).check().output
     seen = [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
