@@ -53,6 +53,10 @@ def test_minimal_equals_one_process(one_process, tmp_path, ranks):
         assert len(found[part]) == STEPS
         for ours, theirs in zip(found[part], one_process[part], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    # Each rank holds its part: of the blocks all but some biases, of embedding and head over dp.
+    sizes = [p.numel() for p in one_process["parameters"][0]]
+    blocks, others = sum(sizes[1:-2]), sizes[0] + sum(sizes[-2:])
+    assert blocks / ranks < found["held"][0] - others / (ranks / 2) < 1.02 * blocks / ranks
     # The first step, before AdamW had anything to magnify.
     torch.testing.assert_close(
         found["gradients"][0], one_process["gradients"][0], rtol=0, atol=1e-6

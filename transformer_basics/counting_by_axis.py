@@ -30,8 +30,10 @@ class CountByAxis(TorchDispatchMode):
         is_send = function.namespace == "c10d" and function.overloadpacket.__name__ == "send"
         if operation := "send" if is_send else operation_of(function):
             key = self.axes.get(group_name(args), "all ranks"), operation
-            self.calls[key] += 1
-            self.nbytes[key] += max(map(total_bytes, (*args[:2], result)))
+            nbytes = max(map(total_bytes, (*args[:2], result)))
+            if nbytes > 8:  # not the sum of one number over all ranks, the norm of the gradients
+                self.calls[key] += 1
+                self.nbytes[key] += nbytes
         return result
 
     def over(self, axis: str) -> tuple[int, int]:

@@ -85,13 +85,9 @@ def settings_of(flags: str) -> Settings:
 
 
 def optimizer_of(name: str, model, settings):
-    if name == "adamw":
-        return make_optimizer(model, settings)
-    by_mesh = {}  # fused: DTensors cost a millisecond per operator, and a call takes one mesh's
-    for p in model.parameters():
-        by_mesh.setdefault(p.device_mesh, []).append(p)
-    groups = [{"params": params} for params in by_mesh.values()]
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return make_optimizer(model, settings)
 
 
 def one_process(kind: str) -> dict:
@@ -99,7 +95,7 @@ def one_process(kind: str) -> dict:
     settings = settings_of(flags.replace("bf16", "fp32"))
     model = initialize(GPT(settings.model(VOCABULARY)), seed=0)
     for p in model.parameters():
-        p.device_mesh = None  # read by optimizer_of and make_optimizer
+        p.device_mesh = None  # read by make_optimizer
     optimizer = optimizer_of(name, model, settings)
     found = {"loss": [], "norm": [], "gradients": []}
     for x, y in batches():

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 OUTPUT, STEPS = Path(sys.argv[1]), int(sys.argv[2])
-gradients, parameters = [], []
+gradients, parameters, held = [], [], []
 
 
 def of_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,6 +27,7 @@ def before_step(optimizer, args, kwargs) -> None:
 
 
 def after_step(optimizer, args, kwargs) -> None:
+    held.append(sum(p.to_local().numel() for p in optimizer.param_groups[0]["params"]))
     parameters.append([of_all_ranks(p) for p in optimizer.param_groups[0]["params"]])
 
 
@@ -36,6 +37,6 @@ minimal.STEPS = STEPS
 dist.init_process_group("gloo")
 minimal.train("cpu")
 if dist.get_rank() == 0:
-    torch.save({"gradients": gradients, "parameters": parameters}, OUTPUT)
+    torch.save({"gradients": gradients, "parameters": parameters, "held": held}, OUTPUT)
 dist.barrier()
 dist.destroy_process_group()
