@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "transformer_basics"), str(ROOT / "benchmarks")]
+sys.path.append(str(ROOT / "parallel_basics"))  # last: both directories have model.py, runtime.py
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
 import report
@@ -30,7 +31,7 @@ from flops import matmul_peak, wait
 from model import GPT, cross_entropy, initialize
 from parallelize import apply_compile, apply_tensor_parallel
 from runtime import Worker, distributed_worker
-from tensor_parallel_layers import cut_model, vocab_parallel_cross_entropy
+from tensor_parallel_from_scratch import cut_model, vocab_parallel_cross_entropy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -49,6 +50,7 @@ def main() -> None:
         if args.part == "data_parallel" and args.device == "cpu" and sys.platform == "linux":
             pin_to_a_core()
         with distributed_worker(args.device) as worker:
+            torch.set_float32_matmul_precision("high")  # as train.py, for all sides
             samples = {size: PARTS[args.part](worker, args.repeats, size) for size in args.sizes}
             if worker.is_main:
                 report.say(samples)
@@ -160,12 +162,12 @@ def alone(side: Callable[[], float], worker: Worker, threads: int = 1) -> Callab
     return run
 
 
-def together(side: Callable[[], float], worker: Worker, shares: int = 1) -> Callable[[], float]:
-    """All ranks work, from a common start to the end of the last; `shares` of the data at once."""
+def together(side: Callable[[], float], worker: Worker, copies: int = 1) -> Callable[[], float]:
+    """All ranks work, from a common start to the end of the last; `copies` do so at once."""
 
     def run() -> float:
         dist.barrier()
-        rate = torch.tensor(side() * shares)
+        rate = torch.tensor(side() * copies, device=worker.device)  # NCCL adds on GPUs only
         dist.all_reduce(rate, op=dist.ReduceOp.MIN)
         return rate.item()
 
@@ -197,8 +199,8 @@ def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
     ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
     sides = {
         "one rank": alone(one, worker),
-        "two that send nothing": together(one, worker, shares=2),
-        "DDP": together(bare(size, worker, batch, ddp), worker, shares=2),
+        "two that send nothing": together(one, worker, copies=2),
+        "DDP": together(bare(size, worker, batch, ddp), worker, copies=2),
         "copies": template("dp_replicate=2", *both),
         "ZeRO-2": template("dp_shard=2", *both),
         "ZeRO-3": template("dp_shard=2", *both, keep_gathered=False),
@@ -207,7 +209,10 @@ def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
 
 
 def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
-    """No side clips gradients: it would be another collective in some and not in others."""
+    """No side clips gradients: that would be other operations in some and not in others.
+
+    train.py's step sums the norm all the same, one number: it is in the log.
+    """
     common, mesh = (size, worker, SIZES[size][1]), init_device_mesh(worker.device.type, (2,))
     plain = partial(bare, *common, clip=False)
     cut = partial(apply_tensor_parallel, mesh=mesh)

@@ -241,8 +241,8 @@ def report(results: dict, args, worker: Worker) -> None:
     gains = [s / o for s, o in zip(results["sequential"], results["overlapped"], strict=True)]
     gain = [f"{f(gains):.2f}" for f in (statistics.median, min, max)]
     print(f"sequential / overlapped, pair by pair: {gain[0]} ({gain[1]} ... {gain[2]})")
-    share = [f"{f(hidden(results)):.0%}" for f in (statistics.median, min, max)]
-    print(f"hidden of the communication: {share[0]} ({share[1]} ... {share[2]})")
+    covered = [f"{f(hidden(results)):.0%}" for f in (statistics.median, min, max)]
+    print(f"hidden of the communication: {covered[0]} ({covered[1]} ... {covered[2]})")
     if worker.device.type == "cpu":
         alone, sent = (statistics.median(results[name]) for name in ("compute", "communicate"))
         print("at most, since no order can take fewer ms than")

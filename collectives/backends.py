@@ -33,13 +33,16 @@ def main() -> None:
     args = parse_args()
     with distributed_worker(args.device) as worker:
         status = {name: how_usable(name) for name in ("gloo", "nccl", "xccl", "ucc", "mpi")}
-        show(worker, "1. Backends of this build", ["backend", "devices", "here"], [
-            [name, ", ".join(dist.Backend.backend_capability[name]), status[name]]
-            for name in status
-        ])  # fmt: skip
+        show_backends(worker, status)
         show_operations(worker)
         show_one_backend_per_device(worker)
         show(worker, "4. Which one for me?", ["tensors", "backend", "here"], guide(status))
+
+
+def show_backends(worker: Worker, status: dict[str, str]) -> None:
+    capability = dist.Backend.backend_capability  # backend -> devices
+    rows = [[name, ", ".join(capability[name]), here] for name, here in status.items()]
+    show(worker, "1. Backends of this build", ["backend", "devices", "here"], rows)
 
 
 def how_usable(name: str) -> str:
@@ -123,9 +126,10 @@ def operations(device, group) -> dict:
 
     def all_gather(uneven=False):
         sizes = [r + 1 if uneven else 1 for r in range(n)]
-        parts, pairs = [number([0.0] * size) for size in sizes], zip(everyone, sizes, strict=True)
+        parts = [number([0.0] * size) for size in sizes]
         dist.all_gather(parts, mine().repeat(sizes[rank]), group=group)
-        return torch.cat(parts).tolist() == [e for e, s in pairs for _ in range(s)]
+        expected = [[e] * size for e, size in zip(everyone, sizes, strict=True)]
+        return [part.tolist() for part in parts] == expected
 
     def all_gather_one_tensor():
         gathered = number([0.0] * n)
@@ -133,9 +137,8 @@ def operations(device, group) -> dict:
         return gathered.tolist() == everyone
 
     def scatter():
-        x = number([0.0])
-        dist.scatter(x, [number([e]) for e in everyone] if rank == 0 else None,
-                     group_src=0, group=group)  # fmt: skip
+        x, parts = number([0.0]), [number([e]) for e in everyone]
+        dist.scatter(x, parts if rank == 0 else None, group_src=0, group=group)
         return x.item() == rank + 1
 
     def reduce_scatter():

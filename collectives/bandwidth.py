@@ -54,9 +54,9 @@ def main() -> None:
             for nbytes in sizes:
                 values = "not checked"
                 if args.verify:
-                    found = errors_of(operation, nbytes, worker)
-                    errors += found
-                    values = "wrong" if found else "ok"
+                    new_errors = errors_of(operation, nbytes, worker)
+                    errors += new_errors
+                    values = "wrong" if new_errors else "ok"
                 measurements.append(measure(operation, nbytes, args.repeats, values, worker))
         if not measurements:
             raise UserError("nothing to measure: send_recv needs two ranks or more")

@@ -31,7 +31,7 @@ class Fit:
     fit: str  # the operation
     alpha: float  # seconds
     beta: float  # seconds per byte
-    worst_error: float  # largest difference of the line to a median, as a part of that median
+    worst_error: float  # the largest difference of the line to a median, as a part of that median
     best_busbw: float  # bytes per second
 
 

@@ -27,7 +27,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # sections 3 and 4 provok
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, above, fail
+from arguments import ArgumentParser, above
+from runtime import choose_device
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -39,7 +40,7 @@ def main() -> None:
     args = parse_args()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     board = open_board()  # so that the ranks can agree on ports and folders before they are a group
-    backend = choose_backend(args.device)
+    backend = choose_backend(args.device, board)
     if rank == 0:
         print(f"{world_size} rank(s), {backend}, torch {torch.__version__}")
     timeout = timedelta(seconds=args.timeout)
@@ -254,13 +255,11 @@ def reason(error: Exception) -> str:
     return str(error).splitlines()[0].split("] ", 1)[-1].split(". You ")[0]
 
 
-def choose_backend(device: str) -> str:
-    local_ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if device == "cuda" and gpus < local_ranks:
-        fail(f"--device cuda needs a GPU per rank: {local_ranks} rank(s), {gpus} GPU(s) here")
-    if device == "cpu" or gpus < local_ranks:
+def choose_backend(device: str, board: dist.Store) -> str:
+    place = choose_device(device, board)
+    if place.type == "cpu":
         return "gloo"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # never the global rank
+    torch.cuda.set_device(place)
     return "nccl"
 
 

@@ -138,29 +138,31 @@ def show_backends(worker: Worker) -> None:
 
 def show_ready_made(grid: torch.Tensor, worker: Worker) -> None:
     rows, columns = grid.tolist(), grid.T.tolist()
+    own_row = next(row for row in rows if worker.rank in row)
     ways = {
         "new_subgroups(group_size)": lambda: dist.new_subgroups(len(rows[0]))[0],
         "new_subgroups_by_enumeration": lambda: dist.new_subgroups_by_enumeration(columns)[0],
         "init_device_mesh, row": lambda: mesh_group(grid, "row", worker),
         "init_device_mesh, column": lambda: mesh_group(grid, "column", worker),
         "split_group": lambda: dist.split_group(split_ranks=rows),
-        "new_group by members alone": lambda: members_alone(rows[-1]),
+        "new_group by members alone": lambda: members_alone(own_row),
     }
-    lines, lacks = [], ""
+    lines, missing = [], []
     for name, make in ways.items():
         try:
             group = make()
             lines.append(dist.get_process_group_ranks(group) if group else "not in it")
         except RuntimeError as error:
             lines.append("missing")
-            lacks = f"{name} is missing on {dist.get_backend()}: {error}"
+            missing.append(f"{name} is missing on {dist.get_backend()}: {error}")
     everyone = [None] * worker.world_size
     dist.gather_object(lines, everyone if worker.is_main else None)
     if worker.is_main:
         print("\n2. Ready-made groups: those of the first and of the last rank")
         rows = list(zip(ways, everyone[0], everyone[-1], strict=True))
         print_table(["made by", "rank 0", f"rank {worker.world_size - 1}"], rows)
-        print(lacks)
+        for reason in missing:
+            print(reason)
 
 
 def mesh_group(grid: torch.Tensor, axis: str, worker: Worker):
@@ -173,10 +175,12 @@ def mesh_group(grid: torch.Tensor, axis: str, worker: Worker):
 
 
 def members_alone(ranks: list[int]):
-    """Ranks outside do not call at all.
+    """A group that its members make alone: ranks outside of it need not call.
 
-    The group's name is then made of its members and of the number of groups that the rank is in
-    (torch 2.13): members that are in unequally many groups wait for each other until the time-out.
+    But let every rank make as many groups as any other, as here one per row. The group's name is
+    made of its members and of how many groups this rank has made (torch 2.15) or is in (2.13):
+    where that differs, ranks wait for each other until the time-out. In 2.15 such a call counts for
+    the next new_group of all ranks, too: who was no member would be one behind, for good.
     """
     if dist.get_rank() not in ranks:
         return None

@@ -1,8 +1,8 @@
 """DistributedDataParallel in one screen: N processes compute what one would, each 1/N of it.
 
     python ddp_basics/minimal.py                                      # one process
-    torchrun --standalone --nproc_per_node=2 ddp_basics/minimal.py    # two: the same accuracy
-"""  # fmt: skip
+    torchrun --standalone --nproc_per_node=2 ddp_basics/minimal.py    # two
+Look at the accuracy: it is the same."""
 
 import argparse
 import os

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import ArgumentParser, UserError, above, at_least
-from checkpoint import resume, save_checkpoint
+from checkpoint import resume, save_checkpoint, saves
 from data import load_dataset
 from model import SmallCNN
 from runtime import Worker, distributed_worker
@@ -50,22 +50,22 @@ def train(args, worker: Worker) -> None:
     # Everything after the class goes to the AdamW that each rank makes for its own parameters.
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr)
 
-    path = args.output_dir / "zero.pt" if args.output_dir else None
+    folder = args.output_dir / "checkpoints" if args.output_dir else None
     parts = {"model": model, "optimizer": optimizer}
     run = {"batch_size": args.batch_size, "channels": args.channels, "lr": args.lr}
     # Every rank gets the whole state, and load_state_dict keeps the rank's share of it.
-    first_step = resume(path, parts, run, worker) if path else 0
+    first_step, _ = resume(folder, parts, run, worker) if folder else (0, {})
     if first_step >= args.steps:
-        raise UserError(f"{path} is at step {first_step} already: ask for more --steps")
+        raise UserError(f"{folder} is at step {first_step} already: ask for more --steps")
 
     for step in range(first_step, args.steps):
         train_step(ddp_model, optimizer, data, step, args, worker)
     report_bytes(model, optimizer, worker)
-    if path:
+    if folder:
         # All ranks send their share to rank 0; its state_dict() then looks like plain AdamW's. The
         # whole state is thus on one rank: for models where that is too much, see fully_shard.
         optimizer.consolidate_state_dict(to=0)
-        save_checkpoint(path, parts, args.steps, run, worker)
+        save_checkpoint(folder, parts, args.steps, run, worker)
 
     # The reference: DDP with AdamW on every rank, from step 0, without a stop.
     plain_model, plain_ddp_model = build(args, worker)
@@ -77,8 +77,9 @@ def train(args, worker: Worker) -> None:
     dist.all_reduce(max_diff, op=dist.ReduceOp.MAX)  # over all ranks
     if worker.is_main:
         print(f"AdamW without it: {state_bytes(plain_optimizer):,} bytes on every rank")
-        if path:
-            print(f"saved to {path}: {path.stat().st_size:,} bytes")
+        if folder:
+            file = saves(folder)[-1]
+            print(f"saved to {file}: {file.stat().st_size:,} bytes")
         print(
             f"max difference of parameters to AdamW: {max_diff:.1e} "
             f"(steps {first_step + 1}-{args.steps} against 1-{args.steps})"
@@ -137,7 +138,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
     add("--channels", type=at_least(4), default=32, help="size of the model, a multiple of 4")
     add("--lr", type=above(0), default=2e-3)
-    add("--output-dir", type=Path, help="save zero.pt there; continue from it if it is there")
+    add("--output-dir", type=Path, help="save there; continue what is there")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
     if args.channels % 4:

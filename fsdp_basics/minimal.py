@@ -22,7 +22,7 @@ def train(device: torch.device) -> None:
     images, labels = map(torch.tensor, load_digits(return_X_y=True))  # 1,797 images
     dataset = TensorDataset((images / 16).float().view(-1, 8, 8), labels)  # of 8 rows of 8 pixels
     # One shuffled order, dealt out to the ranks. In a step they take 60 images together.
-    sampler = DistributedSampler(dataset, shuffle=True, drop_last=True)
+    sampler = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, batch_size=60 // world_size, sampler=sampler, drop_last=True)
 
     torch.manual_seed(0)  # the same first values on all ranks, of which each keeps its part
@@ -58,4 +58,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(device)  # one GPU per rank, or all of them would take the first
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # the ranks meet
     train(device)  # the model ends with this function: before the group that it talks through
+    dist.barrier()  # nobody closes a connection that another rank still reads from
     dist.destroy_process_group()

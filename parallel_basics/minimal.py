@@ -59,4 +59,5 @@ if __name__ == "__main__":
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     train(device, args.steps)  # in a function: the model must be gone when the group is destroyed
+    dist.barrier()  # nobody leaves while another rank may still read from it
     dist.destroy_process_group()

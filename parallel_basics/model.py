@@ -154,23 +154,23 @@ def initialize(model: GPT, seed: int, device: torch.device | str | None = None) 
         model.tie()
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        whole = torch.empty(parameter.shape)
+        values = torch.empty(parameter.shape)
         if name.endswith("bias"):
-            whole.zero_()
+            values.zero_()
         elif "norm" in name:
-            whole.fill_(1)
+            values.fill_(1)
         else:
             # Radford et al. (2019), section 2.3: each block adds twice to the same sum; smaller
             # values in the last layer of what is added keep its variance independent of the depth.
             adds = name.endswith(("attention.out.weight", "mlp.contract.weight"))
             depth = (2 * model.config.layers) ** 0.5
-            whole.normal_(0, 0.02 / depth if adds else 0.02, generator=generator)
+            values.normal_(0, 0.02 / depth if adds else 0.02, generator=generator)
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
-            whole = distribute_tensor(
-                whole.to(parameter.device), mesh, placements, src_data_rank=None
+            values = distribute_tensor(
+                values.to(parameter.device), mesh, placements, src_data_rank=None
             )
-        parameter.copy_(whole)
+        parameter.copy_(values)
     return model
 
 

@@ -28,8 +28,7 @@ def train(model_id: str | None) -> None:
     else:
         tokenizer = ByT5Tokenizer()  # its tokens are bytes: there is no vocabulary to download
         model = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **SMALL))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device).eval()  # eval(): no dropout
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # eval(): no dropout
     for block in (*model.encoder.block, *model.decoder.block):
         fully_shard(block)  # its parameters are gathered while it computes
     # The root gets the rest, also the one matrix that is both embeddings and the output. The trap:
@@ -39,9 +38,9 @@ def train(model_id: str | None) -> None:
 
     functions = (copy, copyfile, which, fill, indent, wrap)[rank::world_size]  # this rank's part
     texts = [f"{function.__name__}{signature(function)}" for function in functions]
-    summaries = [getdoc(function).split("\n")[0] for function in functions]
-    source = tokenizer(texts, padding=True, return_tensors="pt").to(device)
-    target = tokenizer(summaries, padding=True, return_tensors="pt").to(device)
+    summaries = [getdoc(function).splitlines()[0] for function in functions]
+    source = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
+    target = tokenizer(summaries, padding=True, return_tensors="pt").to(model.device)
     labels = target.input_ids.masked_fill(target.attention_mask == 0, -100)  # padding has no loss
     own_tokens = target.attention_mask.sum()
     all_tokens = own_tokens.clone()
@@ -59,13 +58,13 @@ def train(model_id: str | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", help="such as google-t5/t5-small; default: a small new one")
-    model_id = parser.parse_args().model
+    args = parser.parse_args()
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # one per process
+    if torch.cuda.is_available():  # a GPU for each process of this machine
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group()  # Gloo; beside it NCCL, for what is on GPUs
-    train(model_id)
+    train(args.model)
     gc.collect()  # a model is full of cycles; gone with it is all that still uses the group
     dist.barrier()  # nobody leaves while another rank still waits for a message
     dist.destroy_process_group()

@@ -17,10 +17,10 @@ COPIES = [
     ("runtime.py", "ddp_basics", EXAMPLES),
     ("arguments.py", "ddp_basics", EXAMPLES),
     ("metrics.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
+    ("stopping.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
     ("data.py", "ddp_basics", ["fsdp_basics"]),
-    ("checkpoint.py", "fsdp_basics", ["t5_finetuning"]),
+    ("checkpoint.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("model.py", "transformer_basics", ["parallel_basics"]),
-    ("parallelize.py", "transformer_basics", ["parallel_basics"]),
     ("comparing.py", "transformer_basics", ["parallel_basics"]),
     ("counting.py", "transformer_basics", ["parallel_basics"]),
 ]

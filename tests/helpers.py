@@ -123,7 +123,7 @@ class Job:
             raise TimeoutError(f"no end within {timeout} s\n{self.output[-20_000:]}") from None
         return Result(self.process.returncode, self.output)
 
-    def wait_until(self, condition: Callable[[], object], timeout: float = 60) -> object:
+    def wait_until(self, condition: Callable[[], object], timeout: float = 180) -> object:
         """Return the first true value of `condition()`; raise if the job ends or time runs out."""
         deadline = time.monotonic() + timeout
         while not (value := condition()):

@@ -6,6 +6,7 @@ that the check would catch a race.
 """
 
 import contextlib
+import inspect
 import json
 import re
 import sys
@@ -30,6 +31,8 @@ launches_ranks = pytest.mark.slow
 HERE, WORKER = ROOT / "collectives", ROOT / "tests/workers/collectives_groups.py"
 N = 4
 KINDS = ("TCPStore", "FileStore", "PrefixStore")
+# Up to torch 2.13 at least, split_group wanted a GPU; 2.15 splits groups of Gloo.
+GLOO_SPLITS = "No device associated" not in inspect.getsource(dist.split_group)
 
 
 def parts_of(output: str) -> dict[str, str]:
@@ -327,8 +330,8 @@ def test_sums_stay_in_rows_and_columns(job, columns):
 def test_every_rank_must_make_every_group(job):
     for rank, said in enumerate(job.groups):
         if rank != 1:
-            assert re.match(r"wait timeout after 700ms, keys: \S+/1$", said["left out"])
-            assert 0.5 < said["left out, seconds"] < 10
+            assert re.match(r"wait timeout after 3000ms, keys: \S+/1$", said["left out"])
+            assert 2.5 < said["left out, seconds"] < 30
         assert said["the next one"] != "made", "one rank is a call behind"
         assert said["world"] == 1111
 
@@ -373,12 +376,15 @@ def test_hello_world_prints(job, alone):
 
 @launches_ranks
 def test_backends_prints(job, alone):
-    lacks = {  # of Gloo; torch 2.13
+    lacks = {  # of Gloo
         "all_reduce, AVG of int64": "result type Float can't be cast",
         "all_reduce, PREMUL_SUM": "Cannot use ReduceOp.PREMUL_SUM with Gloo",
         "all_gather, uneven sizes": "ProcessGroupGloo::allgather: invalid tensor size",
-        "split_group": "No device associated with the default pg",
     }
+    if torch.__version__ < "2.12":  # torch's own class compares the numbers, not the letters
+        lacks["all_to_all"] = "Backend gloo does not support alltoall"
+    if not GLOO_SPLITS:
+        lacks["split_group"] = "No device associated with the default pg"
     for printed, n in ((job.printed["backends"], N), (alone["backends"], 1)):
         assert table(printed, "1. Backends")[1][0] == ["gloo", "cpu, cuda", "yes"]
         said = {row[0]: row[1] for row in table(printed, "2. Operations")[1]}
@@ -467,10 +473,10 @@ def test_process_groups_prints(job, alone):
         "new_subgroups_by_enumeration": columns,
         "init_device_mesh, row": rows,
         "init_device_mesh, column": columns,
-        "split_group": ["missing", "missing"],
-        "new_group by members alone": ["not in it", "[2, 3]"],
+        "split_group": rows if GLOO_SPLITS else ["missing", "missing"],
+        "new_group by members alone": rows,
     }
-    assert "\nsplit_group is missing on gloo: No device" in printed
+    assert ("\nsplit_group is missing on gloo: No device" in printed) == (not GLOO_SPLITS)
     wrong = "Global rank 0 is not part of group"
     assert table(printed, "3. The upper half, [2, 3]")[1] == [
         ["0", "outside", "-", "-", "-"],
@@ -478,6 +484,7 @@ def test_process_groups_prints(job, alone):
         ["2", "0", wrong, "2", "2"],
         ["3", "1", wrong, "2", "2"],
     ]
+    assert table(printed, "4. A backend per group")[1][1][1] == "gloo"
     rows = table(printed, "5. Rank 3 leaves out")[1]
     assert [row[0] for row in rows] == list("0123")
     # The key ends in 3, unless a busy machine has made another rank late.

@@ -79,8 +79,3 @@ def test_minimal_runs_and_ends_with_status_0(one_process, ranks):
         assert held == total / ranks  # each first dimension is even
         assert result.output.count("rank 0 holds") == 1
         assert printed_losses(result) == pytest.approx(one_process[1], abs=5e-3)
-
-
-def test_readme_shows_the_file_in_full():
-    code = MINIMAL.read_text()
-    assert code[code.index("def train(") :] in (MINIMAL.parent / "README.md").read_text()

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from optimizer import learning_rate
 from pipeline import Pipeline, stage_layers
 from pretrained import copy_weights, read_pretrained
 from runtime import Worker
-from workers.gpt_equivalence import CASES, KINDS, LR, STEPS
+from workers.gpt_equivalence import CASES, KINDS, LR, STEPS, one_process
 
 FOLDER = ROOT / "transformer_basics"
 TRAIN = FOLDER / "train.py"
@@ -36,9 +37,10 @@ TINY = (
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
     script, folder = ROOT / "tests/workers/gpt_equivalence.py", tmp_path_factory.mktemp("matrix")
-    for ranks in (1, 2, 4, 8):
+    for ranks in (2, 4, 8):
         warm.run(script, folder / str(ranks), ranks=ranks, timeout=240).check()
-    return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 4, 8)}
+    found = {ranks: torch.load(folder / str(ranks)) for ranks in (2, 4, 8)}
+    return found | {1: {kind: one_process(kind) for kind in KINDS}}
 
 
 @pytest.mark.slow
@@ -52,7 +54,7 @@ def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     if KINDS[kind][1] == "adamw":
         tolerance["parameters"] = 1e-2 * LR
     if kind == "bf16":
-        tolerance = {"loss": 1e-2, "norm": 1e-1, "gradients": 1e-2, "parameters": 1e-2}
+        tolerance = {"loss": 1e-2, "norm": 2e-2, "gradients": 1e-2, "parameters": 1e-2}
     for part in ("loss", "norm"):
         assert len(actual[part]) == len(expected[part]) == STEPS
         for step, (a, b) in enumerate(zip(actual[part], expected[part], strict=True)):
@@ -69,6 +71,28 @@ def close(actual, expected, tolerance, what):
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "mesh", "kind"), CASES)
+def test_flags_do_something(matrix, ranks, mesh, kind):
+    """A flag without effect would equal one process, too."""
+    found, words = matrix[ranks][mesh, kind], mesh.split()
+    sizes = {word: int(n) for word, n in pairwise(words) if n.isdigit()}
+    parts = sizes.get("--pp", 1) * sizes.get("--dp-shard", 1) * sizes.get("--tp", 1)
+    all_numbers = sum(p.numel() for p in matrix[1][kind]["parameters"][0].values())
+    # Norms and some biases are not cut by tp; stages are not equal.
+    assert all_numbers / parts <= found["held"] <= 1.25 * all_numbers / parts
+    assert found["compiled"] == ("--compile" in words)
+    if not found["compiled"]:
+        microbatches = sizes.get("--accumulate", sizes.get("--pp", 1))
+        computed = 2 if "--activation-checkpointing" in words else 1
+        assert found["mlp_calls"] == STEPS * microbatches * computed
+
+
+@pytest.mark.slow
+def test_keep_gathered_does_so(matrix):
+    assert matrix[2]["kept"] == [False, True]
 
 
 @pytest.mark.slow

@@ -19,14 +19,14 @@ STEPS = 10  # it prints the loss after every tenth
 def one_process() -> dict:
     """The same model, text and optimizer in a plain loop over whole batches."""
     torch.manual_seed(0)
-    layers = [nn.Embedding(256, minimal.DIM), minimal.Block(), minimal.Block()]
-    # In minimal.py the blocks are made before the head and after the embedding.
-    model = nn.Sequential(*layers, nn.Linear(minimal.DIM, 256, bias=False))
+    blocks = [minimal.Block(), minimal.Block()]  # made in this order
+    head, embedding = nn.Linear(minimal.DIM, 256), nn.Embedding(256, minimal.DIM)
+    model = nn.Sequential(embedding, *blocks, head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = torch.tensor(list(Path(os.__file__).read_bytes()))
-    generator, found = torch.Generator().manual_seed(1), {"gradients": [], "parameters": []}
+    found = {"gradients": [], "parameters": []}
     for _ in range(STEPS):
-        starts = torch.randint(len(text) - minimal.LENGTH, (minimal.BATCH,), generator=generator)
+        starts = torch.randint(len(text) - minimal.LENGTH, (minimal.BATCH,))
         batch = torch.stack([text[i : i + minimal.LENGTH + 1] for i in starts.tolist()])
         loss = F.cross_entropy(model(batch[:, :-1]).transpose(1, 2), batch[:, 1:])
         optimizer.zero_grad()
@@ -62,7 +62,7 @@ def test_minimal_equals_one_process(one_process, tmp_path, ranks):
 @pytest.mark.slow
 def test_minimal_under_torchrun():
     """As its docstring says, through to the exit of the interpreter."""
-    result = torchrun(ROOT / "transformer_basics/minimal.py", ranks=1, timeout=240).check()
+    result = torchrun(ROOT / "transformer_basics/minimal.py", ranks=2, timeout=240).check()
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", result.output)]
     assert len(losses) == 5
-    assert losses[-1] < losses[0] - 0.5  # it learns
+    assert losses[-1] < losses[0] - 0.3  # it learns

@@ -20,10 +20,9 @@ from model import GPT, GPTConfig, cross_entropy
 from parallelize import apply_fsdp, apply_tensor_parallel
 from pipeline import Pipeline, stage_layers
 from runtime import Worker, distributed_worker
-from torch import Tensor
+from sampling import generate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import DTensor
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
@@ -75,55 +74,6 @@ def make_mesh(config: GPTConfig, args, worker: Worker):
         tp=args.tp,
     ).on(worker.world_size)
     return init_device_mesh(worker.device.type, settings.mesh_shape(), mesh_dim_names=AXES)
-
-
-@torch.no_grad()
-def generate(
-    model: GPT,
-    pipeline: Pipeline | None,
-    tokens_BT: Tensor,
-    count: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-    length_multiple: int = 1,
-) -> Tensor:
-    """Continue each row of `tokens_BT`, int64, by `count` tokens; returns rows of T + count.
-
-    All ranks call this with the same arguments: each step is a forward pass of the whole mesh, and
-    all draw the same random numbers. Each token costs a pass over the whole window.
-    temperature: below 1 the likely becomes likelier; 0 takes the likeliest (greedy).
-    top_k: draw from so many likeliest tokens only; 0: from all.
-    length_multiple: the number of tokens in a pass must be one of it (sequence parallelism).
-    """
-    generator = torch.Generator(tokens_BT.device).manual_seed(seed)
-    for _ in range(count):
-        window = tokens_BT[:, -model.config.block_size :]
-        length = window.shape[1]
-        # Filled up behind the end, where no earlier token looks.
-        window = torch.nn.functional.pad(window, (0, -length % length_multiple))
-        logits = pipeline.forward(window) if pipeline else model(window)
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
-        if logits is None:  # another stage has them
-            chosen = tokens_BT.new_empty(len(tokens_BT), 1)
-        else:
-            chosen = choose(logits[:, length - 1].float(), temperature, top_k, generator)
-        if pipeline:
-            chosen = pipeline.broadcast_from_last(chosen)
-        tokens_BT = torch.cat([tokens_BT, chosen], dim=1)
-    return tokens_BT
-
-
-def choose(logits_BV: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    """One token for each row: (B, 1), int64."""
-    if temperature == 0:
-        return logits_BV.argmax(1, keepdim=True)
-    logits_BV = logits_BV / temperature
-    if top_k:
-        kth = logits_BV.topk(min(top_k, logits_BV.shape[1])).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < kth, -torch.inf)
-    return torch.multinomial(logits_BV.softmax(1), 1, generator=generator)
 
 
 def parse_args():

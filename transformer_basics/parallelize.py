@@ -44,7 +44,7 @@ def apply_tensor_parallel(
     for name, value in (("heads", config.heads), ("vocab_size", config.vocab_size)):
         if value % ranks:
             raise UserError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
-    # What lies between the pairs: each rank has all of it, or its share of the tokens.
+    # What lies between the pairs: each rank has all of it, or its part of the tokens.
     between = Shard(1) if sequence_parallel else Replicate()
     plan = {}
     if model.is_first:
@@ -60,10 +60,10 @@ def apply_tensor_parallel(
         if sequence_parallel:  # norms look at one token at a time: each rank takes its own tokens
             plan |= {block + "attention_norm": SequenceParallel()}
             plan |= {block + "mlp_norm": SequenceParallel()}
-        # The input is made whole here, once for query, key and value together: in backward their
+        # All tokens are gathered here, once for query, key and value together: in backward their
         # three gradients are added on the rank before one sum over the ranks.
-        whole = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-        plan |= {block + "attention": whole, block + "mlp": whole}
+        all_tokens = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+        plan |= {block + "attention": all_tokens, block + "mlp": all_tokens}
         for name in ("attention.query", "attention.key", "attention.value", "mlp.expand"):
             plan[block + name] = ColwiseParallel()  # some of the heads, some of the features
         for name in ("attention.out", "mlp.contract"):

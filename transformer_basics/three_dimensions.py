@@ -45,9 +45,9 @@ def apply_all(config: GPTConfig, args, worker: Worker):
         model = GPT(config, stage_layers(config.layers, mesh["pp"]))
     if args.tp > 1:
         apply_tensor_parallel(model, mesh["tp"], loss_parallel=True)
-    apply_fsdp(
-        model, mesh["dp_replicate", "dp_shard"], reshard_after_forward=args.pp == 1
-    )  # a pipeline would gather again for every micro-batch
+    # A pipeline keeps what is gathered: it would gather again for every micro-batch.
+    data_parallel = mesh["dp_replicate", "dp_shard"]
+    apply_fsdp(model, data_parallel, reshard_after_forward=args.pp == 1)
     initialize(model, args.seed, worker.device)
     if args.pp == 1:
         return mesh, model, None

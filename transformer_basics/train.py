@@ -26,7 +26,6 @@ from config import AXES, PRECISIONS, Settings, parse_args
 from data import Batches, bigram_loss, load_corpus
 from evaluation import evaluate, held_out_windows, mean_over_ranks
 from flops import matmul_peak
-from generate import generate
 from metrics import Metrics, Throughput, make_profiler, make_tracker, memory_mb
 from model import GPT, GPTConfig, cross_entropy, initialize
 from optimizer import learning_rate, make_optimizer
@@ -39,6 +38,7 @@ from parallelize import (
 from pipeline import Pipeline, stage_layers
 from pretrained import copy_weights, read_pretrained
 from runtime import Worker, distributed_worker
+from sampling import generate
 from step import train_step
 from stopping import StopRequests
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

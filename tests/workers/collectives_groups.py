@@ -159,20 +159,22 @@ def try_groups(worker: Worker) -> dict:
                 dist.get_rank(group),
                 process_groups.sum_in(group, 10**rank, "cpu"),
             ]
-    # Only the members call: works while all are in equally many groups, then no more.
+    # One rank leaves out a call: that call fails. Patiently, or a rank that a busy machine has
+    # made late would be named as well.
+    started = time.perf_counter()
+    seen["left out"] = "absent" if rank == 1 else process_groups.try_new_group(3)
+    seen["left out, seconds"] = time.perf_counter() - started
+    dist.barrier()
+    seen["the next one"] = process_groups.try_new_group(0.7)  # all make it, and it fails, too
+    dist.barrier()
+    # Last, since they put the ranks out of step, too. Only the members call: works while all have
+    # made equally many groups, then no more.
     first = process_groups.members_alone([2, 3])
     seen["members alone"] = dist.get_process_group_ranks(first) if first else None
     dist.barrier()
     by_name = {"use_local_synchronization": True}
     seen["unequal counts"] = process_groups.try_new_group(0.7, **by_name)
     dist.barrier()
-    # One rank leaves out a call: that call fails, and so does the next one, which all make.
-    for call in ("left out", "the next one"):
-        started = time.perf_counter()
-        absent = call == "left out" and rank == 1
-        seen[call] = "absent" if absent else process_groups.try_new_group(0.7)
-        seen[f"{call}, seconds"] = time.perf_counter() - started
-        dist.barrier()
     seen["world"] = process_groups.sum_in(None, 10**rank, "cpu")
     return seen
 

@@ -1,7 +1,8 @@
 """Run transformer_basics/train.py's own step on every mesh of the matrix and save what came out.
 
-Started by test_transformer_basics.py with 2, 4 and 8 ranks, and as one process: then the model is
-bare, in a loop that knows nothing of this repository. The global batches are the same in all.
+Started by test_transformer_basics.py with 2, 4 and 8 ranks, which compares that with what
+`one_process` returns: a bare model, in a loop that knows nothing of meshes. The global batches are
+the same in all.
 """
 
 import sys
@@ -12,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics
 import torch
 import train
 from comparing_meshes import of_all_stages
-from config import parse_args
+from config import Settings, parse_args
 from counting_by_axis import CountByAxis
 from data import batch_part
 from evaluation import mean_over_ranks
@@ -64,8 +65,8 @@ MESHES = {  # ranks -> flags -> kinds
         "--pp 2 --dp-shard 2": ("adamw",),
         "--pp 2 --accumulate 4 " + ALL.format(2): ("clip",),
     },
-    8: {  # three_dimensions.py has the plain 2 x 2 x 2
-        "--pp 2 --dp-shard 2 --accumulate 4 " + ALL.format(2): ("clip",),
+    8: {  # three_dimensions.py has it without sequence parallelism and clipping
+        "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip",),
     },
 }
 CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]
@@ -78,15 +79,19 @@ def batches():
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def settings_of(flags: str):
+def settings_of(flags: str) -> Settings:
     sys.argv = ["train.py", *SIZES.split(), *flags.split()]
     return parse_args()
 
 
 def optimizer_of(name: str, model, settings):
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return make_optimizer(model, settings)
+    if name == "adamw":
+        return make_optimizer(model, settings)
+    by_mesh = {}  # fused: DTensors cost a millisecond per operator, and a call takes one mesh's
+    for p in model.parameters():
+        by_mesh.setdefault(p.device_mesh, []).append(p)
+    groups = [{"params": params} for params in by_mesh.values()]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
 
 
 def one_process(kind: str) -> dict:
@@ -94,11 +99,9 @@ def one_process(kind: str) -> dict:
     settings = settings_of(flags.replace("bf16", "fp32"))
     model = initialize(GPT(settings.model(VOCABULARY)), seed=0)
     for p in model.parameters():
-        p.device_mesh = None  # read by make_optimizer
-    optimizer, found = (
-        optimizer_of(name, model, settings),
-        {"loss": [], "norm": [], "gradients": []},
-    )
+        p.device_mesh = None  # read by optimizer_of and make_optimizer
+    optimizer = optimizer_of(name, model, settings)
+    found = {"loss": [], "norm": [], "gradients": []}
     for x, y in batches():
         optimizer.zero_grad()
         loss = cross_entropy(model(x), y)
@@ -118,6 +121,16 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
     mesh, model, pipeline = train.spread_model(settings.model(VOCABULARY), settings, worker)
     optimizer, (part, parts) = optimizer_of(name, model, settings), batch_part(mesh)
     found = {"loss": [], "norm": [], "gradients": []}
+    # That the flags did something: what rank 0 holds, how often it computes its first MLP.
+    first_block, found["mlp_calls"] = next(iter(model.blocks.values())), 0
+    found["held"] = sum(p.to_local().numel() for p in model.parameters())
+    found["compiled"] = first_block._compiled_call_impl is not None
+
+    def count(*_) -> None:
+        found["mlp_calls"] += 1
+
+    if not found["compiled"]:
+        first_block.mlp.register_forward_hook(count)
     for step, (x, y) in enumerate(batches()):
         x, y = x[part::parts], y[part::parts]
         loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings)
@@ -149,15 +162,21 @@ def gathered(worker) -> dict:
     return {"found": found, "blocks": bytes_of, "root": whole - sum(bytes_of)}
 
 
+def keeps_gathered(flags: str, worker) -> bool:
+    """Whether the first block's parameters are still there, not sharded, after its forward."""
+    settings = settings_of(f"--dp-shard 2 {flags}")
+    _, model, _ = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    model(next(batches())[0])
+    return not isinstance(next(model.blocks["0"].parameters()), DTensor)
+
+
 def main() -> None:
     with distributed_worker("cpu") as worker:
-        if worker.world_size == 1:
-            results = {kind: one_process(kind) for kind in KINDS}
-        else:
-            meshes = MESHES[worker.world_size].items()
-            results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
+        meshes = MESHES[worker.world_size].items()
+        results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
         if worker.world_size == 2:
             results["gathered"] = gathered(worker)
+            results["kept"] = [keeps_gathered(flags, worker) for flags in ("", "--keep-gathered")]
         if worker.is_main:
             torch.save(results, OUTPUT)
 

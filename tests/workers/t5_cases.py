@@ -4,6 +4,7 @@ Started by test_t5_finetuning.py. The reference, a plain T5 on the whole batch t
 of FSDP, is computed by every rank on its own.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -105,6 +106,7 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
             {
                 "loss": evaluate.all_sum([loss], worker)[0],
                 "expected loss": expected.item(),
+                "rows": len(batch["labels"]),
                 "norm": sharded_norm.full_tensor().item(),
                 "expected norm": norm.item(),
                 "gradients": whole((n, p.grad) for n, p in model.named_parameters()),
@@ -269,6 +271,8 @@ def measure(worker) -> dict:
 
 def main() -> None:
     logging.disable_progress_bar()
+    # As where torchrun starts the ranks: from tests/warm.py's they would inherit a forkserver.
+    multiprocessing.set_start_method("fork", force=True)
     with distributed_worker("cpu") as worker:
         results = measure(worker)
         if worker.is_main:
