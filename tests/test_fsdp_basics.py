@@ -288,7 +288,7 @@ def test_bad_argument_is_said_once():
 @pytest.mark.slow
 def test_conversions_there_and_back(runs, tmp_path):
     """Sharded by 3 ranks -> safetensors -> sharded -> torch.save: the same bits, and whole ones."""
-    script, source = ROOT / "fsdp_basics/convert_checkpoint.py", runs[3][0] / "checkpoint"
+    script, source = ROOT / "fsdp_basics/convert_checkpoint.py", runs[3][0] / "checkpoints"
     chain = (source, tmp_path / "a.safetensors", tmp_path / "sharded", tmp_path / "b.pt")
     for one, next_one in pairwise(chain):
         result = warm.run(script, one, next_one).check()
