@@ -87,7 +87,9 @@ def test_flags_do_something(matrix, ranks, mesh, kind):
     if not found["compiled"]:
         microbatches = sizes.get("--accumulate", sizes.get("--pp", 1))
         computed = 2 if "--activation-checkpointing" in words else 1
-        assert found["mlp_calls"] == STEPS * microbatches * computed
+        # (A pipeline begins with one more, to learn the shapes that its stages send.)
+        extra = found["mlp_calls"] - STEPS * microbatches * computed
+        assert extra == 0 or (extra == 1 and "--pp" in words)
 
 
 @pytest.mark.slow

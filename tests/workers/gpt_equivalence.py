@@ -126,7 +126,7 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
         found["mlp_calls"] += 1
 
     if not found["compiled"]:
-        first_block.mlp.register_forward_hook(count)
+        first_block.mlp.register_forward_pre_hook(count)
     for step, (x, y) in enumerate(batches()):
         x, y = x[part::parts], y[part::parts]
         loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings)
