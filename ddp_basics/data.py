@@ -1,11 +1,13 @@
 """The data sets: real digits that need no download, MNIST, and random images for benchmarks."""
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from arguments import UserError, fail
 from torch import Tensor
@@ -45,16 +47,45 @@ def load_digits() -> tuple[Dataset, Dataset]:
 
 
 def load_mnist(data_dir: Path | str) -> tuple[Dataset, Dataset]:
-    from torchvision.datasets import MNIST
-
+    raw = Path(data_dir, "MNIST", "raw")
     try:
-        parts = [MNIST(data_dir, train=train) for train in (True, False)]
-    except Exception as error:  # torchvision meets a broken file with exceptions of many kinds
+        return tuple(
+            MnistFile(raw / f"{part}-images-idx3-ubyte", raw / f"{part}-labels-idx1-ubyte")
+            for part in ("train", "t10k")
+        )
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot read MNIST below {Path(data_dir, 'MNIST', 'raw')} ({error or 'broken file'}): "
-            "delete that folder to download it again, or use --dataset digits"
+            f"cannot read MNIST below {raw} ({error}): delete that folder to download it again, or "
+            "use --dataset digits"
         ) from None
-    return tuple(TensorDataset(p.data.unsqueeze(1) / 255, p.targets.long()) for p in parts)
+
+
+class MnistFile(Dataset):
+    """Images and labels in files that are mapped into memory: ranks of one node share the pages.
+
+    The format, IDX, is a big-endian header (a magic number, then the size of each dim) and the
+    bytes. Raises ValueError if a file is not as long as its header says, or something else.
+    """
+
+    def __init__(self, images: Path, labels: Path):
+        self.images, self.labels = map_idx(images, dims=3), map_idx(labels, dims=1)
+        if len(self.images) != len(self.labels):
+            raise ValueError(f"{images.name} and {labels.name} have different lengths")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = torch.from_numpy(self.images[index].astype(np.float32) / 255)
+        return image.unsqueeze(0), torch.tensor(int(self.labels[index]))
+
+
+def map_idx(path: Path, dims: int) -> np.ndarray:
+    content = np.memmap(path, np.uint8, mode="r")
+    magic, *shape = content[: 4 * (1 + dims)].view(">u4").tolist()
+    if magic != 0x800 + dims or math.prod(shape) != len(content) - 4 * (1 + dims):
+        raise ValueError(f"{path.name} is broken")
+    return content[4 * (1 + dims) :].reshape(shape)
 
 
 def download_mnist(data_dir: Path | str) -> None:

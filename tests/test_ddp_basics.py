@@ -4,6 +4,7 @@ import gzip
 import math
 import struct
 
+import numpy as np
 import pytest
 import torch
 import warm
@@ -120,7 +121,7 @@ def test_every_test_image_counts_once(runs, ranks):
 
 def assert_scored(folder, output, *dataset):
     """Loss and accuracy are those of the saved model on the whole test set."""
-    images, labels = load_dataset(*dataset)[1].tensors
+    images, labels = map(torch.stack, zip(*load_dataset(*dataset)[1], strict=True))
     model = SmallCNN(image_size=images.shape[-1])
     model.load_state_dict(final_parameters(folder))
     with torch.no_grad():
@@ -213,7 +214,7 @@ def write_mnist(folder, train=120, test=31):
 def test_mnist_loader_reads_idx_files(tmp_path):
     written = write_mnist(tmp_path)
     for dataset, part in zip(load_dataset("mnist", tmp_path), ("train", "t10k"), strict=True):
-        images, labels = dataset.tensors
+        images, labels = map(torch.stack, zip(*dataset, strict=True))
         assert images.shape == (len(labels), 1, 28, 28)
         assert images.dtype == torch.float32
         assert labels.dtype == torch.int64
@@ -244,7 +245,14 @@ def test_mnist_that_cannot_be_downloaded(tmp_path):
     assert_one_sentence(result, "MNIST is not in", "--dataset digits")
 
 
-@pytest.mark.parametrize("damage", ["truncate", "wrong magic", "gzip"])
+def test_mnist_is_mapped_not_held(tmp_path):
+    write_mnist(tmp_path)
+    for dataset in load_dataset("mnist", tmp_path):
+        assert isinstance(dataset.images, np.memmap)
+        assert isinstance(dataset.labels, np.memmap)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "wrong magic", "gzip", "empty"])
 def test_mnist_broken_file(tmp_path, damage):
     write_mnist(tmp_path)
     path = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
@@ -253,6 +261,7 @@ def test_mnist_broken_file(tmp_path, damage):
         "truncate": content[: len(content) // 2],
         "wrong magic": b"\x00\x00\x00\x00" + content[4:],
         "gzip": gzip.compress(content),
+        "empty": b"",
     }[damage]
     path.write_bytes(broken)
     with pytest.raises(UserError, match="cannot read MNIST below"):
