@@ -425,11 +425,11 @@ def test_help(path, helps):
 
 def all_options(path: Path) -> set[str]:
     """Those that the script adds, and a template's config.py for it."""
-    source, config = path.read_text(), path.parent / "config.py"
-    own = options_of(source)
-    if "config" in imported_modules(source) and "parse_args()" in source and not own:
-        own = options_of(config.read_text())
-    return own
+    source = path.read_text()
+    options = options_of(source)
+    if re.search(r"^from config import .*parse_args", source, flags=re.MULTILINE):
+        options |= options_of((path.parent / "config.py").read_text())
+    return options
 
 
 def test_train_options_are_found():
