@@ -486,7 +486,9 @@ def attempts(environment: dict) -> tuple[list[str], list[str]]:
 
 
 # Where an epoch of the default model takes minutes.
-SMALL = {"t5_finetuning": "--dim 32 --layers 1 --batch-size 512 --eval-samples 4".split()}
+SMALL = {
+    "t5_finetuning": ["--dim", "32", "--layers", "1", "--batch-size", "512", "--eval-samples", "4"]
+}
 
 
 def short_run(script: Path, help_text: str) -> list[str]:
