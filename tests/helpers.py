@@ -165,3 +165,10 @@ def free_port() -> int:
 def read_metrics(output_dir: Path) -> list[dict]:
     path = Path(output_dir) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def learned(output_dir: Path) -> list[dict]:
+    """The lines of the metrics without what is of the machine, not of the model."""
+    measured = {"images_per_second", "tokens_per_second", "mfu", "memory_mb"}
+    lines = read_metrics(output_dir)
+    return [{name: line[name] for name in line if name not in measured} for line in lines]

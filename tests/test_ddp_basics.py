@@ -11,7 +11,7 @@ import warm
 from arguments import UserError
 from config import parse_args
 from data import load_dataset
-from helpers import ROOT, python, read_metrics, torchrun, torchrun_command
+from helpers import ROOT, learned, python, read_metrics, torchrun, torchrun_command
 from model import SmallCNN
 from workers.equivalence import CASES
 
@@ -25,14 +25,6 @@ def final_parameters(output_dir):
 
 def lines_with(output_dir, name: str) -> list[dict]:
     return [line for line in read_metrics(output_dir) if name in line]
-
-
-MEASURED = ("images_per_second", "memory_mb")  # of the machine, not of the model
-
-
-def learned(output_dir) -> list[dict]:
-    """The lines of the metrics without what differs from run to run."""
-    return [{k: v for k, v in m.items() if k not in MEASURED} for m in read_metrics(output_dir)]
 
 
 # ---- the equivalence matrix: train.py's step on 2 and 3 ranks against a bare model in one process

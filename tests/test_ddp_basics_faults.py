@@ -13,7 +13,7 @@ import torch
 import warm
 from arguments import UserError
 from checkpoint import read_file
-from helpers import REPEAT, ROOT, Job, python, read_metrics, torchrun, torchrun_command
+from helpers import REPEAT, ROOT, Job, learned, python, read_metrics, torchrun, torchrun_command
 
 TRAIN = ROOT / "ddp_basics/train.py"
 ARGS = ("--epochs", 12, "--log-every", 1)  # 22 steps an epoch
@@ -32,12 +32,6 @@ def last_save(folder):
 
 def checkpoint(folder) -> dict:
     return torch.load(last_save(folder), weights_only=True)
-
-
-def learned(folder) -> list[dict]:
-    """The lines of the metrics without what differs from run to run."""
-    measured = ("images_per_second", "memory_mb")
-    return [{k: v for k, v in m.items() if k not in measured} for m in read_metrics(folder)]
 
 
 def assert_same_end(actual, expected):

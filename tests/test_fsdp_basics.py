@@ -12,7 +12,7 @@ from arguments import UserError
 from config import Settings, parse_args
 from convert_checkpoint import read_model, write_model
 from data import load_dataset
-from helpers import ROOT, python, read_metrics, torchrun
+from helpers import ROOT, learned, python, read_metrics, torchrun
 from model import VisionTransformer
 from runtime import Worker
 from safetensors.torch import load_file
@@ -108,14 +108,6 @@ def saved_model(folder) -> dict[str, torch.Tensor]:
 
 def lines_with(folder, name: str) -> list[dict]:
     return [line for line in read_metrics(folder) if name in line]
-
-
-MEASURED = ("images_per_second", "memory_mb")  # of the machine, not of the model
-
-
-def learned(folder) -> list[dict]:
-    """The lines of the metrics without what differs from run to run."""
-    return [{k: v for k, v in m.items() if k not in MEASURED} for m in read_metrics(folder)]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import warm
 from arguments import UserError
 from checkpoint import newest, problem_of, saves
 from convert_checkpoint import read_model
-from helpers import REPEAT, ROOT, Job, read_metrics, torchrun, torchrun_command
+from helpers import REPEAT, ROOT, Job, learned, torchrun, torchrun_command
 from workers.fsdp_traffic import MODEL_BYTES
 
 TRAIN = ROOT / "fsdp_basics/train.py"
@@ -44,12 +44,6 @@ def assert_same_end(actual, expected):
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
     assert learned(actual) == learned(expected)
-
-
-def learned(folder) -> list[dict]:
-    """The lines of the metrics without what the machine makes of them."""
-    measured = ("images_per_second", "memory_mb")
-    return [{k: v for k, v in m.items() if k not in measured} for m in read_metrics(folder)]
 
 
 def everything(path) -> dict[str, torch.Tensor]:
@@ -107,7 +101,7 @@ def test_continues_on_another_number_of_ranks(tmp_path, halves, before, after):
     assert "continuing from" in result.output
     assert "steps 29 of 58" in result.output
     # The global batches are those of one process. In fp32 rounding grows with the steps.
-    for a, b in zip(read_metrics(tmp_path / "run"), read_metrics(halves["whole"]), strict=True):
+    for a, b in zip(learned(tmp_path / "run"), learned(halves["whole"]), strict=True):
         assert a == pytest.approx(b, abs=1e-5 if a["step"] < 10 else 2e-2), (a, b)
 
 
