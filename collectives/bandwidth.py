@@ -174,11 +174,7 @@ def parse_args():
     args = parser.parse_args()
     if args.min_bytes > args.max_bytes:
         parser.error(f"--min-bytes {args.min_bytes} is above --max-bytes {args.max_bytes}")
-    if args.output_dir:
-        try:
-            args.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--output-dir {args.output_dir} cannot be made: {error.strerror}")
+    parser.make_folder("--output-dir", args.output_dir)
     return args
 
 

@@ -143,11 +143,7 @@ def parse_args():
     args = parser.parse_args()
     if args.channels % 4:
         parser.error(f"--channels must be a multiple of 4, not {args.channels}")
-    if args.output_dir:
-        try:
-            args.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--output-dir {args.output_dir} cannot be made: {error.strerror}")
+    parser.make_folder("--output-dir", args.output_dir)
     return args
 
 

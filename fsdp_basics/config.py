@@ -108,9 +108,5 @@ def parse_args() -> Settings:
         parser.error(f"--dim {settings.dim} does not divide into 4 attention heads")
     if (settings.tensorboard or settings.profile) and not settings.output_dir:
         parser.error("--tensorboard and --profile need an --output-dir to write to")
-    if settings.output_dir:
-        try:
-            settings.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--output-dir {settings.output_dir} cannot be made: {error.strerror}")
+    parser.make_folder("--output-dir", settings.output_dir)
     return settings

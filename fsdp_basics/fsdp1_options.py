@@ -1,25 +1,23 @@
 """The options of FullyShardedDataParallel, each next to its successor. Run fsdp1_to_fsdp2.py.
 
 To be read like a dictionary: each function builds one model twice, `old` as older tutorials do it,
-and `new` with fully_shard. `fsdp1` and `fsdp2`, at the end, hold what all of them have in common.
+and `new` with fully_shard. What all of them have in common is in fsdp1_models.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from fsdp1_models import LARGE, Job, frozen_position, fsdp1, fsdp2, large_modules
 from model import Block, VisionTransformer
-from runtime import Worker
 from sharding import materialize
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
-    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -31,41 +29,6 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
 )
 from torch.nn.parallel import DistributedDataParallel
-
-LARGE = 10_000  # parameters, for the policy by size: a block has 12,704
-
-
-@dataclass
-class Job:
-    """Where the models are to be built."""
-
-    worker: Worker
-    mesh: DeviceMesh  # all ranks in a row
-    hybrid_mesh: DeviceMesh  # (replicate, shard)
-
-    @property
-    def device(self) -> torch.device:
-        return self.worker.device
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def model(self, seed: int = 0) -> VisionTransformer:
-        torch.manual_seed(seed)
-        return VisionTransformer(dim=32, depth=2).to(self.device)
-
-
-def make_job(worker: Worker) -> Job:
-    """All ranks call this: it makes process groups."""
-    has_two_rows = worker.world_size > 2 and worker.world_size % 2 == 0
-    rows = 2 if has_two_rows else 1
-    shape = (rows, worker.world_size // rows)
-    return Job(
-        worker,
-        init_device_mesh(worker.device.type, (worker.world_size,)),
-        init_device_mesh(worker.device.type, shape, mesh_dim_names=("replicate", "shard")),
-    )
 
 
 @dataclass
@@ -286,43 +249,3 @@ def accumulation(job: Job):
 @option("model.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm_", clip=True)
 def clipping(job: Job):
     return fsdp1(job, job.model()), fsdp2(job, job.model())
-
-
-# ---- what they have in common
-
-
-def fsdp1(job: Job, model: nn.Module, **options) -> FullyShardedDataParallel:
-    """Wrap each block, and the rest; `options` are FSDP1's and come on top."""
-    defaults = {
-        "auto_wrap_policy": ModuleWrapPolicy({Block}),
-        "device_mesh": job.mesh,
-        "device_id": job.device,
-        "use_orig_params": True,  # parameters keep their names, for the optimizer and for us
-    }
-    return FullyShardedDataParallel(model, **(defaults | options))
-
-
-def fsdp2(
-    job: Job, model: nn.Module, units: Iterable[nn.Module] | None = None, **options
-) -> nn.Module:
-    """Shard each block (or each of `units`), and the rest; `options` are fully_shard's."""
-    options = {"mesh": job.mesh} | options
-    for module in model.blocks if units is None else units:
-        fully_shard(module, **options)
-    return fully_shard(model, **options)
-
-
-def frozen_position(job: Job) -> VisionTransformer:
-    model = job.model()
-    model.position.requires_grad_(False)
-    return model
-
-
-def large_modules(model: nn.Module) -> list[nn.Module]:
-    """What size_based_auto_wrap_policy finds: no lists, and only what has parameters enough."""
-    found = []
-    for module in model.modules():
-        size = sum(p.numel() for p in module.parameters())
-        if module is not model and not isinstance(module, nn.ModuleList) and size >= LARGE:
-            found.append(module)
-    return found

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from arguments import ArgumentParser, UserError, at_least
 from data import load_dataset
 from differences import full_tensor, largest_differences
-from fsdp1_options import OPTIONS, Job, fsdp1, fsdp2, make_job
+from fsdp1_models import Job, fsdp1, fsdp2, make_job
+from fsdp1_options import OPTIONS
 from runtime import Worker, distributed_worker
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (

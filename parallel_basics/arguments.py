@@ -29,6 +29,15 @@ class ArgumentParser(argparse.ArgumentParser):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             super().print_help(file)
 
+    def make_folder(self, flag: str, folder: Path | None) -> None:
+        """Make `folder`, which `flag` named, unless it is there or None; else an error."""
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.error(f"{flag} {folder} cannot be made: {error.strerror}")
+
 
 def fail(message: str) -> NoReturn:
     """Print `message` once per node and exit with status 2.

@@ -174,9 +174,5 @@ def parse_args() -> Settings:
         parser.error("--tensorboard and --profile need an --output-dir to write to")
     if not settings.prompt:
         parser.error("--prompt is empty: the model continues at least one character")
-    if settings.output_dir:
-        try:
-            settings.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--output-dir {settings.output_dir} cannot be made: {error.strerror}")
+    parser.make_folder("--output-dir", settings.output_dir)
     return settings

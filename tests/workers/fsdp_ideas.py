@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from differences import largest_differences
-from fsdp1_options import OPTIONS, make_job
+from fsdp1_models import make_job
+from fsdp1_options import OPTIONS
 from fsdp1_to_fsdp2 import Run
 from fsdp_from_scratch import shard_by_hand
 from runtime import distributed_worker
