@@ -1,7 +1,7 @@
 """Re-execute notebooks from fresh kernels and save them with their outputs.
 
     python notebooks/execute.py                         # the whole course
-    python notebooks/execute.py notebooks/05_ddp.ipynb  # one chapter
+    python notebooks/execute.py notebooks/06_ddp.ipynb  # one chapter
 
 A notebook is saved only if every cell ran, and no cell raised but those tagged raises-exception.
 What differs between runs or machines without meaning anything (times, ids, paths) is not saved.
