@@ -1,10 +1,10 @@
-"""What the chapters share: ranks that stay alive between cells, scripts under torchrun, a picture.
+"""What the chapters share: ranks that stay alive between cells, and scripts under torchrun.
 
 start_ranks(2)    two processes that wait for %%px cells, joined in one Gloo process group
 gather("x")       what each rank calls `x`: a list in rank order
-draw_ranks(...)   a picture of what each rank holds
 stop_ranks()      end the processes; the end of the kernel, of whatever kind, does that too
 run_script("ddp_basics/train.py", "--epochs", 2, ranks=2)    runs a script of this repository
+check(right, answer)    whether an exercise is solved: see exercises.py. Pictures: see figures/.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import uuid
 from pathlib import Path
 
 import psutil
+from exercises import check  # noqa: F401: for the chapters
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = uuid.uuid4().hex  # marks, in the environment, every process that this kernel starts
@@ -27,7 +28,7 @@ _client = None  # ipyparallel's connection to the ranks, while there are any
 def start_ranks(n: int = 2, timeout: float = 20) -> None:
     """Start `n` processes, one per rank, for %%px cells; ranks that ran before are ended first.
 
-    Each has `torch`, `dist` (torch.distributed), `rank` and `world_size`, and is a member of a Gloo
+    Each has `torch`, `dist` (torch.distributed), `rank`, `world_size` and `check`, and is a member of a Gloo
     process group. A collective that waits over `timeout` seconds for another rank raises; the group
     is then broken: call start_ranks() again.
     """
@@ -49,6 +50,8 @@ def start_ranks(n: int = 2, timeout: float = 20) -> None:
         ranks.scatter("rank", range(n), flatten=True)
         ranks.push({"world_size": n, "seconds": timeout})
         ranks.execute("import torch, torch.distributed as dist; from datetime import timedelta")
+        ranks.execute(f"import sys; sys.path.append({str(ROOT / 'notebooks')!r})")
+        ranks.execute("from exercises import check")
         # Ranks find each other in a store, which rank 0 serves on whatever port is free.
         store = "store = dist.TCPStore('127.0.0.1', {}, is_master={}, wait_for_workers=False)"
         _client[0].execute(store.format(0, True) + "; port = store.port", block=True)
@@ -137,43 +140,6 @@ def run_script(
     if not show:
         return text["stdout"]
     print(text["stdout"], end="")
-
-
-def draw_ranks(stages: dict[str, list], inches_per_rank: float = 1.6) -> None:
-    """Draw the tensors that ranks hold: a row per stage, a column per rank, a colour per value.
-
-    stages: title -> one tensor (0, 1 or 2 dims) per rank, for instance {"before": gather("x")}.
-    """
-    import matplotlib.pyplot as plt
-    import torch
-
-    rows = {
-        title: [torch.atleast_2d(torch.as_tensor(t).detach()).tolist() for t in tensors]
-        for title, tensors in stages.items()
-    }
-    columns = max(map(len, rows.values()))
-    heights = [max(map(len, grids)) for grids in rows.values()]
-    values = [v for grids in rows.values() for grid in grids for line in grid for v in line]
-    low, high = min(values), max(values)
-    size = (inches_per_rank * columns + 1, 0.35 * sum(heights) + 0.45 * len(rows))
-    figure, axes = plt.subplots(
-        len(rows), columns, figsize=size, height_ratios=heights, squeeze=False
-    )
-    for ax in axes.flat:
-        ax.set(xticks=[], yticks=[])
-        ax.spines[:].set_visible(False)
-    for rank, ax in enumerate(axes[0]):
-        ax.set_title(f"rank {rank}")
-    for ax_row, (title, grids) in zip(axes, rows.items(), strict=True):
-        ax_row[0].set_ylabel(title, rotation=0, ha="right", va="center", labelpad=10)
-        for ax, grid in zip(ax_row, grids, strict=False):
-            # Only the light half of the map, on which black numbers can be read.
-            ax.imshow(grid, cmap="YlGnBu", vmin=low, vmax=2 * high - low + 1e-9, aspect="auto")
-            for i, line in enumerate(grid):
-                for j, value in enumerate(line):
-                    ax.text(j, i, f"{value:.4g}", ha="center", va="center")
-    figure.tight_layout()
-    plt.show()
 
 
 def end_processes(mark: str) -> None:
