@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 
 import psutil
-from exercises import check  # noqa: F401: for the chapters
+from exercises import check as check  # for the chapters
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = uuid.uuid4().hex  # marks, in the environment, every process that this kernel starts
@@ -28,8 +28,8 @@ _client = None  # ipyparallel's connection to the ranks, while there are any
 def start_ranks(n: int = 2, timeout: float = 20) -> None:
     """Start `n` processes, one per rank, for %%px cells; ranks that ran before are ended first.
 
-    Each has `torch`, `dist` (torch.distributed), `rank`, `world_size` and `check`, and is a member of a Gloo
-    process group. A collective that waits over `timeout` seconds for another rank raises; the group
+    Each has `torch`, `dist` (torch.distributed), `rank`, `world_size`, `check`, and is a member of
+    a Gloo process group. A collective that waits over `timeout` seconds for another rank raises; the group
     is then broken: call start_ranks() again.
     """
     global _client
