@@ -1,4 +1,4 @@
-"""check(): whether an exercise is solved, and in one line what is wrong. In the kernel, or on ranks.
+"""check(): is an exercise solved? In one line it says what is wrong, in the kernel or on ranks.
 
     check(right, answer, hints=["...", "..."])
 
@@ -46,7 +46,5 @@ def _problem(right, answers) -> str | None:
     except AssertionError as wrong:
         return str(wrong) or "wrong"
     except Exception as error:  # of the reader's own function
-        return (
-            f"it raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        return f"it raises {type(error).__name__}: {error}".splitlines()[0]
     return None
