@@ -29,8 +29,8 @@ def start_ranks(n: int = 2, timeout: float = 20) -> None:
     """Start `n` processes, one per rank, for %%px cells; ranks that ran before are ended first.
 
     Each has `torch`, `dist` (torch.distributed), `rank`, `world_size`, `check`, and is a member of
-    a Gloo process group. A collective that waits over `timeout` seconds for another rank raises; the group
-    is then broken: call start_ranks() again.
+    a Gloo process group. A collective that waits over `timeout` seconds for another rank raises;
+    the group is then broken: call start_ranks() again.
     """
     global _client
     import ipyparallel

@@ -154,8 +154,8 @@ def subjects_of(number: int) -> set[str]:
 def wrong_references(text: str) -> list[str]:
     """What a text says of chapters that is not so."""
     numbers = {int(file.name[:2]) for file in NOTEBOOKS}
-    wrong = [f"[{m[1]}]({m[2]})" for m in re.finditer(r"\[(?:[Cc]hapter )?(\d+)\]\(\S*?(\d\d)_", text)
-             if int(m[1]) != int(m[2])]  # fmt: skip
+    links = re.findall(r"\[(?:[Cc]hapter )?(\d+)\]\(\S*?(\d\d)_", text)
+    wrong = [f"[{label}]({number})" for label, number in links if int(label) != int(number)]
     for number, subject in chapters_named(text):
         words = {word[:5] for word in re.findall(r"[a-z]{3,}", subject.lower())}
         if number not in numbers or (words and not words & subjects_of(number)):

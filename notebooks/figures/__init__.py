@@ -356,12 +356,9 @@ def _render(figure: Figure):
     if figure.get_figwidth() != WIDTH:
         raise ValueError(f"{figure.get_figwidth()} inches wide: pictures are {WIDTH}")
     for text in figure.findobj(Text):
-        if (
-            text.get_visible()
-            and text.get_text().strip()
-            and text.get_fontsize() < SMALLEST_LETTERS
-        ):
-            raise ValueError(f"{text.get_text()!r} is {text.get_fontsize()} points high, under 8")
+        size = text.get_fontsize()
+        if size < SMALLEST_LETTERS and text.get_visible() and text.get_text().strip():
+            raise ValueError(f"{text.get_text()!r} is {size} points high: who can read that?")
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI)
     plt.close(figure)
