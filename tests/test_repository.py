@@ -131,7 +131,7 @@ def test_imports_nothing_foreign(path):
 def test_foreign_imports_are_caught():
     bad = "import os\ndef f():\n    from fsdp_basics.data import x\n    from . import y\n"
     assert imported_modules(bad) - allowed_modules() == {"fsdp_basics", "."}
-    assert {"sklearn", "torch", "tqdm", "json"} <= allowed_modules()
+    assert {"sklearn", "torch", "json"} <= allowed_modules()
 
 
 def scripts_imported(path: Path, scripts: list[Path]) -> set[str]:
