@@ -106,6 +106,21 @@ def test_script_equals_one_process(runs, ranks):
     assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
+def test_first_weights_are_those_of_the_seed(tmp_path):
+    args = ("--seed", 7, "--lr", 1e-30, "--epochs", 1, "--output-dir", tmp_path)  # it stands still
+    warm.run(TRAIN, *args, ranks=2).check()
+    torch.manual_seed(7)
+    for name, expected in SmallCNN(image_size=8).state_dict().items():
+        close(final_parameters(tmp_path)[name], expected, 1e-20, name)  # zeros move by lr
+
+
+def test_no_image_is_repeated_to_fill_a_batch():
+    """There are 1,437: a sampler that repeats one would make a batch of 719 for each of 2 ranks."""
+    result = warm.run(TRAIN, "--batch-size", 1438, ranks=2)
+    assert result.returncode == 2
+    assert "--batch-size 1438 exceeds the 1437 training images" in result.output
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_test_image_counts_once(runs, ranks):
     assert_scored(*runs[ranks], "digits")

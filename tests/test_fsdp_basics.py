@@ -142,6 +142,17 @@ def test_each_rank_holds_its_shards(runs):
 
 
 @pytest.mark.slow
+def test_first_weights_are_those_of_the_seed(tmp_path):
+    args = ("--seed", 7, "--lr", 1e-30, "--epochs", 1, "--output-dir", tmp_path)  # it stands still
+    warm.run(TRAIN, *args, "--dim", 8, "--depth", 1, ranks=2).check()
+    torch.manual_seed(7)
+    expected, actual = VisionTransformer(dim=8, depth=1).state_dict(), saved_model(tmp_path)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        close(actual[name], tensor, 1e-20, name)  # zeros move by lr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_test_image_counts_once(runs, ranks):
     """360 test images: at 2 and 3 ranks all in one global batch."""

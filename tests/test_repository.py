@@ -485,7 +485,10 @@ def attempts(environment: dict) -> tuple[list[str], list[str]]:
     return [x for x in lines if x.startswith("on,")], [x for x in lines if not x.startswith("on,")]
 
 
-SMALL = {"t5_finetuning": "--dim 32 --layers 1 --batch-size 512 --eval-samples 4"}  # else minutes
+SMALL = {  # else minutes
+    "t5_finetuning": "--dim 32 --layers 1 --batch-size 512 --eval-samples 4 --vocab-size 300 "
+    "--max-source 32 --max-target 8"
+}
 
 
 def short_run(script: Path, help_text: str) -> list[str]:

@@ -19,13 +19,12 @@ from data import (
     Pair,
     collate,
     epoch_batches,
-    functions_in,
-    library_files,
-    train_tokenizer,
 )
 from evaluate import EarlyStopping, equal_shares, first_words, rouge
 from helpers import ROOT, Job, learned, reached, read_metrics, torchrun, torchrun_command
+from library import functions_in, library_files
 from model import from_hub, prepare
+from tokenizer import train_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -504,7 +503,7 @@ def test_library_gives_pairs(library):
 
 
 def test_library_is_read_once(library, monkeypatch):
-    monkeypatch.setattr("data.library_functions", lambda: pytest.fail("read again"))
+    monkeypatch.setattr("library.library_functions", lambda: pytest.fail("read again"))
     assert all(file.exists() for file in library_files(library[1]))
     monkeypatch.setenv("LOCAL_RANK", "1")  # local rank 0 writes
     assert not any(file.exists() for file in library_files(library[1] / "elsewhere"))
@@ -512,7 +511,7 @@ def test_library_is_read_once(library, monkeypatch):
 
 def test_data_dir_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("data.library_functions", lambda: iter([]))
+    monkeypatch.setattr("library.library_functions", lambda: iter([]))
     with pytest.raises(SystemExit):
         library_files(tmp_path / "file")
     assert f"error: --data-dir {tmp_path / 'file'} cannot be written: " in capsys.readouterr().err
