@@ -7,12 +7,15 @@ import struct
 import numpy as np
 import pytest
 import torch
+import train
 import warm
 from arguments import UserError
-from config import parse_args
+from config import Settings, parse_args
 from data import load_dataset
 from helpers import ROOT, learned, python, read_metrics, torchrun, torchrun_command
 from model import SmallCNN
+from runtime import Worker
+from torch.utils.data import TensorDataset
 from workers.equivalence import CASES
 
 TRAIN = ROOT / "ddp_basics/train.py"
@@ -124,6 +127,24 @@ def test_no_image_is_repeated_to_fill_a_batch():
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_test_image_counts_once(runs, ranks):
     assert_scored(*runs[ranks], "digits")
+
+
+def test_evaluation_is_of_a_share_and_leaves_no_trace(monkeypatch):
+    """Sums would be as right if each rank did all of it; this model has no use for eval()."""
+    seen = []
+
+    class Model(torch.nn.Module):
+        def forward(self, images):
+            seen.append((len(images), self.training))
+            return torch.zeros(len(images), 10)
+
+    monkeypatch.setattr(train, "all_sum", lambda values, worker: list(map(float, values)))
+    test_set = TensorDataset(torch.zeros(361, 1, 8, 8), torch.zeros(361, dtype=torch.int64))
+    model, generator = Model(), torch.get_rng_state()
+    train.evaluate(model, test_set, Settings(), Worker(1, 1, 2, torch.device("cpu")))
+    assert seen == [(180, False)]
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def assert_scored(folder, output, *dataset):
