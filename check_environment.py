@@ -20,7 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent
 INSTALL = "run 'make demo', or 'pip install -r requirements.txt' in a virtual environment"
 # A demo without these cannot start; the rest is for the course and the tests.
-ESSENTIAL = {"numpy", "scikit-learn", "tqdm"}
+ESSENTIAL = {"numpy", "scikit-learn"}
 
 
 class Check(NamedTuple):

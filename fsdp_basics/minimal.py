@@ -13,12 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def train(device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world_size,))  # all ranks, in a line
     images, labels = map(torch.tensor, load_digits(return_X_y=True))  # 1,797 images
     dataset = TensorDataset((images / 16).float().view(-1, 8, 8), labels)  # of 8 rows of 8 pixels
     # One shuffled order, dealt out to the ranks. In a step they take 60 images together.
@@ -29,9 +31,9 @@ def train(device: torch.device) -> None:
     options = {"dropout": 0.0, "bias": False, "batch_first": True}
     blocks = [nn.TransformerEncoderLayer(64, 4, 128, **options) for _ in range(3)]
     model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Flatten(), nn.Linear(512, 10)).to(device)
-    for block in blocks:
-        fully_shard(block)  # cuts its parameters; a forward or backward gathers them for a moment
-    fully_shard(model)  # what is in no block; and from here on, a backward averages the gradients
+    for block in blocks:  # each rank keeps a part; forward and backward gather it for a moment
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # what is in no block; backward now averages the gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after fully_shard: of the shards
     if rank == 0:
         held = sum(p.to_local().numel() for p in model.parameters())
@@ -53,7 +55,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:  # started without torchrun: a world of one
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)  # one GPU per rank, or all of them would take the first
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # the ranks meet

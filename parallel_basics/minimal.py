@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 def train(device: torch.device, steps: int) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # all ranks, in a line
     torch.manual_seed(0)  # on every rank the same model and, below, the same batches
     model = nn.Sequential(nn.Linear(64, 480), nn.ReLU(), nn.Linear(480, 10)).to(device)
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # all ranks, in a line
     # Of the first layer a rank keeps some outputs, of the second the inputs that belong to them: so
     # nothing is sent in between. What the second returns is added up over the ranks.
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from arguments import UserError
-from data import JsonLines, train_tokenizer
+from data import JsonLines
 from runtime import Worker
+from tokenizer import train_tokenizer
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -32,8 +32,9 @@ import torch.distributed as dist
 from arguments import UserError
 from checkpoint import resume, save_checkpoint
 from config import Settings, parse_args
-from data import IGNORED, JsonLines, epoch_batches, library_files, make_loader
+from data import IGNORED, JsonLines, epoch_batches, make_loader
 from evaluate import EarlyStopping, all_sum, describe, evaluate, generate, loss_sum, report
+from library import library_files
 from metrics import Metrics, Throughput, make_profiler, make_tracker, memory_mb
 from model import export, from_hub, load_weights, on_rank_0, prepare
 from runtime import Worker, distributed_worker

@@ -167,8 +167,14 @@ def read_metrics(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def reached(output_dir: Path, step: int) -> bool:
+    """Whether metrics.jsonl has a whole line for `step` by now."""
+    path = output_dir / "metrics.jsonl"
+    return path.exists() and f'{{"step": {step},' in path.read_text()
+
+
 def learned(output_dir: Path) -> list[dict]:
     """The lines of the metrics without what is of the machine, not of the model."""
-    measured = {"images_per_second", "tokens_per_second", "mfu", "memory_mb"}
+    measured = {"images_per_second", "pairs_per_second", "tokens_per_second", "mfu", "memory_mb"}
     lines = read_metrics(output_dir)
     return [{name: line[name] for name in line if name not in measured} for line in lines]

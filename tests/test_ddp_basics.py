@@ -7,12 +7,15 @@ import struct
 import numpy as np
 import pytest
 import torch
+import train
 import warm
 from arguments import UserError
-from config import parse_args
+from config import Settings, parse_args
 from data import load_dataset
 from helpers import ROOT, learned, python, read_metrics, torchrun, torchrun_command
 from model import SmallCNN
+from runtime import Worker
+from torch.utils.data import TensorDataset
 from workers.equivalence import CASES
 
 TRAIN = ROOT / "ddp_basics/train.py"
@@ -106,9 +109,42 @@ def test_script_equals_one_process(runs, ranks):
     assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
+def test_first_weights_are_those_of_the_seed(tmp_path):
+    args = ("--seed", 7, "--lr", 1e-30, "--epochs", 1, "--output-dir", tmp_path)  # it stands still
+    warm.run(TRAIN, *args, ranks=2).check()
+    torch.manual_seed(7)
+    for name, expected in SmallCNN(image_size=8).state_dict().items():
+        close(final_parameters(tmp_path)[name], expected, 1e-20, name)  # zeros move by lr
+
+
+def test_no_image_is_repeated_to_fill_a_batch():
+    """There are 1,437: a sampler that repeats one would make a batch of 719 for each of 2 ranks."""
+    result = warm.run(TRAIN, "--batch-size", 1438, ranks=2)
+    assert result.returncode == 2
+    assert "--batch-size 1438 exceeds the 1437 training images" in result.output
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_test_image_counts_once(runs, ranks):
     assert_scored(*runs[ranks], "digits")
+
+
+def test_evaluation_is_of_a_share_and_leaves_no_trace(monkeypatch):
+    """Sums would be as right if each rank did all of it; this model has no use for eval()."""
+    seen = []
+
+    class Model(torch.nn.Module):
+        def forward(self, images):
+            seen.append((len(images), self.training))
+            return torch.zeros(len(images), 10)
+
+    monkeypatch.setattr(train, "all_sum", lambda values, worker: list(map(float, values)))
+    test_set = TensorDataset(torch.zeros(361, 1, 8, 8), torch.zeros(361, dtype=torch.int64))
+    model, generator = Model(), torch.get_rng_state()
+    train.evaluate(model, test_set, Settings(), Worker(1, 1, 2, torch.device("cpu")))
+    assert seen == [(180, False)]
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def assert_scored(folder, output, *dataset):

@@ -13,7 +13,17 @@ import torch
 import warm
 from arguments import UserError
 from checkpoint import read_file
-from helpers import REPEAT, ROOT, Job, learned, python, read_metrics, torchrun, torchrun_command
+from helpers import (
+    REPEAT,
+    ROOT,
+    Job,
+    learned,
+    python,
+    reached,
+    read_metrics,
+    torchrun,
+    torchrun_command,
+)
 
 TRAIN = ROOT / "ddp_basics/train.py"
 ARGS = ("--epochs", 12, "--log-every", 1)  # 22 steps an epoch
@@ -54,12 +64,6 @@ def assert_same_end(actual, expected):
 
     compare(checkpoint(actual), checkpoint(expected), "checkpoint")
     assert learned(actual) == learned(expected)
-
-
-def reached(folder, step):
-    """True once metrics.jsonl has a whole line for `step`."""
-    path = folder / "metrics.jsonl"
-    return path.exists() and f'{{"step": {step},' in path.read_text()
 
 
 @pytest.mark.slow

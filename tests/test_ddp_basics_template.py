@@ -266,6 +266,13 @@ def short(tmp_path_factory):
     return folder, warm.run(TRAIN, *args, ranks=2).check().output
 
 
+def test_ranks_draw_their_own_numbers(short):
+    """As dropout would: this model draws nothing, so that no loss could show it."""
+    newest = max((short[0] / "checkpoints").iterdir())
+    first, second = torch.load(newest, weights_only=True)["generators"]
+    assert first["cpu"].tolist() != second["cpu"].tolist()
+
+
 def test_log_lines_appear_off_a_terminal(short):
     lines = [line for line in short[1].splitlines() if "loss" in line and "grad norm" in line]
     assert [line.split()[1] for line in lines] == [f"{n}/44" for n in (10, 20, 22, 30, 40, 44)]
@@ -286,19 +293,27 @@ COUNTED = """
 import sys
 sys.path.insert(0, {directory!r})
 import train
-evaluate, calls = train.evaluate, []
-train.evaluate = lambda *args: calls.append(1) or evaluate(*args)
+from metrics import Throughput
+calls = []
+
+def counted(name, function):
+    return lambda *args: calls.append(name) or function(*args)
+
+train.evaluate = counted("evaluate", train.evaluate)
+Throughput.start = counted("start", Throughput.start)
+Throughput.stop = counted("stop", Throughput.stop)
 try:
     train.main()
 finally:
-    print("evaluations", len(calls))
+    print("calls:", *calls)
 """
 
 
 def test_the_last_evaluation_is_not_done_twice(tmp_path):
     script = tmp_path / "counted.py"
     script.write_text(COUNTED.format(directory=str(TRAIN.parent)))
-    assert "evaluations 2\n" in warm.run(script, "--epochs", 2).check().output
+    output = warm.run(script, "--epochs", 2, "--log-every", 1000).check().output
+    assert "calls: start stop evaluate start stop evaluate start\n" in output  # no time of theirs
 
 
 def test_throughput_is_of_training_alone(monkeypatch):

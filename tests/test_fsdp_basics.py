@@ -142,6 +142,17 @@ def test_each_rank_holds_its_shards(runs):
 
 
 @pytest.mark.slow
+def test_first_weights_are_those_of_the_seed(tmp_path):
+    args = ("--seed", 7, "--lr", 1e-30, "--epochs", 1, "--output-dir", tmp_path)  # it stands still
+    warm.run(TRAIN, *args, "--dim", 8, "--depth", 1, ranks=2).check()
+    torch.manual_seed(7)
+    expected, actual = VisionTransformer(dim=8, depth=1).state_dict(), saved_model(tmp_path)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        close(actual[name], tensor, 1e-20, name)  # zeros move by lr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_test_image_counts_once(runs, ranks):
     """360 test images: at 2 and 3 ranks all in one global batch."""
@@ -168,8 +179,8 @@ def test_a_rank_without_test_images_takes_part(monkeypatch):
     images, labels = torch.rand(513, 1, 8, 8), torch.randint(10, (513,))
     test_set = torch.utils.data.TensorDataset(images, labels)
     model, counts, batches = VisionTransformer(dim=8, depth=1), [], []
-    model.register_forward_hook(lambda *_: batches.append(1))
-    loss_sum = 0
+    model.register_forward_hook(lambda module, *_: batches.append(module.training))
+    loss_sum, generator = 0, torch.get_rng_state()
     for rank in (0, 1):
         worker = Worker(rank, rank, 2, torch.device("cpu"))
         counted = []
@@ -182,7 +193,9 @@ def test_a_rank_without_test_images_takes_part(monkeypatch):
         loss_sum += counted[0]
         counts.append(counted[2])
     assert counts == [257, 256]  # rank 1 runs one more, which does not count
-    assert len(batches) == 4  # two on each
+    assert batches == [False] * 4  # two on each
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), generator)
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(images), labels, reduction="sum")
     assert loss_sum.item() == pytest.approx(expected.item(), rel=1e-5)

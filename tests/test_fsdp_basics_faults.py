@@ -14,7 +14,7 @@ import warm
 from arguments import UserError
 from checkpoint import newest, problem_of, saves
 from convert_checkpoint import read_model
-from helpers import REPEAT, ROOT, Job, learned, torchrun, torchrun_command
+from helpers import REPEAT, ROOT, Job, learned, reached, torchrun, torchrun_command
 from workers.fsdp_traffic import MODEL_BYTES
 
 TRAIN = ROOT / "fsdp_basics/train.py"
@@ -57,12 +57,6 @@ def everything(path) -> dict[str, torch.Tensor]:
     }
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
-
-
-def reached(folder, step):
-    """True once metrics.jsonl has a whole line for `step`."""
-    path = folder / "metrics.jsonl"
-    return path.exists() and f'{{"step": {step},' in path.read_text()
 
 
 def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):

@@ -3,8 +3,13 @@
 The same worker on the CPU shows, where there is no GPU, that it is right itself.
 """
 
+import runpy
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh
 from helpers import ROOT, torchrun
 from workers.one_gpu import STRATEGIES
 
@@ -31,3 +36,33 @@ def test_two_ranks_on_one_device_equal_one_process(ranks, strategy):
                 assert tensor.abs().max() > 1e-3, f"{what} {name}: nothing to compare"
                 # float64, numbers of order 1: only the order of additions differs.
                 assert (found[what][name] - tensor).abs().max() < 1e-12, f"{what} {name}"
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(
+    "directory", ["fsdp_basics", "parallel_basics", "t5_finetuning", "transformer_basics"]
+)
+def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, directory, gpus):
+    """Two ranks on a machine with one GPU: both take the CPU, and their mesh is one of CPUs."""
+    joined, chosen = [], []
+
+    def mesh(device_type: str, *_, **__):
+        raise InterruptedError(device_type)  # here it has decided
+
+    environment = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    for name, value in environment.items():  # rank 3 is on the second node
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "argv", ["minimal.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", mesh)
+    with pytest.raises(InterruptedError) as decided:
+        runpy.run_path(str(ROOT / directory / "minimal.py"), run_name="__main__")
+    assert [str(decided.value), *joined] == (["cuda", "nccl"] if gpus == 2 else ["cpu", "gloo"])
+    assert [torch.device("cuda", getattr(d, "index", d)) for d in chosen] == (
+        [torch.device("cuda", 1)] if gpus == 2 else []
+    )

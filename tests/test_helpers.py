@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from helpers import Job, python
 
 LINES = 100_000
@@ -42,3 +43,13 @@ def test_two_children_share_the_log(tmp_path):
     )
     lines = python(script).check().output.splitlines()
     assert sorted(lines) == sorted(f"{n} {i}" for n in ("child", "parent") for i in range(5000))
+
+
+def test_warm_ranks_print_whole_lines(tmp_path):
+    """Also with PYTHONUNBUFFERED, where print() of two values writes them one after the other."""
+    script = tmp_path / "print_two.py"
+    script.write_text(
+        "import os\nfor number in range(5000):\n    print('rank', os.environ['RANK'], number)\n"
+    )
+    lines = warm.run(script, ranks=2).check().output.splitlines()
+    assert sorted(lines) == sorted(f"rank {r} {i}" for r in (0, 1) for i in range(5000))

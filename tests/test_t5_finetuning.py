@@ -19,13 +19,12 @@ from data import (
     Pair,
     collate,
     epoch_batches,
-    functions_in,
-    library_files,
-    train_tokenizer,
 )
 from evaluate import EarlyStopping, equal_shares, first_words, rouge
-from helpers import ROOT, read_metrics, torchrun
+from helpers import ROOT, Job, learned, reached, read_metrics, torchrun, torchrun_command
+from library import functions_in, library_files
 from model import from_hub, prepare
+from tokenizer import train_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -329,26 +328,69 @@ def test_minimal_runs_as_one_process(minimal_notes):
     assert losses[0] == losses[1]
 
 
-def test_minimal_takes_a_model(results, files):
-    result = warm.run(MINIMAL, "--model", files / "exported", ranks=2).check()
-    losses = re.findall(r"loss (\S+)$", result.output, re.M)
-    assert len(losses) == 10
-    assert float(losses[-1]) < float(losses[0])
-
-
 # ---- the script
 
 
-def test_script(files, tmp_path):
-    tiny = "--dim=32 --layers=1 --vocab-size=301 --max-source=16 --max-target=8 --epochs=2"
+def script_arguments(files, output_dir) -> tuple:
+    """A short run: 3 epochs of 5 steps."""
+    tiny = "--dim=32 --layers=1 --vocab-size=301 --max-source=16 --max-target=8 --epochs=3"
     data = ("--train-file", files / "train.jsonl", "--eval-file", files / "eval.jsonl")
-    more = ("--batch-size", 12, "--precision", "bf16", "--output-dir", tmp_path, "--show", 2)
-    more += ("--workers", 1, "--log-every", 2)
-    result = torchrun(SCRIPT, *tiny.split(), *data, *more, timeout=240).check()
+    more = ("--batch-size", 12, "--precision", "bf16", "--show", 2, "--workers", 1)
+    return (*tiny.split(), *data, *more, "--log-every", 2, "--keep", 1, "--output-dir", output_dir)
+
+
+@pytest.fixture(scope="module")
+def script_run(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "mlflow.py").write_text(FAKE_TRACKER)
+    arguments = (*script_arguments(files, folder), "--profile", "--tracker", "mlflow")
+    return folder, torchrun(SCRIPT, *arguments, timeout=240, PYTHONPATH=str(folder)).check()
+
+
+FAKE_TRACKER = """
+from pathlib import Path
+log = Path(__file__).with_suffix(".txt").open("a")
+def log_params(params): print("lr", params["lr"], file=log, flush=True)
+def log_metrics(values, step): print(step, *values, file=log, flush=True)
+"""
+
+
+def test_flags_of_the_script(script_run):
+    """--keep, --profile and --tracker do what they do in the other templates."""
+    folder, _ = script_run
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000015"]
+    for rank in (0, 1):
+        events = json.loads((folder / f"trace_{rank}.json").read_text())["traceEvents"]
+        steps = {e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#")}
+        assert len(steps) == 3
+    lines = (folder / "mlflow.txt").read_text().splitlines()
+    assert lines[0] == f"lr {config.Settings().lr}"
+    assert lines[1] == "2 loss lr grad_norm pairs_per_second memory_mb"
+    assert lines.count("5 eval_loss") == 1  # from rank 0 alone
+
+
+def test_kill_9_under_max_restarts(files, script_run, tmp_path):
+    """In the third epoch a rank dies. torchrun restarts both, from the end of the second."""
+    restarting = torchrun_command(
+        SCRIPT, *script_arguments(files, tmp_path), options=("--max-restarts=1",)
+    )
+    with Job(restarting) as job:
+        job.wait_until(lambda: reached(tmp_path, 12))
+        job.ranks()[1].kill()
+        result = job.wait(240).check()
+    assert result.output.count("continuing from") == 1
+    straight, _ = script_run
+    assert learned(tmp_path) == learned(straight)
+    ended, expected = ((folder / "results.json").read_text() for folder in (tmp_path, straight))
+    assert json.loads(ended) == json.loads(expected)
+
+
+def test_script(files, script_run):
+    folder, result = script_run
     assert result.output.count("2 rank(s) on cpu, gloo") == 1
     assert "Warning" not in result.output
     assert "train     60 pairs" in result.output
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((folder / "results.json").read_text())
     pairs = list(JsonLines(files / "eval.jsonl"))
     assert [sample[:2] for sample in results["samples"]] == [[p.name, p.summary] for p in pairs]
     scores = rouge([sample[2] for sample in results["samples"]], [p.summary for p in pairs])
@@ -359,22 +401,25 @@ def test_script(files, tmp_path):
             rf"^{name} +" + " +".join(map(re.escape, shown)) + "$", result.output, re.M
         )
     numbers = "loss {0}   lr {0}   grad norm {0}   pairs/s {0}   memory MB {0}".format(r"[\d.]+")
-    assert re.findall(rf"^step +(\d+)/10   epoch \d   {numbers}$", result.output, re.M) == [
+    assert re.findall(rf"^step +(\d+)/15   epoch \d   {numbers}$", result.output, re.M) == [
         "2",
         "4",
         "5",
         "6",
         "8",
         "10",
+        "12",
+        "14",
+        "15",
     ]
-    losses = [line["eval_loss"] for line in read_metrics(tmp_path) if "eval_loss" in line]
-    assert len(losses) == 2
+    losses = [line["eval_loss"] for line in read_metrics(folder) if "eval_loss" in line]
+    assert len(losses) == 3
     assert min(losses) == results["scores"]["after training"][0]  # the best epoch's model is judged
     assert min(losses) < results["scores"]["before training"][0]
     assert result.output.count("    generated ") == 2
-    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder / "model")
     assert isinstance(model, T5ForConditionalGeneration)
-    assert not list(tmp_path.glob("model.*"))
+    assert not list(folder.glob("model.*"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -458,7 +503,7 @@ def test_library_gives_pairs(library):
 
 
 def test_library_is_read_once(library, monkeypatch):
-    monkeypatch.setattr("data.library_functions", lambda: pytest.fail("read again"))
+    monkeypatch.setattr("library.library_functions", lambda: pytest.fail("read again"))
     assert all(file.exists() for file in library_files(library[1]))
     monkeypatch.setenv("LOCAL_RANK", "1")  # local rank 0 writes
     assert not any(file.exists() for file in library_files(library[1] / "elsewhere"))
@@ -466,7 +511,7 @@ def test_library_is_read_once(library, monkeypatch):
 
 def test_data_dir_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("data.library_functions", lambda: iter([]))
+    monkeypatch.setattr("library.library_functions", lambda: iter([]))
     with pytest.raises(SystemExit):
         library_files(tmp_path / "file")
     assert f"error: --data-dir {tmp_path / 'file'} cannot be written: " in capsys.readouterr().err

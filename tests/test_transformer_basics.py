@@ -502,6 +502,9 @@ def test_speed_is_of_training_alone(corpus, tmp_path):
         2, 4, 6, 8,
     ]  # fmt: skip
     assert "matrix products: high" in output
+    settings = Settings(steps=8)
+    rates = " ".join(f"{learning_rate(step, settings):.4g}" for step in range(8))
+    assert f"rates: {rates}\n" in output  # they reach the optimizer
 
 
 @pytest.mark.slow

@@ -100,10 +100,13 @@ def _rank(log: str, command: list[str], environment: dict[str, str]) -> None:
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
-    sys.stdout.reconfigure(line_buffering=True)
+    # A line in one go: with PYTHONUNBUFFERED print() would write "a", " ", "b" and a newline, and
+    # another rank in between.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # as in other processes, not the server's
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     runpy.run_path(command[0], run_name="__main__")

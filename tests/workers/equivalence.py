@@ -1,15 +1,17 @@
 """Run train.py's own step on every case of the matrix and save what came out (rank 0).
 
-Started by test_ddp_basics.py under torchrun with 2 and 3 ranks, and as one process: then the model
-is bare, without DDP and without accumulation. The global batches are the same in all of them.
+Started by test_ddp_basics.py with 2 and 3 ranks, and as one process: that is the reference, a loop
+in plain PyTorch without a line of train.py's step. The global batches are the same in all of them.
 """
 
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddp_basics"))
 
 import torch
+import torch.nn.functional as F
 import train
 from config import Settings
 from model import SmallCNN
@@ -64,47 +66,68 @@ def build(kind: str) -> nn.Module:
     return model
 
 
+def batches():
+    """The global batches, the same in every world."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
+        yield images, torch.randint(10, (GLOBAL_BATCH,), generator=generator)
+
+
+def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
+    """One process: the steps as everybody would write them."""
+    module = build(model)
+    optim = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    if optimizer == "sgd":
+        optim = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
+    steps = []
+    for images, labels in batches():
+        optim.zero_grad()
+        loss = F.cross_entropy(module(images), labels)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip or math.inf)
+        optim.step()
+        steps.append(noted(module, loss.item(), norm))
+    return steps
+
+
 def run_case(worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0) -> list[dict]:
     module = build(model)
     if worker.rank > 0:  # DDP must replace this by rank 0's weights
         for parameter in module.parameters():
             nn.init.zeros_(parameter)
-    if worker.world_size == 1:
-        ddp_model, accumulate = module, 1  # the reference
-    else:
-        ddp_model = DistributedDataParallel(
-            module,
-            gradient_as_bucket_view=True,
-            static_graph=accumulate == 1 and model != "unused",
-            find_unused_parameters=model == "unused",
-        )
-    settings = Settings(optimizer=optimizer, lr=1e-2, accumulate=accumulate, clip=clip)
+    ddp_model = DistributedDataParallel(
+        module,
+        gradient_as_bucket_view=True,
+        static_graph=accumulate == 1 and model != "unused",
+        find_unused_parameters=model == "unused",
+    )
+    settings = Settings(optimizer=optimizer, lr=99.0, accumulate=accumulate, clip=clip)
     optim = train.make_optimizer(settings, module)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    generator = torch.Generator().manual_seed(1)
     steps = []
-    for _ in range(STEPS):
-        images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
-        labels = torch.randint(10, (GLOBAL_BATCH,), generator=generator)
+    for images, labels in batches():
         local = slice(worker.rank, None, worker.world_size)
-        loss, norm = train.train_step(
-            ddp_model, images[local], labels[local], optim, scaler, settings.lr, settings
+        loss, norm = train.train_step(  # at its own rate, not the optimizer's of 99
+            ddp_model, images[local], labels[local], optim, scaler, 1e-2, settings
         )
-        gradients = {  # an unused parameter has none in one process, and zeros under DDP
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        }
-        steps.append(
-            {
-                "loss": train.all_sum([loss], worker)[0] / worker.world_size,
-                "gradients": gradients,
-                "norm": torch.nn.utils.get_total_norm(gradients.values()),
-                "norm before clipping": norm,
-                "parameters": {n: p.detach().clone() for n, p in module.named_parameters()},
-            }
-        )
+        steps.append(noted(module, train.all_sum([loss], worker)[0] / worker.world_size, norm))
     return steps
+
+
+def noted(module: nn.Module, loss: float, norm_before_clipping: torch.Tensor) -> dict:
+    gradients = {  # an unused parameter has none in one process, and zeros under DDP
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
+    return {
+        "loss": loss,
+        "gradients": gradients,
+        "norm": torch.nn.utils.get_total_norm(gradients.values()),
+        "norm before clipping": norm_before_clipping,
+        "parameters": {n: p.detach().clone() for n, p in module.named_parameters()},
+    }
 
 
 def all_reduces_per_step(accumulate: int) -> int:
@@ -129,8 +152,11 @@ def all_reduces_per_step(accumulate: int) -> int:
 
 def main() -> None:
     with distributed_worker("cpu") as worker:
-        results = {name: run_case(worker, **case) for name, case in CASES.items()}
-        results["all_reduces"] = {n: all_reduces_per_step(n) for n in (1, 2, 4)}
+        if worker.world_size == 1:
+            results = {name: reference(**case) for name, case in CASES.items()}
+        else:
+            results = {name: run_case(worker, **case) for name, case in CASES.items()}
+            results["all_reduces"] = {n: all_reduces_per_step(n) for n in (1, 2, 4)}
         if worker.is_main:
             torch.save(results, sys.argv[1])
 

@@ -1,6 +1,8 @@
 """Run fsdp_basics/minimal.py as it stands, and save what its optimizer saw (rank 0).
 
 fsdp_minimal.py SCRIPT RESULTS       under torchrun, or as one process
+In float64: AdamW divides gradients by their own size, so that in float32 after an epoch the last
+digits of a sum, which the processor decides, would have grown to a ten thousandth.
 """
 
 import runpy
@@ -20,6 +22,8 @@ STEPS = (0, 1, 2, 29)  # of which all is compared; an epoch has 29 steps
 if __name__ == "__main__":
     script, results_file = sys.argv[1:]
     results, units, steps_done = {}, set(), [0]
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double  # of the images
     rank_is_main = [False]
 
     def before_forward(module, inputs) -> None:

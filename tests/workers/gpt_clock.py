@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics
 import metrics
 import torch
 import train
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 now = 0.0
 
@@ -26,9 +27,12 @@ metrics.time = SimpleNamespace(perf_counter=lambda: now)
 train.train_step = lasting(1, train.train_step)
 train.evaluate = lasting(100, train.evaluate)
 train.save_checkpoint = lasting(100, train.save_checkpoint)
+rates = []
+register_optimizer_step_pre_hook(lambda optim, *_: rates.append(optim.param_groups[-1]["lr"]))
 try:
     train.main()
 except SystemExit as end:
     if end.code:
         raise
+print("rates:", *(f"{rate:.4g}" for rate in rates))
 print("matrix products:", torch.get_float32_matmul_precision())

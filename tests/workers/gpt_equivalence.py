@@ -23,7 +23,7 @@ from runtime import distributed_worker
 from step import train_step
 from torch.distributed.tensor import DTensor
 
-STEPS, BATCH, LENGTH, VOCABULARY, LR = 5, 16, 12, 44, 0.01
+STEPS, BATCH, LENGTH, VOCABULARY, LR = 3, 16, 12, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
 # What changes the result, and so has a reference of its own.
 KINDS = {

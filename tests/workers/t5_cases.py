@@ -101,7 +101,7 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
     reference = T5ForConditionalGeneration(t5_config)
     one, sharded = (OPTIMIZERS[optimizer](m.parameters()) for m in (reference, model))
     lr = sharded.param_groups[0]["lr"]
-    sharded.param_groups[0]["lr_factor"] = 1
+    sharded.param_groups[0] |= {"lr_factor": 1, "lr": 99.0}  # the step sets it
     early_stopping = evaluate.EarlyStopping(patience=1)
     batches = train.batches([train_set], 0, early_stopping, tokenizer, settings, worker)
     global_batches = epoch_batches(train_set.lengths, BATCH, settings.seed)

@@ -1,6 +1,6 @@
 """Run t5_finetuning/minimal.py as it is, and note what each optimizer step got and left.
 
-Started by test_t5_finetuning.py with the file for the notes and minimal.py's own arguments.
+Started by test_t5_finetuning.py with the file for the notes.
 """
 
 import gc
@@ -70,7 +70,6 @@ register_optimizer_step_post_hook(after_step)
 torch.distributed.fsdp.fully_shard = noting_unit
 dist.barrier = noting("barrier", dist.barrier)
 dist.destroy_process_group = noting("destroy", dist.destroy_process_group)
-file, sys.argv = sys.argv[1], ["minimal.py", *sys.argv[2:]]
 runpy.run_path(str(MINIMAL), run_name="__main__")
 if os.environ.get("RANK") == "0":
-    torch.save(notes, file)
+    torch.save(notes, sys.argv[1])
