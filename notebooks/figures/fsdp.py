@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from figures import ACTIONS, COLOURS, LINES, NOBODY, Span, curves, movie, panels, show, timeline
 from matplotlib.patches import Rectangle
+
+from figures import ACTIONS, COLOURS, LINES, NOBODY, Span, curves, movie, panels, show, timeline
 
 WORDS = {
     "start": "between steps: every rank has its shards, and nothing else",
@@ -23,9 +24,14 @@ def step(by_rank: Sequence[Sequence[Event]], sizes: Mapping[str, int], stills=()
     """A moving picture of one training step: a row per rank, a column per unit.
 
     by_rank: the events that each rank recorded. sizes: bytes of each unit while it is whole.
-    A cell is a shard, in the colour of the rank that looks after it. Below: bytes of parameters
-    on rank 0, which is what the cells above add up to.
+    stills: as in movie(). A cell is a shard, in the colour of the rank that looks after it. Below:
+    bytes of parameters on rank 0, which is what the cells above add up to.
     """
+    # What is gathered ahead, in backward, is seen arriving in the next picture: one less to show.
+    kinds = [what for what, *_ in by_rank[0]]
+    turn = kinds.index("backward")
+    shown = [k for k, what in enumerate(kinds) if k <= turn or what != "gather"]
+    by_rank = [[events[k] for k in shown] for events in by_rank]
     ranks, names = len(by_rank), list(sizes)
     bytes_after = [held(event, sizes, ranks) for event in by_rank[0]]
     for events in by_rank:
@@ -34,7 +40,7 @@ def step(by_rank: Sequence[Sequence[Event]], sizes: Mapping[str, int], stills=()
 
     def draw(ax, k):
         what, unit, _, _ = by_rank[0][k]
-        ax.text(0, ranks + 0.75, WORDS[what].format(unit), weight="bold")
+        ax.text(0, -0.48, WORDS[what].format(unit), weight="bold")
         coloured = 0
         for rank, events in enumerate(by_rank):
             y = ranks - 1 - rank
@@ -54,22 +60,21 @@ def step(by_rank: Sequence[Sequence[Event]], sizes: Mapping[str, int], stills=()
                             1.3 * i + 0.28 * shard + 0.14, y + 0.33, "g", ha="center", va="center"
                         )
                 if rank == 0:
-                    weight = "bold" if name == unit else "normal"
-                    ax.text(1.3 * i + 0.56, ranks - 0.1, name, ha="center", weight=weight)
+                    ax.text(1.3 * i + 0.56, ranks - 0.1, name, ha="center")
         arriving = sum(sizes[n] for n, s in by_rank[0][k][2].items() if s == "arriving")
         assert coloured + arriving * (ranks - 1) / ranks == bytes_after[k], "cells and curve differ"
-        # The curve has its own box at the bottom, from (0, -1.6) to (5.2, -0.4).
+        # The curve has its own box at the bottom, from (0, -2.1) to (5.2, -0.9).
         width = 5.2 / (len(bytes_after) - 1)
         for j in range(k + 1):
             height = 1.2 * bytes_after[j] / most
             colour = LINES[1] if j == k else "0.7"
-            ax.add_patch(Rectangle((width * (j - 0.4), -1.6), 0.8 * width, height, color=colour))
-        ax.plot([-0.1, 5.3], [-0.4, -0.4], color="0.5", linestyle=":")
-        ax.text(-0.15, -0.4, "whole model", ha="right", va="center")
-        ax.text(-0.15, -1.45, "on rank 0", ha="right", va="center")
-        ax.text(5.3, -0.85, f"{bytes_after[k] / 1000:.0f} KB", ha="right", color=LINES[1])
+            ax.add_patch(Rectangle((width * (j - 0.4), -2.1), 0.8 * width, height, color=colour))
+        ax.plot([-0.1, 5.3], [-0.9, -0.9], color="0.5", linestyle=":")
+        ax.text(-0.15, -0.9, "whole model", ha="right", va="center")
+        ax.text(-0.15, -1.95, "on rank 0", ha="right", va="center")
+        ax.text(5.3, -1.35, f"{bytes_after[k] / 1000:.0f} KB", ha="right", color=LINES[1])
 
-    movie(draw, len(bytes_after), 3.4, (-1, 5.4), (-1.7, ranks + 1.1), stills, seconds=0.9)
+    movie(draw, len(bytes_after), 3.0, (-1, 5.4), (-2.2, ranks + 0.3), stills, seconds=0.9)
 
 
 def held(event: Event, sizes: Mapping[str, int], ranks: int) -> int:
@@ -105,10 +110,11 @@ def lanes(runs: Mapping[str, tuple[float, Sequence[tuple]]]) -> None:
             rows[row].append(Span(a, b, kind, str(layer)))
         begin = min(span.start for row in rows.values() for span in row)
         busy = 1e3 * sum(span.end - span.start for span in rows["computing"])
-        heading = f"{title}: {1e3 * (end - begin):.0f} ms, of which {busy:.0f} computing"
+        heading = f"{title}: {1e3 * (end - begin):.0f} ms ({busy:.0f} computing)"
         timeline(rows, ACTIONS, heading, ax, end)
     axes[0].set_xlabel("")
     axes[1].get_legend().remove()
+    axes[0].get_legend().set_bbox_to_anchor((1, 1.12))
     # What the titles claim: messages and computation overlap below, and not above.
     first, second = (_overlap(times) for _, times in runs.values())
     assert second > first, "prefetching should make them overlap"

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from figures import COLOURS, KINDS, NOBODY, bars, canvas, curves, panels, show
 from matplotlib.patches import Rectangle
+
+from figures import COLOURS, KINDS, NOBODY, bars, canvas, curves, panels, show
 
 # From the bottom of a bar to its top: what is always there comes first.
 ORDER = {kind: KINDS[kind] for kind in ("parameters", "optimizer", "gradients", "activations")}
