@@ -16,7 +16,7 @@ def groups(met: Sequence[Mapping]) -> None:
     for ax, axis in zip(axes, names, strict=True):
         for rank, said in enumerate(met):
             row, column = said["coordinate"]
-            figures.cell(ax, column, -row, f"rank {rank}", [rank], w=0.86, h=0.7)
+            figures.cell(ax, column, -row, f"rank {rank}", [rank], w=0.8, h=0.7)
         for group in {tuple(said[axis]) for said in met}:
             places = [met[rank]["coordinate"] for rank in group]
             for rank, place in zip(group, places, strict=True):
@@ -24,12 +24,12 @@ def groups(met: Sequence[Mapping]) -> None:
                 others = [i for i, name in enumerate(names) if name != axis]
                 assert all(place[i] == places[0][i] for i in others), f"not a line along {axis}"
             left, low = min(c for _, c in places) - 0.07, -max(r for r, _ in places) - 0.07
-            right, top = max(c for _, c in places) + 0.93, -min(r for r, _ in places) + 0.77
+            right, top = max(c for _, c in places) + 0.87, -min(r for r, _ in places) + 0.77
             ax.plot(
                 [left, right, right, left, left], [low, low, top, top, low], color="0.2", lw=1.5
             )
         for i in range(2):
-            ax.text(i + 0.43, 0.86, f"tp {i}", ha="center", color="0.3")
+            ax.text(i + 0.4, 0.86, f"tp {i}", ha="center", color="0.3")
             ax.text(-0.16, 0.35 - i, f"dp {i}", ha="right", va="center", color="0.3")
         ax.set(xlim=(-0.6, 2.1), ylim=(-1.15, 1.15))
         ax.set_title(f'groups along "{axis}"')

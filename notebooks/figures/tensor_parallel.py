@@ -1,5 +1,6 @@
-"""The pictures of chapter 13: a pair of matrices on two ranks, and what tensor parallelism costs."""
+"""The pictures of chapter 13: a pair of matrices on two ranks; what tensor parallelism costs."""
 
+import itertools
 from collections.abc import Mapping
 
 import figures
@@ -20,7 +21,7 @@ def pair() -> None:
         ax.text(-0.15, y, f"rank {rank}", ha="right", va="center")
         for x, width, text, own in steps:
             figures.box(ax, x, y, text, rank if own else "white", width, 1.2)
-        for (x, width, *_), (next_x, next_width, *_) in zip(steps, steps[1:], strict=False):
+        for (x, width, *_), (next_x, next_width, *_) in itertools.pairwise(steps):
             figures.arrow(ax, (x + width / 2, y), (next_x - next_width / 2, y))
     for x, name, forward, backward in (
         (1.42, "f", "nothing", "all_reduce"),
@@ -65,7 +66,7 @@ def crossing(counted: Mapping[int, int], width: int, blocks: int) -> None:
     formula = [4 * blocks * t * width * 4 for t in tokens]
     assert list(counted.values()) == formula
     gradients = 12 * blocks * width**2 * 4
-    assert [t for t, f in zip(tokens, formula, strict=True) if f > gradients][0] > 3 * width
+    assert next(t for t, f in zip(tokens, formula, strict=True) if f > gradients) > 3 * width
     figure, ax = figures.panels(1)
     lines = {
         "tensor parallel, formula": (tokens, formula, "-"),
