@@ -60,6 +60,14 @@ def timelines(titles: Mapping[str, Sequence[Sequence[tuple]]], unit: str = "") -
     for ax, (title, recorded) in zip(axes[:, 0], titles.items(), strict=True):
         figures.timeline(rows(recorded), COLOURS, title, ax)
         ax.set_xlabel((unit or "milliseconds") if ax is axes[-1, 0] else "")
+        ax.get_legend().remove()
+    lengths = [max(line[-1][-1] for line in r) - r[0][0][-2] for r in titles.values()]
+    ax.set_xlim(0, 1010 * max(lengths))
+    kinds = {KINDS[kind] for recorded in titles.values() for line in recorded for kind, *_ in line}
+    shown = {kind: colour for kind, colour in COLOURS.items() if kind in kinds}
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=c, edgecolor="0.35") for c in shown.values()]
+    top = axes[0, 0]
+    top.legend(handles, shown, ncols=len(shown), loc="lower right", bbox_to_anchor=(1, 1))
     figures.show(figure)
 
 
