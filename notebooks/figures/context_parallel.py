@@ -62,8 +62,9 @@ def ring(seen: Sequence[Sequence[int]]) -> None:
                 done = when <= step
                 text = f"step {when}" if done else ""
                 figures.cell(ax, 5.2 + j, -rank, text, [j] if done else [], h=0.8)
-                edge = "black" if when == step and not moved else "0.8"
-                ax.plot(*_outline(5.2 + j, -rank, 1, 0.8), color=edge, lw=1.5, zorder=3)
+                new = when == step and not moved
+                style = {"color": "black", "zorder": 4} if new else {"color": "0.8", "zorder": 3}
+                ax.plot(*_outline(5.2 + j, -rank, 1, 0.8), lw=1.5, **style)
         for j in range(ranks):
             ax.text(5.7 + j, 0.9, f"K{j}", ha="center", va="bottom")
         title = f"step {step}: compute" if not moved else "pass on to the next rank"
@@ -71,7 +72,7 @@ def ring(seen: Sequence[Sequence[int]]) -> None:
         ax.text(4.9, -ranks / 2 + 0.9, "scores", rotation=90, va="center", ha="center")
 
     limits = (-0.9, 9.3), (0.9 - ranks, 1.5)
-    figures.movie(draw, frames, 2.3, *limits, stills=(0, 1 + moves, 2), seconds=0.5)
+    figures.movie(draw, frames, 2.3, *limits, stills=(0, 2, 1 + moves), seconds=0.5)
 
 
 def _outline(x, y, w, h):
@@ -84,9 +85,9 @@ def scores(panels: Mapping[str, tuple]) -> list[list[int]]:
     panels: title -> (mask, tokens): mask (T, T), True where a query may look; tokens of each rank.
     Returns for each panel the number of pairs of each rank, which is also written below it.
     """
-    figure, axes = figures.panels(len(panels), 3.5)
+    figure, axes = figures.panels(len(panels), 3.5, squeeze=False)
     found = []
-    for ax, (title, (mask, tokens)) in zip(axes, panels.items(), strict=True):
+    for ax, (title, (mask, tokens)) in zip(axes[0], panels.items(), strict=True):
         picture = [[0] * len(mask) for _ in range(len(mask))]
         for rank, own in enumerate(tokens):
             for query in own.tolist():
