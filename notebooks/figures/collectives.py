@@ -38,7 +38,8 @@ def all_to_all(held: Sequence[Sequence], received: Sequence[Sequence[Sequence]])
                     arrow(ax, start, (right - 0.1, -0.9 - 1.3 * rank), linewidth=1.5)
                     for x, y in ((rank, source), (right + source, rank)):  # from here, to there
                         corner = (x + 0.04, -1.36 - 1.3 * y)
-                        ax.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, linewidth=2, zorder=3))
+                        outline = {"fill": False, "linewidth": 2, "zorder": 3}
+                        ax.add_patch(Rectangle(corner, 0.92, 0.92, **outline))
 
     limits = (-1.2, right + world + 1.2), (-1.3 * world - 0.4, 1.1)
     movie(draw, rounds + 1, 2.4, *limits, stills=range(2, rounds + 1), seconds=1.2)
