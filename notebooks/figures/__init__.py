@@ -30,7 +30,7 @@ DPI = 150
 SMALLEST_LETTERS = 8  # points
 
 # Of ranks 0, 1, 2, ...: after Okabe and Ito, https://jfly.uni-koeln.de/color/, made lighter.
-COLOURS = ("#7cc3ee", "#f2b64a", "#57c4a4", "#e0a3c4", "#f3e86b", "#a9a4e8", "#ec9070", "#c4c4c4")
+COLOURS = ("#7cc3ee", "#f2b64a", "#57c4a4", "#e0a3c4", "#f3e86b", "#9a86e0", "#ec9070", "#dddddd")
 NOBODY = "white"
 # Of what a rank does: in timelines, where rows are ranks already.
 ACTIONS = {
