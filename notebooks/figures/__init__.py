@@ -276,7 +276,7 @@ def timeline(
     ax.legend(handles, used, ncols=len(used), loc="lower right", bbox_to_anchor=(1, 1))
     ax.set(yticks=range(len(rows)), yticklabels=list(rows), ylim=(len(rows) - 0.5, -0.5))
     ax.set(xlabel="milliseconds", xlim=(0, None))
-    ax.set_title(title, loc="left")
+    ax.set_title(title, loc="left", pad=20)  # above the legend
     if figure:
         show(figure)
 
