@@ -78,9 +78,10 @@ def buckets(trial: Sequence[Mapping], frames: int = 12) -> None:
 
 def script(rows: Sequence[tuple[str, str]]) -> None:
     """Draw what any training script does (left), and what many ranks add (right)."""
+    colours = (figures.ACTIONS["wait"], figures.ACTIONS["send"])
     figure, ax = figures.canvas(4.8, (-0.1, 11.3), (-len(rows) + 0.4, 1.2))
     for i, texts in enumerate(rows):
-        for x, width, text, colour in zip((0, 5), (4.8, 6.2), texts, ("#eeeeee", 2), strict=True):
+        for x, width, text, colour in zip((0, 5), (4.8, 6.2), texts, colours, strict=True):
             if text:
                 figures.box(ax, x + width / 2, -i, text, colour, width, 0.78)
     ax.text(0, 0.75, "any training script", fontweight="bold")
