@@ -499,6 +499,7 @@ def short_run(script: Path, help_text: str) -> list[str]:
     return []
 
 
+@pytest.mark.slow  # together they are
 @pytest.mark.parametrize(
     "script",
     sorted({*map(entry, EXAMPLES), *MINIMAL}),
