@@ -102,6 +102,12 @@ def test_keep_gathered_does_so(matrix):
 
 
 @pytest.mark.slow
+def test_gradients_travel_once_in_a_step(matrix):
+    """Of two blocks and the root, whatever the number of micro-batches."""
+    assert matrix[2]["reductions"] == {1: 3, 4: 3}
+
+
+@pytest.mark.slow
 def test_matrix_compares_something(matrix):
     one = matrix[1]
     assert all(norm > 0.1 + 1e-3 for norm in one["clip"]["norm"])  # so clipping clips

@@ -166,12 +166,23 @@ def keeps_gathered(flags: str, worker) -> bool:
     return not isinstance(next(model.blocks["0"].parameters()), DTensor)
 
 
+def reductions(accumulate: int, worker) -> int:
+    """How many reduce_scatters a step of FSDP over 2 ranks takes."""
+    settings = settings_of(f"--dp-shard 2 --accumulate {accumulate}")
+    mesh, model, pipeline = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    x, y = next(batches())
+    with CountByAxis(mesh) as sent:
+        train_step(model, pipeline, x, y, make_optimizer(model, settings), mesh, settings)
+    return sent.calls["dp_shard", "reduce_scatter"]
+
+
 def main() -> None:
     with distributed_worker("cpu") as worker:
         meshes = MESHES[worker.world_size].items()
         results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
         if worker.world_size == 2:
             results["gathered"] = gathered(worker)
+            results["reductions"] = {n: reductions(n, worker) for n in (1, 4)}
             results["kept"] = [keeps_gathered(flags, worker) for flags in ("", "--keep-gathered")]
         if worker.is_main:
             torch.save(results, OUTPUT)
