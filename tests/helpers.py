@@ -106,7 +106,7 @@ class Job:
         self.process.wait(timeout=10)
         return alive
 
-    def wait(self, timeout: float = 120) -> Result:
+    def wait(self, timeout: float = 300) -> Result:
         """Wait for the end; on time-out kill everything and raise with the output so far.
 
         The output then ends with what each process was doing, the stacks of all its threads.
@@ -123,7 +123,7 @@ class Job:
             raise TimeoutError(f"no end within {timeout} s\n{self.output[-20_000:]}") from None
         return Result(self.process.returncode, self.output)
 
-    def wait_until(self, condition: Callable[[], object], timeout: float = 180) -> object:
+    def wait_until(self, condition: Callable[[], object], timeout: float = 300) -> object:
         """Return the first true value of `condition()`; raise if the job ends or time runs out."""
         deadline = time.monotonic() + timeout
         while not (value := condition()):
@@ -133,7 +133,7 @@ class Job:
         return value
 
 
-def python(script, *args, timeout: float = 120, cwd: Path = ROOT, **environment: str) -> Result:
+def python(script, *args, timeout: float = 300, cwd: Path = ROOT, **environment: str) -> Result:
     """Run `script` as one plain process."""
     with Job([sys.executable, script, *args], cwd, **environment) as job:
         return job.wait(timeout)
@@ -144,7 +144,7 @@ def torchrun_command(script, *args, ranks: int = 2, options: tuple = ()) -> list
 
 
 def torchrun(
-    script, *args, ranks=2, options=(), timeout=120, cwd: Path = ROOT, **environment: str
+    script, *args, ranks=2, options=(), timeout=300, cwd: Path = ROOT, **environment: str
 ) -> Result:
     """Run `script` on `ranks` ranks of this machine; also asserts that no process is left."""
     with Job(

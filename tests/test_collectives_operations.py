@@ -356,7 +356,7 @@ GONE = r"Read error|Connection (closed|reset) by peer"  # one rank gave up a mom
 
 @pytest.fixture(scope="module")
 def hangs() -> str:
-    return warm.run(HERE / "hangs.py", ranks=2, timeout=100).check().output
+    return warm.run(HERE / "hangs.py", ranks=2, timeout=300).check().output
 
 
 @pytest.mark.slow

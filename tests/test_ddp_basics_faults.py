@@ -306,7 +306,7 @@ with distributed_worker("cpu") as worker:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120 + 10 * REPEAT)
+@pytest.mark.timeout(600 + 10 * REPEAT)
 def test_restarts_join_every_time(tmp_path):
     """The restart race of torchrun (see runtime.py) let about one restart in eight come through."""
     script = tmp_path / "die.py"
@@ -316,7 +316,7 @@ def test_restarts_join_every_time(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120 + 30 * REPEAT)
+@pytest.mark.timeout(600 + 30 * REPEAT)
 def test_runs_end_with_status_0():
     """Two at a time: on a busy machine the abort at exit struck in a quarter of the runs.
 

@@ -377,7 +377,7 @@ def test_full_disk_keeps_the_previous_save(tmp_path, halves):
 # ---- the exit
 
 
-@pytest.mark.timeout(120 + 30 * REPEAT)
+@pytest.mark.timeout(600 + 30 * REPEAT)
 def test_runs_end_with_status_0():
     """REPEAT=100 repeats the proof for sharded models: see test_ddp_basics_faults.py."""
     with ThreadPoolExecutor(2) as pool:

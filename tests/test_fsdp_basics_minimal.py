@@ -68,7 +68,7 @@ def printed_losses(result) -> list[float]:
     return [float(x) for x in re.findall(r"epoch \d +loss ([\d.]+)", result.output)]
 
 
-@pytest.mark.timeout(120 + 60 * REPEAT)
+@pytest.mark.timeout(600 + 60 * REPEAT)
 def test_minimal_runs_and_ends_with_status_0():
     """Started as a person does. REPEAT=30 is the proof that no exit is aborted."""
     for _ in range(REPEAT):

@@ -231,7 +231,7 @@ def test_runs_again_with_the_same_outputs(path, notebook, tmp_path):
     options = (
         "--nbval",
         "--nbval-current-env",
-        "--nbval-cell-timeout=300",
+        "--nbval-cell-timeout=600",
         "-p",
         "no:cacheprovider",
     )
@@ -367,7 +367,7 @@ def test_run_script_prints_in_rank_order(script, capsys):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_script_raises_what_the_script_raises(script, ranks):
     with pytest.raises(RuntimeError, match=r"failed with exit status 1\n(.|\n)*no such digit: 11"):
-        course.run_script(script, "raise", ranks=ranks, timeout=100)
+        course.run_script(script, "raise", ranks=ranks, timeout=300)
     assert not of_this_kernel()
 
 
@@ -422,7 +422,7 @@ def test_ranks_start_again_after_a_hang_and_die_with_their_kernel(tmp_path):
     life = tmp_path / "life.py"
     life.write_text(LIFE.format(folder=str(FOLDER)))
     with Job([sys.executable, life], cwd=tmp_path) as job:
-        job.wait_until(lambda: "\nalive" in job.output, timeout=150)
+        job.wait_until(lambda: "\nalive" in job.output, timeout=300)
         assert len(job.processes()) > 3
         job.process.kill()  # no chance to clean up: what a Jupyter server does to a stuck kernel
         job.process.wait()

@@ -34,7 +34,7 @@ SERVER.set_forkserver_preload(
 )
 
 
-def run(script, *args, ranks: int = 1, timeout: float = 120) -> Result:
+def run(script, *args, ranks: int = 1, timeout: float = 300) -> Result:
     """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left."""
     command = [str(part) for part in (script, *args)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
