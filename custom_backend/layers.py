@@ -72,9 +72,9 @@ def meet(device: str) -> tuple[list[Message], torch.device]:
         torch.cuda.set_device(place)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     recording = RecordingStore(store, me)
-    call = now("script", me, f'init_process_group("{backend}")')
+    call = now(me, me, f'init_process_group("{backend}")')
     dist.init_process_group(backend, store=recording, rank=rank, world_size=size, timeout=TIMEOUT)
-    back = now(me, "script", "joined", time.perf_counter() - call.at)
+    back = now(me, me, f"joined, {1e6 * (time.perf_counter() - call.at):,.0f} us later")
     return [found, call, *recording.messages, back], place
 
 

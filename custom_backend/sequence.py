@@ -54,16 +54,18 @@ def draw(sequences: dict[str, list[Message]], path: Path) -> None:
         squeeze=False,
     )
     for ax, (title, messages) in zip(axes[:, 0], sequences.items(), strict=True):
-        draw_one(ax, title, sorted(messages, key=lambda message: message.at))
+        draw_one(ax, title, messages)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     print(f"\nsaved {path}")
 
 
 def draw_one(ax, title: str, messages: list[Message]) -> None:
+    messages = sorted(messages, key=lambda message: message.at)
     columns = in_order_of_appearance(messages)
     ax.set(title=title, xlim=(-0.6, len(columns) - 0.4), ylim=(len(messages) + 0.5, -1.2))
-    ax.set_xticks(range(len(columns)), columns)
+    names = [name.replace(" ", "\n", 1) if len(name) > 12 else name for name in columns]
+    ax.set_xticks(range(len(columns)), names, fontsize=8)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     start = messages[0].at
@@ -75,9 +77,12 @@ def draw_one(ax, title: str, messages: list[Message]) -> None:
         ax.axvline(x, color="0.8", linewidth=1, zorder=0)
     for y, message in enumerate(messages):
         a, b = columns.index(message.sender), columns.index(message.receiver)
-        arrow = {"arrowstyle": "->", "color": "C0" if b > a else "C1", "shrinkA": 0, "shrinkB": 0}
+        color = "C0" if b > a else "C1"
+        if a == b:
+            ax.plot(a, y, "o", color="0.3", markersize=4)
+        arrow = {"arrowstyle": "->", "color": color, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", xy=(b, y), xytext=(a, y), arrowprops=arrow)
-        took = "" if message.took is None else f"  ({1e6 * message.took:,.0f} us)"
+        took = "" if message.took is None else f", {1e6 * message.took:,.0f} us"
         ax.text((a + b) / 2, y - 0.12, message.what + took, ha="center", va="bottom", fontsize=8)
 
 

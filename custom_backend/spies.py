@@ -23,6 +23,7 @@ from wire import by_peer, traffic
 
 ALL_REDUCE = inspect.unwrap(dist.all_reduce).__code__  # without the decorator that logs errors
 FILE = Path(ALL_REDUCE.co_filename).name
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler misses a GPU, aloud
 
 
 def watch_all_reduce(tensor: torch.Tensor) -> list[Message]:
