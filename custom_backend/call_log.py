@@ -1,0 +1,198 @@
+"""What counting_backend.py writes down: the calls of this rank, and one report of all ranks."""
+
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from call_report import print_report, write_timeline
+
+HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))  # files of no caller
+TIMELINE = 100_000  # calls of one rank, at most: what is later is in the table only
+PATIENCE = timedelta(seconds=60)  # with ranks that are late for the report
+ROUNDS = 10  # of asking rank 0 what time it is
+
+
+@dataclass
+class Call:
+    operation: str
+    name: str  # the group, and a number that counts its operations
+    caller: str
+    row: "Row"
+    begun: float
+    returned: float = 0.0
+    done: float = 0.0
+    given: int = 0
+    got: int = 0
+    waits: list = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """All calls of one operation from one line of the script."""
+
+    calls: int = 0
+    given: int = 0  # bytes of the tensors that the rank gave
+    got: int = 0  # bytes of those that it got
+    in_call: float = 0.0  # seconds until the call returned
+    in_wait: float = 0.0  # seconds in wait()
+    until_done: float = 0.0  # seconds from the call to the moment when the operation was complete
+
+
+class CallLog:
+    def __init__(self):
+        self.rows: dict[tuple[str, str], Row] = defaultdict(Row)
+        self.timeline: list[Call] = []
+        self.store, self.rank, self.size = None, 0, 1
+        self.offset = 0.0  # of rank 0's clock to this one's
+        self.folder = None
+        self.lock = threading.Lock()  # Gloo's threads say when an operation is complete
+
+    clock = staticmethod(time.perf_counter)
+
+    def join(self, store: dist.Store, rank: int, size: int) -> None:
+        """Called for each group. The first one is the whole job's: its ranks share a report."""
+        if self.store is not None:
+            return
+        self.store, self.rank, self.size = dist.PrefixStore("counting", store), rank, size
+        self.folder = os.environ.get("COUNT_TRACE")
+        if self.folder:
+            self.offset = offset_of_rank_0(self.store, rank, size)
+
+    def begin(self, operation: str, name: str) -> Call:
+        caller = calling_line()
+        return Call(operation, name, caller, self.rows[operation, caller], self.clock())
+
+    def launched(self, call: Call, arguments: list, given, got, work) -> None:
+        """The call has returned; `given` and `got` say which arguments hold the tensors."""
+        call.returned = self.clock()
+        call.given, call.got = bytes_of(arguments, given), bytes_of(arguments, got)
+        with self.lock:
+            call.row.calls += 1
+            call.row.given += call.given
+            call.row.got += call.got
+            call.row.in_call += call.returned - call.begun
+        if self.folder and len(self.timeline) < TIMELINE:
+            self.timeline.append(call)
+        if work is None:
+            self.completed(call)
+            return
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            return  # send and recv of Gloo have none: complete when wait() returns
+        # On a GPU that is when the operation is in the stream: see the README.
+        future.add_done_callback(lambda _: self.completed(call))
+
+    def waited(self, call: Call, started: float) -> None:
+        ended = self.clock()
+        with self.lock:
+            call.row.in_wait += ended - started
+        call.waits.append((started, ended))
+        if not call.done:
+            self.completed(call)
+
+    def completed(self, call: Call) -> None:
+        with self.lock:
+            if not call.done:
+                call.done = self.clock()
+                call.row.until_done += call.done - call.begun
+
+    def report(self) -> None:
+        """Rank 0 prints the table of all ranks, and writes the timeline. All ranks call it, once.
+
+        After an exception it does nothing: the other ranks may never come.
+        """
+        if self.store is None or hasattr(sys, "last_value"):
+            return
+        mine = {
+            "rows": [[*key, *vars(row).values()] for key, row in self.rows.items()],
+            "timeline": [self.event(call) for call in self.timeline],
+        }
+        store, self.store = self.store, None
+        store.set(f"report/{self.rank}", zlib.compress(json.dumps(mine).encode()))
+        if self.rank > 0:
+            return
+        keys = [f"report/{rank}" for rank in range(self.size)]
+        try:
+            store.wait(keys, PATIENCE)
+        except dist.DistStoreError:
+            late = [key.rpartition("/")[2] for key in keys if not store.check([key])]
+            print(f"not counted: rank(s) {', '.join(late)}, which did not come to the end")
+            keys = [key for key in keys if store.check([key])]
+        ranks = [json.loads(zlib.decompress(store.get(key))) for key in keys]
+        print_report([rank["rows"] for rank in ranks])
+        if self.folder:
+            path = write_timeline(Path(self.folder), [rank["timeline"] for rank in ranks])
+            print(f"\n{path}: open it in https://ui.perfetto.dev")
+            if len(self.timeline) == TIMELINE:
+                print(f"It has the first {TIMELINE} calls only.")
+
+    def event(self, call: Call) -> dict:
+        def here(moment: float) -> float:
+            return moment + self.offset
+
+        return {
+            "operation": call.operation,
+            "name": call.name,
+            "caller": call.caller,
+            "given": call.given,
+            "got": call.got,
+            "call": [here(call.begun), here(call.returned)],
+            "waits": [[here(a), here(b)] for a, b in call.waits],
+            "done": here(call.done) if call.done else None,
+        }
+
+
+def calling_line() -> str:
+    """ "train.py:57 train_step": the innermost line on the stack that is not of torch."""
+    frame = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(HIDDEN):
+        frame = frame.f_back
+    if frame is None:
+        return "a thread of torch"  # on GPUs, backward has threads of its own
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def bytes_of(arguments: list, which: int | None) -> int:
+    if which is None or which >= len(arguments):
+        return 0
+    return total_bytes(arguments[which])
+
+
+def total_bytes(tensors) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    if isinstance(tensors, list | tuple):
+        return sum(map(total_bytes, tensors))
+    return 0
+
+
+def offset_of_rank_0(store: dist.Store, rank: int, size: int) -> float:
+    """Seconds to add to this rank's clock to have rank 0's, which may be of another machine.
+
+    Each asks rank 0 several times what time it is. The answer that came fastest counts, and is
+    taken to be of the moment halfway: it is wrong by half the way there and back at most.
+    """
+    answers = []
+    for other in range(1, size):
+        for turn in range(ROUNDS):
+            question, answer = f"time/{other}/{turn}", f"time/{other}/{turn}/is"
+            if rank == other:
+                asked = CallLog.clock()
+                store.set(question, "?")
+                theirs = float(store.get(answer))
+                answered = CallLog.clock()
+                answers.append((answered - asked, theirs - (asked + answered) / 2))
+            elif rank == 0:
+                store.get(question)  # waits for it
+                store.set(answer, repr(CallLog.clock()))
+    return min(answers)[1] if answers else 0.0

@@ -1,0 +1,96 @@
+"""Print the calls of all ranks as one table, and write them as one timeline."""
+
+import json
+from pathlib import Path
+
+EXPLANATION = """
+Per rank, the mean over {ranks} rank(s). Bytes: of the tensors given to the operation, and got from
+it, whatever goes over the wire. Until done: ms from the call to its completion, on the rank where
+that was shortest, and longest.
+"""
+HEADER = ["operation", "calls", "bytes given", "bytes got", "ms in call", "ms in wait()"]
+HEADER += ["until done: least", "most", "called from"]
+TEXT = {"operation", "called from"}  # columns of words: aligned to the left
+MS = 1e3  # in a second
+
+
+def print_report(ranks: list[list[list]]) -> None:
+    """ranks: of each, rows of (operation, caller, calls, given, got, in call, in wait, done)."""
+    found = {}  # (operation, caller) -> for each rank its numbers
+    for rank, rows in enumerate(ranks):
+        for operation, caller, *numbers in rows:
+            found.setdefault((operation, caller), {})[rank] = numbers
+    lines = sorted(found.items(), key=lambda item: -total(item[1], 5))
+    table = [HEADER, *(line(*key, by_rank, len(ranks)) for key, by_rank in lines)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    print(EXPLANATION.format(ranks=len(ranks)))
+    for cells in table:
+        columns = zip(cells, widths, HEADER, strict=True)
+        aligned = [c.ljust(w) if name in TEXT else c.rjust(w) for c, w, name in columns]
+        print("  ".join(aligned).rstrip())
+
+
+def line(operation: str, caller: str, by_rank: dict[int, list], ranks: int) -> list[str]:
+    calls, given, got, in_call, in_wait = (total(by_rank, i) / ranks for i in range(5))
+    done = sorted((numbers[5], rank) for rank, numbers in by_rank.items())
+    least, most = (f"{MS * seconds:.1f} rank {rank}" for seconds, rank in (done[0], done[-1]))
+    counts = [f"{calls:g}", f"{given:,.0f}", f"{got:,.0f}"]
+    times = [f"{MS * in_call:.1f}", f"{MS * in_wait:.1f}", least, most]
+    return [operation, *counts, *times, caller]
+
+
+def total(by_rank: dict[int, list], column: int) -> float:
+    return sum(numbers[column] for numbers in by_rank.values())
+
+
+def write_timeline(folder: Path, ranks: list[list[dict]]) -> Path:
+    """Write the Chrome trace format: a process per rank, times in microseconds from the first call.
+
+    In its row "script" a rank is inside a call, or inside wait(). Below are the operations from
+    their call to their completion.
+    """
+    first = min((event["call"][0] for events in ranks for event in events), default=0.0)
+
+    def microseconds(moment: float) -> float:
+        return round(1e6 * (moment - first), 3)
+
+    trace = []
+    for rank, events in enumerate(ranks):
+        name = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        trace.append(name)
+        trace.append({**name, "name": "thread_name", "tid": 0, "args": {"name": "script"}})
+        for event in events:
+            what = {key: event[key] for key in ("name", "caller", "given", "got")}
+            spans = [(event["operation"], event["call"])]
+            spans += [(f"wait: {event['operation']}", wait) for wait in event["waits"]]
+            for title, (start, end) in spans:
+                trace.append(
+                    {
+                        "name": title,
+                        "ph": "X",  # a span of its own
+                        "pid": rank,
+                        "tid": 0,
+                        "ts": microseconds(start),
+                        "dur": microseconds(end) - microseconds(start),
+                        "args": what,
+                    }
+                )
+            if event["done"] is None:
+                continue
+            for phase, moment in (("b", event["call"][0]), ("e", event["done"])):  # begin, end
+                trace.append(
+                    {
+                        "name": event["operation"],
+                        "ph": phase,
+                        "cat": "operations",
+                        "id": f"{rank} {event['name']}",
+                        "pid": rank,
+                        "tid": 0,
+                        "ts": microseconds(moment),
+                        "args": what,
+                    }
+                )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "timeline.json"
+    path.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
+    return path

@@ -1,0 +1,103 @@
+"""One all_reduce, followed from the script down to the wire; and how the ranks have met before it.
+
+    torchrun --standalone --nproc_per_node=2 custom_backend/layers.py
+    torchrun --standalone --nproc_per_node=2 custom_backend/layers.py --picture layers.png
+
+Nothing here is told from memory: each line is a call that was seen in this run. Look at
+
+1. who waits for whose key in the store, and how few bytes bring two processes together.
+2. how many layers a call passes, and that only the last one, in a thread of the backend, sends.
+3. the files in which these layers live.
+"""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from arguments import ArgumentParser, at_least
+from recording_store import RecordingStore
+from runtime import choose_device, leave, meeting_point
+from sequence import Message, draw, now, print_sequence
+from source_map import print_map
+from spies import print_objects, watch_all_reduce
+from torch.distributed.elastic.multiprocessing.errors import record
+
+TIMEOUT = timedelta(minutes=5)
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    meeting, device = meet(args.device)
+    tensor = torch.ones(args.elements, device=device)
+    watch_all_reduce(tensor)  # the first time, much is looked up that is known later
+    call = watch_all_reduce(tensor)
+    unwatched = time_all_reduce(tensor)
+    meetings = [None] * dist.get_world_size()
+    dist.all_gather_object(meetings, meeting)
+    if dist.get_rank() == 0:
+        everyone = [message for messages in meetings for message in messages]
+        title_1 = "1. init_process_group, all ranks"
+        title_2 = f"2. dist.all_reduce of {tensor.nbytes:,} bytes, rank 0"
+        print_sequence(title_1, everyone)
+        print_sequence(title_2, call)
+        print_objects(device)
+        print(
+            f"Without all this watching the call takes {1e6 * unwatched:.0f} us, wait() included."
+        )
+        print_map()
+        if args.picture:
+            draw({title_1: everyone, title_2: call}, args.picture)
+    leave()
+
+
+def meet(device: str) -> tuple[list[Message], torch.device]:
+    """Join the job; return what this rank and the store said to each other, and its device."""
+    launched = "RANK" in os.environ  # by torchrun; else a job of one
+    rank = int(os.environ["RANK"]) if launched else 0
+    size = int(os.environ["WORLD_SIZE"]) if launched else 1
+    me = f"rank {rank}"
+    started = time.perf_counter()
+    store = meeting_point(TIMEOUT) if launched else dist.HashStore()
+    took = time.perf_counter() - started
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if launched else "itself"
+    found = Message(started, me, "store", f"rendezvous: connect to {where}", took)
+
+    place = choose_device(device, store)
+    on_gpu = place.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(place)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    recording = RecordingStore(store, me)
+    call = now(me, me, f'init_process_group("{backend}")')
+    dist.init_process_group(backend, store=recording, rank=rank, world_size=size, timeout=TIMEOUT)
+    back = now(me, me, f"joined, {1e6 * (time.perf_counter() - call.at):,.0f} us later")
+    return [found, call, *recording.messages, back], place
+
+
+def time_all_reduce(tensor: torch.Tensor, repeats: int = 20) -> float:
+    """Seconds of one call, the median."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        dist.all_reduce(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return sorted(seconds)[repeats // 2]
+
+
+def parse_args():
+    parser = ArgumentParser(description="One all_reduce, from the script down to the wire.")
+    add = parser.add_argument
+    add("--elements", type=at_least(1), default=1000, help="fp32 numbers that are added")
+    add("--picture", type=Path, metavar="FILE", help="draw what was seen, such as layers.png")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
