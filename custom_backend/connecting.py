@@ -1,7 +1,7 @@
 """How the ranks of a group find each other: an address from each in the Store, a socket per pair.
 
-A rank listens, writes "host port secret" into the Store, connects to all lower ranks and accepts all
-higher ones. The secret keeps out whoever else finds the port: another job, a scanner.
+A rank listens, writes "host port secret" into the Store, connects to all lower ranks and accepts
+all higher ones. The secret keeps out whoever else finds the port: another job, a scanner.
 """
 
 import os

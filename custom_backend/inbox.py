@@ -1,8 +1,8 @@
 """What has arrived and what is waited for: where messages and those who want them meet.
 
-    inbox.expect(source, kind, number)        a Future of a Message
-    inbox.put(Message(...))                   to the oldest that waits for it, or kept for later
-    inbox.lose(source, why)                   nothing more comes from there: the Futures say so
+Whoever wants a message gets a Future from expect(). The thread that reads from a connection gives
+each message that arrives to the oldest who waits for it, or keeps it, and says when nothing more
+will come.
 """
 
 import threading
@@ -34,50 +34,55 @@ class Inbox:
         self._kept = defaultdict(deque)  # (source, kind, number) -> messages in their order
         self._expected = []  # (source, kind, number, Future), oldest first
         self._lost = {}  # source -> why nothing comes from it any more
-        self._dead = set()  # those of them that did not say goodbye
+        self._dead = []  # those of them that did not say goodbye, the first one first
 
     def expect(self, source: int | None, kind: int, number: int) -> Future:
         future = Future()
         with self._lock:
-            message = self._take(source, kind, number)
-            why = self._hopeless(source, kind)
-            if message is None and why is None:
+            message, why = self._take(source, kind, number), self._hopeless(source, kind)
+            if message is not None:
+                future.set_result(message)
+            elif why is not None:
+                future.set_exception(dist.DistBackendError(why))
+            else:
                 self._expected.append((source, kind, number, future))
-        if message is not None:
-            future.set_result(message)
-        elif why is not None:
-            future.set_exception(dist.DistBackendError(why))
         return future
 
     def put(self, message: Message) -> None:
         with self._lock:
-            for i, (source, kind, number, future) in enumerate(self._expected):
-                if (kind, number) == (message.kind, message.number) and source in (
-                    ANY,
-                    message.source,
-                ):
-                    del self._expected[i]
-                    break
-            else:
+            future = self._wanted_by(message)
+            if future is None:
                 self._kept[message.source, message.kind, message.number].append(message)
-                return
-        future.set_result(message)
+        if future is not None:  # without the lock: what hangs on the Future runs now
+            future.set_result(message)
 
     def lose(self, source: int, why: str, died: bool) -> None:
         """died: it is gone without a goodbye, so no collective can be finished any more."""
         with self._lock:
             self._lost.setdefault(source, why)
             if died:
-                self._dead.add(source)
-            stays = [item for item in self._expected if self._hopeless(*item[:2]) is None]
-            fails = [item for item in self._expected if self._hopeless(*item[:2]) is not None]
-            reasons = [self._hopeless(*item[:2]) for item in fails]
-            self._expected = stays
-        for (*_, future), reason in zip(fails, reasons, strict=True):
+                self._dead.append(source)
+            waiting, self._expected, hopeless = self._expected, [], []
+            for wanted, kind, number, future in waiting:
+                reason = self._hopeless(wanted, kind)
+                if reason is None:
+                    self._expected.append((wanted, kind, number, future))
+                else:
+                    hopeless.append((future, reason))
+        for future, reason in hopeless:
             future.set_exception(dist.DistBackendError(reason))
 
     def why_lost(self, source: int) -> str | None:
         return self._lost.get(source)
+
+    def _wanted_by(self, message: Message) -> Future | None:
+        """Of the oldest that waits for such a message, and now waits no longer."""
+        for place, (source, kind, number, future) in enumerate(self._expected):
+            same = (kind, number) == (message.kind, message.number)
+            if same and source in (ANY, message.source):
+                del self._expected[place]
+                return future
+        return None
 
     def _take(self, source: int | None, kind: int, number: int) -> Message | None:
         """The oldest message that fits, which then is no longer kept."""
@@ -91,5 +96,5 @@ class Inbox:
     def _hopeless(self, source: int | None, kind: int) -> str | None:
         """Why such a message cannot come any more."""
         if kind == self.needs_all and self._dead:
-            return self._lost[min(self._dead)]  # in a ring, everybody waits for everybody
+            return self._lost[self._dead[0]]  # in a ring, everybody waits for everybody
         return self._lost.get(source)

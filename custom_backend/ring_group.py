@@ -39,9 +39,7 @@ ADD = {
 def new_ring_group(opts, backend_options=None, wire=Wire) -> "RingGroup":
     """For register_backend. opts: the store, this rank, the size, the time-out."""
     names = list(opts.global_ranks_in_group) or list(range(opts.group_size))
-    return RingGroup(
-        wire(opts.store, opts.group_rank, opts.group_size, opts.timeout, names)
-    )
+    return RingGroup(wire(opts.store, opts.group_rank, opts.group_size, opts.timeout, names))
 
 
 class RingGroup(dist.ProcessGroup):
@@ -50,11 +48,14 @@ class RingGroup(dist.ProcessGroup):
         self.wire = wire
         self.seconds = wire.timeout
         self.collectives = 0
+        self.closed = False
         self.queue = SimpleQueue()
-        start_thread(run_all, self.queue)
+        start_thread("wire collectives", run_all, self.queue)
 
     def start(self, operation: str, detail: str, tensors: list, run: Callable, opts) -> Work:
         """Put a collective into the queue. tensors: those that hold its result, later."""
+        if self.closed:
+            raise dist.DistBackendError(f"{operation}: this rank has left the group")
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         label = " ".join(word for word in (operation, dtype, detail) if word)
         seconds = self.seconds
@@ -73,7 +74,8 @@ class RingGroup(dist.ProcessGroup):
             for tensor in tensors:
                 with flat([tensor]) as (x,):
                     ring.all_reduce(link, x, add)
-                    finish(x, op, link.size)
+                    link.finish()  # or a part that is still to leave would be divided twice
+                    divide(x, op, link.size)
 
         return self.start("all_reduce", op, tensors, run, opts)
 
@@ -97,7 +99,7 @@ class RingGroup(dist.ProcessGroup):
             x = copy_of(tensors[0])  # the half-way sums are nobody's business
             ring.reduce(link, x, root, add)
             if link.rank == root:
-                finish(x, op, link.size)
+                divide(x, op, link.size)
                 tensors[0].detach().copy_(x.view_as(tensors[0]))
 
         return self.start("reduce", f"{op} to {root}", tensors, run, opts)
@@ -125,7 +127,7 @@ class RingGroup(dist.ProcessGroup):
             for output, parts in zip(outputs, inputs, strict=True):
                 flats = [copy_of(part) for part in parts]  # the caller's stay as they are
                 ring.reduce_scatter(link, flats, add)
-                finish(flats[link.rank], op, link.size)
+                divide(flats[link.rank], op, link.size)
                 output.detach().copy_(flats[link.rank].view_as(output))
 
         return self.start("reduce_scatter", op, outputs, run, opts)
@@ -202,25 +204,43 @@ class RingGroup(dist.ProcessGroup):
     # The rest.
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Cut along the first dimension, one part for each rank."""
-        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        """Cut along the first dimension: one part for each rank."""
+        tensor = tensor.detach()
+        if tensor.is_contiguous():
+            tensor = tensor.view(-1)  # its shape does not matter then, only how much it is
         if len(tensor) % self.size():
-            raise ValueError(f"a first dimension of {len(tensor)} for {self.size()} ranks")
-        return list(tensor.split(max(1, len(tensor) // self.size()))) 
+            raise ValueError(f"{len(tensor)} elements or rows for {self.size()} ranks")
+        return list(tensor.tensor_split(self.size()))
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
+        self.closed = True
         self.queue.put(None)
         self.wire.close()
 
     def abort(self) -> None:
+        self.closed = True
         self.queue.put(None)
         self.wire.cut()
 
     def getBackendName(self) -> str:
         return "ring"
+
+    # PyTorch keeps a group's name in its backends, of which this one has none.
+
+    def setGroupName(self, name: str) -> None:
+        self.name_of_group = name
+
+    def getGroupName(self) -> str:
+        return self.name_of_group
+
+    def setGroupDesc(self, text: str) -> None:
+        self.description = text
+
+    def getGroupDesc(self) -> str:
+        return self.description
 
     def _get_backend(self, device) -> "RingGroup":
         """batch_isend_irecv and FSDP2 ask for the backend of a device: there is one for all."""
@@ -245,7 +265,7 @@ def reduction(opts, tensor: torch.Tensor) -> tuple[str, Callable]:
     return name, ADD[name]
 
 
-def finish(x: torch.Tensor, op: str, size: int) -> None:
+def divide(x: torch.Tensor, op: str, size: int) -> None:
     if op == "AVG":
         x.div_(size)
 

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -51,9 +51,8 @@ class Wire:
         self.left = set()  # who said goodbye
         self.sockets = connect(store, rank, size, self.timeout, names)
         self.to_write = {peer: SimpleQueue() for peer in self.sockets}
-        self.writers = [start_thread(self.write_to, peer) for peer in self.sockets]
-        for peer in self.sockets:
-            start_thread(self.read_from, peer)
+        self.writers = [start_thread(f"wire to {p}", self.write_to, p) for p in self.sockets]
+        self.readers = [start_thread(f"wire from {p}", self.read_from, p) for p in self.sockets]
 
     def send(self, to: int, kind: int, number: int, tensor: torch.Tensor, label="") -> Future:
         """Start to send a contiguous tensor: not to be changed before the Future is done."""
@@ -144,19 +143,18 @@ class Wire:
 
     def cut(self) -> None:
         """Leave at once: for the others it is as if this process had died."""
-        for connection in self.sockets.values():
+        for peer, connection in self.sockets.items():
             shut(connection, socket.SHUT_RDWR)
+            self.to_write[peer].put(None)
 
 
 def shut(connection: socket.socket, how: int) -> None:
-    try:
+    with suppress(OSError):  # the other side was faster
         connection.shutdown(how)
-    except OSError:
-        pass  # the other side was faster
 
 
-def start_thread(run: Callable, *args) -> threading.Thread:
+def start_thread(name: str, run: Callable, *args) -> threading.Thread:
     """A thread that does not keep the process from ending."""
-    thread = threading.Thread(target=partial(run, *args), daemon=True)
+    thread = threading.Thread(target=run, args=args, daemon=True, name=name)
     thread.start()
     return thread

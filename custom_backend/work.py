@@ -29,8 +29,7 @@ class Work(dist.Work):
             try:
                 then(other.result())
             except Exception as error:
-                error.args = (f"{self.what}: {error}",)
-                self.complete(error)
+                self.complete(dist.DistBackendError(f"{self.what}: {error}"))
             else:
                 self.complete()
 
