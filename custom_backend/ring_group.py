@@ -226,7 +226,7 @@ class RingGroup(dist.ProcessGroup):
         self.wire.cut()
 
     def getBackendName(self) -> str:
-        return "ring"
+        return self.wire.backend
 
     # PyTorch keeps a group's name in its backends, of which this one has none.
 
