@@ -73,9 +73,10 @@ class Wire:
                 sent.set_result(None)
             except OSError as error:
                 why = error.strerror or str(error)
-                if isinstance(error, BlockingIOError):  # SO_SNDTIMEO
+                if isinstance(error, BlockingIOError):  # SO_SNDTIMEO: with half a message written
                     why = f"it took no bytes for {self.timeout:g} s"
-                self.lose(peer, why)
+                    self.lose(peer, why)
+                    shut(self.sockets[peer], socket.SHUT_RDWR)
                 sent.set_exception(dist.DistBackendError(f"rank {self.names[peer]} is gone: {why}"))
             del message, sent  # hold no tensor while waiting for the next
         shut(self.sockets[peer], socket.SHUT_WR)

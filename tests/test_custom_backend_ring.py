@@ -8,7 +8,6 @@ is tested with processes, which workers/custom_backend_ring.py describes.
 import re
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import warm
 from helpers import ROOT, Job, torchrun, torchrun_command
 from ring_group import RingGroup
+from thread_groups import eventually, on_all, wire_threads
 from wire import COLLECTIVE, TAGGED, Wire
 
 OPS = dist.ReduceOp
@@ -42,39 +42,14 @@ def make_groups():
         def join(rank: int) -> RingGroup:
             return RingGroup(Wire(store, rank, size, timedelta(seconds=seconds), names))
 
-        with ThreadPoolExecutor(size) as threads:
-            groups = list(threads.map(join, range(size)))
+        groups = on_all(range(size), join)
         made.extend(groups)
         return groups
 
     yield make
     for group in made:
         group.abort()
-    assert eventually(lambda: not of_the_wire()), of_the_wire()
-
-
-def of_the_wire() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("wire")]
-
-
-def eventually(condition, seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-def on_all(groups, run) -> list:
-    """run(group), of all ranks at once; what it returns or the error that it raises."""
-
-    def attempt(group):
-        try:
-            return run(group)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(groups)) as threads:
-        return list(threads.map(attempt, groups))
+    assert eventually(lambda: not wire_threads()), wire_threads()
 
 
 def all_reduce(group, x, op=OPS.SUM):
