@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,14 +90,9 @@ def show_messages(other: int, links: Links, slow, plain, repeats: int, worker: W
     for nbytes in SIZES:
         x = torch.zeros(nbytes, dtype=torch.uint8)
 
-        def send(group, x=x) -> None:
-            if worker.rank == 0:
-                dist.send(x, other, group=group)
-            elif worker.rank == other:
-                dist.recv(x, 0, group=group)
-
+        send = partial(send_one, x, other)
         row = [speed.seconds(nbytes)]
-        row += [typical_seconds(send, group, repeats) for group in (slow, plain)]
+        row += [statistics.median(seconds_of(send, group, repeats)) for group in (slow, plain)]
         if worker.is_main:
             a, b, c = (1e3 * seconds for seconds in row)
             print(f"   {nbytes:12,} {a:10.2f} {b:10.2f} {c:13.2f}")
@@ -109,27 +105,32 @@ def show_all_reduce(links: Links, slow, plain, repeats: int, worker: Worker) -> 
     for nbytes in SIZES:
         x = torch.zeros(nbytes // 4)
 
-        def reduce(group, x=x) -> None:
-            dist.all_reduce(x, group=group)
-
+        reduce = partial(dist.all_reduce, x)
         row = [ring_seconds(links, worker.world_size, nbytes)]
-        row += [typical_seconds(reduce, group, repeats) for group in (slow, plain)]
+        row += [statistics.median(seconds_of(reduce, group, repeats)) for group in (slow, plain)]
         if worker.is_main:
             a, b, c = (1e3 * seconds for seconds in row)
             print(f"   {nbytes:12,} {a:10.2f} {b:10.2f} {c:13.2f}")
 
 
-def typical_seconds(run: Callable, group, repeats: int) -> float:
-    """The median, from the moment when the first rank begins to when the last one is done."""
+def send_one(x: torch.Tensor, other: int, group) -> None:
+    if dist.get_rank() == 0:
+        dist.send(x, other, group=group)
+    elif dist.get_rank() == other:
+        dist.recv(x, 0, group=group)
+
+
+def seconds_of(run: Callable, group, repeats: int) -> list[float]:
+    """From the moment when the first rank begins to when the last one is done."""
     samples = []
     for _ in range(repeats):
         dist.barrier()
         begun = time.monotonic()  # of one clock: all ranks are on this machine
-        run(group)
+        run(group=group)
         moments = [None] * dist.get_world_size()
         dist.all_gather_object(moments, (begun, time.monotonic()))
         samples.append(max(end for _, end in moments) - min(begin for begin, _ in moments))
-    return statistics.median(samples)
+    return samples
 
 
 def links_of(text: str) -> Links:
