@@ -7,8 +7,8 @@
 
 A message of n bytes takes latency + n / rate (the alpha-beta model), and waits for those that were
 sent before it on the same link. Each direction of each pair is a link of its own. Our own code
-needs some tenths of a millisecond for a message and moves about a GB/s: times that are not long
-against that cannot be shown, but a network that is 100 times slower has the same proportions.
+needs about a millisecond for a message and moves some hundred MB/s: times that are not long against
+that cannot be shown, but a network that is 100 times slower has the same proportions.
 """
 
 import math

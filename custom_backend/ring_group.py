@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from inbox import ANY
 from running import check_size, run_all, run_one
-from wire import TAGGED, Wire, start_thread
+from wire import LABEL_BYTES, TAGGED, Wire, start_thread
 from work import Work
 
 # How a tensor changes when another rank's arrives. (AVG: added, and divided at the end.)
@@ -50,14 +50,14 @@ class RingGroup(dist.ProcessGroup):
         self.collectives = 0
         self.closed = False
         self.queue = SimpleQueue()
-        start_thread("wire collectives", run_all, self.queue)
+        self.thread = start_thread("wire collectives", run_all, self.queue)
 
     def start(self, operation: str, detail: str, tensors: list, run: Callable, opts) -> Work:
         """Put a collective into the queue. tensors: those that hold its result, later."""
         if self.closed:
             raise dist.DistBackendError(f"{operation}: this rank has left the group")
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        label = " ".join(word for word in (operation, dtype, detail) if word)
+        label = " ".join(word for word in (operation, dtype, detail) if word)[:LABEL_BYTES]
         seconds = self.seconds
         if opts is not None and opts.timeout > timedelta(0):  # unset: -1 ms
             seconds = opts.timeout.total_seconds()
@@ -218,6 +218,7 @@ class RingGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         self.closed = True
         self.queue.put(None)
+        self.thread.join(self.seconds)  # what was begun is finished, waited for or not
         self.wire.close()
 
     def abort(self) -> None:

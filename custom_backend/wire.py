@@ -25,7 +25,8 @@ from connecting import connect, read_into
 from inbox import Inbox, Message
 
 # Before the bytes of a message: kind, number, how many bytes, when it is due, label.
-HEADER = struct.Struct("!B q q d 48s")
+LABEL_BYTES = 48
+HEADER = struct.Struct(f"!B q q d {LABEL_BYTES}s")
 
 # The kinds of message, and what their number is.
 COLLECTIVE = 1  # how many collectives this group had before this one
@@ -84,7 +85,7 @@ class Wire:
     def transmit(self, peer: int, message: Message, asked: float) -> None:
         """Write to the socket. asked: when send() was called (slow_wire.py)."""
         m = message
-        head = HEADER.pack(m.kind, m.number, len(m.data), m.due, m.label.encode()[:48])
+        head = HEADER.pack(m.kind, m.number, len(m.data), m.due, m.label.encode())
         more_follows = getattr(socket, "MSG_MORE", 0) if len(m.data) else 0  # Linux: one packet
         self.sockets[peer].sendall(head, more_follows)
         self.sockets[peer].sendall(m.data.numpy())

@@ -364,6 +364,19 @@ def test_who_has_left_is_missed_only_by_those_who_want_something(make_groups):
     assert found[0].endswith("rank 2 has left the group")
 
 
+def test_who_leaves_finishes_what_it_has_begun(make_groups):
+    def run(group):
+        x = torch.ones(1 << 20)
+        work = group.allreduce([x])
+        group.shutdown()
+        assert work.wait()
+        with pytest.raises(dist.DistBackendError, match="barrier: this rank has left the group"):
+            group.barrier()
+        return x.unique().tolist()
+
+    assert on_all(make_groups(3), run) == [[3.0]] * 3
+
+
 def test_other_operations_are_told_apart(make_groups):
     def run(group):
         if group.rank() == 0:
@@ -508,6 +521,7 @@ def test_the_script():
     assert output.count("0.0e+00") == 2
 
 
+@pytest.mark.slow  # a launch by torchrun
 def test_a_killed_process_is_named():
     """kill -9 in the middle of the work, of a process that others wait for."""
     with Job(torchrun_command(WORKER, "killed", ranks=3)) as job:
