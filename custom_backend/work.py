@@ -49,7 +49,7 @@ class Work(dist.Work):
         """For DDP, whose C++ code waits for it. Its value is the tensors, or an error.
 
         The error has to be raised inside then(): that of Future.set_exception() is a Python object
-        which only Python knows to be one.
+        which only Python knows to be one. DDP takes it for the tensors, and crashes.
         """
         ended = torch.futures.Future()
         future = ended.then(lambda _: self.done.result())

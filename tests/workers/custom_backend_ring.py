@@ -29,15 +29,22 @@ def main() -> None:
     dist.Backend.register_backend("ring", new_ring_group, extended_api=True, devices=["cpu"])
     dist.init_process_group("ring", timeout=timedelta(seconds=60))
     if sys.argv[1] == "killed":
-        print("ready", flush=True)
-        while True:
-            dist.all_reduce(torch.ones(1000))
+        train_for_ever()
     record = {"operations": operations(), "training": training()}
     for what in (objects, batch, coalesced, functional_collectives, dtensor, names):
         name = what.__name__.removesuffix("_collectives")
         record[name], record[f"{name}, expected"] = what(dist.get_rank(), dist.get_world_size())
     torch.save(record, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     leave()
+
+
+def train_for_ever() -> None:
+    """DDP: it is C++ that waits for the collectives, and has to pass their errors on."""
+    model = DistributedDataParallel(nn.Linear(1000, 10))
+    model(torch.ones(1, 1000)).sum().backward()
+    print("ready", flush=True)
+    while True:
+        model(torch.ones(1, 1000)).sum().backward()
 
 
 def operations() -> dict:
