@@ -6,7 +6,6 @@ is tested with processes, which workers/custom_backend_ring.py describes.
 """
 
 import re
-import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import running
 import torch
 import torch.distributed as dist
 import warm
-from helpers import ROOT, Job, torchrun_command
+from helpers import ROOT
 from ring_group import RingGroup
 from thread_groups import eventually, on_all, wire_threads
 from wire import COLLECTIVE, TAGGED, Wire
@@ -518,19 +517,12 @@ def test_the_script():
     assert output.count("0.0e+00") == 2
 
 
-@pytest.mark.slow  # a launch by torchrun
-def test_a_killed_process_is_named():
-    """kill -9 in the middle of DDP's work, of a process that others wait for.
+def test_a_process_that_dies_is_named():
+    """In the middle of DDP's work, without a word: for the others, what kill -9 does.
 
     The error passes through DDP's C++ code, which would take an object of Python's for a result.
     """
-    with Job(torchrun_command(WORKER, "killed", ranks=3)) as job:
-        job.wait_until(lambda: job.output.count("ready") == 3)
-        victim = job.ranks()[1]
-        victim.send_signal(signal.SIGKILL)
-        result = job.wait(60)
-    assert result.returncode == 1
+    output = warm.run(WORKER, "dies", ranks=3, timeout=60).check().output
     for survivor in (0, 2):
-        assert re.search(
-            rf"rank {survivor}, all_reduce float32 SUM .*: rank 1 is gone", result.output
-        ), result.output
+        what = rf"rank {survivor}, all_reduce float32 SUM .*: rank 1 is gone"
+        assert re.search(rf"rank {survivor} has seen: .*{what}", output), output

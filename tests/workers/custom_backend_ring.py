@@ -1,9 +1,10 @@
 """What PyTorch builds on process groups, on the backend "ring" and next to Gloo.
 
 Started by test_custom_backend_ring.py with 4 ranks and a folder, into which each rank writes what
-it saw; or with the word "killed" by torchrun, to be killed while it works.
+it saw; or with 3 ranks and the word "dies": one of them does, while all work.
 """
 
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +29,8 @@ GROUPS = ([2], [1, 3], [0, 2, 3], [0, 1, 2, 3])
 def main() -> None:
     dist.Backend.register_backend("ring", new_ring_group, extended_api=True, devices=["cpu"])
     dist.init_process_group("ring", timeout=timedelta(seconds=60))
-    if sys.argv[1] == "killed":
-        train_for_ever()
+    if sys.argv[1] == "dies":
+        train_until_one_dies()
     record = {"operations": operations(), "training": training()}
     for what in (objects, batch, coalesced, functional_collectives, dtensor, names):
         name = what.__name__.removesuffix("_collectives")
@@ -38,13 +39,17 @@ def main() -> None:
     leave()
 
 
-def train_for_ever() -> None:
+def train_until_one_dies() -> None:
     """DDP: it is C++ that waits for the collectives, and has to pass their errors on."""
     model = DistributedDataParallel(nn.Linear(1000, 10))
-    model(torch.ones(1, 1000)).sum().backward()
-    print("ready", flush=True)
-    while True:
-        model(torch.ones(1, 1000)).sum().backward()
+    for step in range(10**6):
+        if step == 20 and dist.get_rank() == 1:
+            os._exit(0)  # not another status: the others would be ended, too
+        try:
+            model(torch.ones(1, 1000)).sum().backward()
+        except RuntimeError as error:
+            print(f"rank {dist.get_rank()} has seen: {error}", flush=True)
+            os._exit(0)
 
 
 def operations() -> dict:
