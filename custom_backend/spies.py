@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sequence import Message, now
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode  # sees the operators, also C++'s calls
-from wire import by_peer, traffic
+from traffic import by_peer, traffic
 
 ALL_REDUCE = inspect.unwrap(dist.all_reduce).__code__  # without the decorator that logs errors
 FILE = Path(ALL_REDUCE.co_filename).name

@@ -10,8 +10,8 @@ import sequence
 import source_map
 import torch
 import torch.distributed as dist
+import traffic
 import warm
-import wire
 from helpers import ROOT
 from recording_store import RecordingStore
 from sequence import Message
@@ -156,12 +156,12 @@ def test_wire_counts_bytes():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address) as client, server.accept()[0] as other:
-            before = wire.traffic()
+            before = traffic.traffic()
             client.sendall(b"x" * 1234)
             other.recv(1234, socket.MSG_WAITALL)
             other.sendall(b"y" * 10)
             client.recv(10, socket.MSG_WAITALL)
-            found = wire.by_peer(before, wire.traffic(), {address: "server"})
+            found = traffic.by_peer(before, traffic.traffic(), {address: "server"})
             assert found == {"server": (1234, 10)}
 
 

@@ -1,0 +1,165 @@
+"""Messages between the ranks of a group, over plain TCP sockets: what our backends stand on.
+
+    wire.send(to, TAGGED, tag, tensor)       returns at once; a Future that is done when it has left
+    wire.expect(source, TAGGED, tag)         a Future of the Message
+
+Two threads per connection, one that writes and one that reads. The one that reads always reads, and
+keeps what nobody has asked for yet: so every send comes to an end, whatever the other program is
+doing, and no order of sends and receives can block the wire. (The price: a message that nobody
+wants yet takes memory where it has arrived.)
+"""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from ring.connecting import connect, read_into
+from ring.inbox import Inbox, Message
+
+# Before the bytes of a message: kind, number, how many bytes, when it is due, label.
+LABEL_BYTES = 48
+HEADER = struct.Struct(f"!B q q d {LABEL_BYTES}s")
+
+# The kinds of message, and what their number is.
+COLLECTIVE = 1  # how many collectives this group had before this one
+TAGGED = 2  # send and recv: their tag
+WHERE = 3  # "in which collective are you?", asked when time is up
+HERE = 4  # the answer: of the thread that reads, also where the program does something else
+GOODBYE = 5  # the sender leaves the group properly
+
+
+class Wire:
+    """Connects this rank with every other rank of its group. Ranks count within the group here."""
+
+    backend = "ring"
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, names: list[int]
+    ):
+        """names: the global ranks of the group, for messages to people."""
+        self.rank, self.size, self.names = rank, size, names
+        self.timeout = timeout.total_seconds()
+        self.begun = (-1, "nothing")  # number and label of the last collective of this rank
+        self.bytes_sent = 0  # of tensors, without the headers
+        self.inbox = Inbox(needs_all=COLLECTIVE)
+        self.expect = self.inbox.expect
+        self.left = set()  # who said goodbye
+        self.sockets = connect(store, rank, size, self.timeout, names)
+        self.to_write = {peer: SimpleQueue() for peer in self.sockets}
+        self.writers = [start_thread(f"wire to {p}", self.write_to, p) for p in self.sockets]
+        self.readers = [start_thread(f"wire from {p}", self.read_from, p) for p in self.sockets]
+
+    def send(self, to: int, kind: int, number: int, tensor: torch.Tensor, label="") -> Future:
+        """Start to send a contiguous tensor: not to be changed before the Future is done."""
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        message = Message(self.rank, kind, number, label, data)
+        sent = Future()
+        self.to_write[to].put((message, sent, time.monotonic()))
+        return sent
+
+    def write_to(self, peer: int) -> None:
+        """The thread that writes."""
+        queue = self.to_write[peer]
+        for message, sent, asked in iter(queue.get, None):
+            try:
+                self.transmit(peer, message, asked)
+                sent.set_result(None)
+            except OSError as error:
+                why = error.strerror or str(error)
+                if isinstance(error, BlockingIOError):  # SO_SNDTIMEO: with half a message written
+                    why = f"it took no bytes for {self.timeout:g} s"
+                    self.lose(peer, why)
+                    shut(self.sockets[peer], socket.SHUT_RDWR)
+                sent.set_exception(dist.DistBackendError(f"rank {self.names[peer]} is gone: {why}"))
+            del message, sent  # hold no tensor while waiting for the next
+        shut(self.sockets[peer], socket.SHUT_WR)
+
+    def transmit(self, peer: int, message: Message, asked: float) -> None:
+        """Write to the socket. asked: when send() was called (slow_wire.py)."""
+        m = message
+        head = HEADER.pack(m.kind, m.number, len(m.data), m.due, m.label.encode())
+        more_follows = getattr(socket, "MSG_MORE", 0) if len(m.data) else 0  # Linux: one packet
+        self.sockets[peer].sendall(head, more_follows)
+        self.sockets[peer].sendall(m.data.numpy())
+        self.bytes_sent += len(m.data)
+
+    def read_from(self, peer: int) -> None:
+        """The thread that reads."""
+        connection, head = self.sockets[peer], bytearray(HEADER.size)
+        try:
+            while read_into(connection, memoryview(head)):
+                kind, number, nbytes, due, label = HEADER.unpack(head)
+                data = torch.empty(nbytes, dtype=torch.uint8)
+                if not read_into(connection, memoryview(data.numpy())):
+                    break
+                label = label.rstrip(b"\0").decode(errors="replace")
+                self.arrive(Message(peer, kind, number, label, data, due))
+                del data
+            self.lose(peer, "its connection has ended, as when its process dies")
+        except OSError as error:
+            self.lose(peer, error.strerror or str(error))
+
+    def arrive(self, message: Message) -> None:
+        if message.kind == WHERE:
+            number, label = self.begun
+            self.send(message.source, HERE, 0, torch.tensor(number), label)
+        elif message.kind == GOODBYE:
+            self.left.add(message.source)
+        else:
+            self.inbox.put(message)
+
+    def lose(self, peer: int, why: str) -> None:
+        """Nothing comes from this peer any more."""
+        if peer in self.left:
+            self.inbox.lose(peer, f"rank {self.names[peer]} has left the group", died=False)
+        else:
+            self.inbox.lose(peer, f"rank {self.names[peer]} is gone: {why}", died=True)
+
+    def whereabouts(self, patience: float) -> dict[int, tuple[int, str] | None]:
+        """peer -> number and label of the last collective it has begun; None: it did not answer."""
+        answers = {peer: self.expect(peer, HERE, 0) for peer in self.sockets}
+        for peer in self.sockets:
+            self.send(peer, WHERE, 0, torch.empty(0))
+        deadline, found = time.monotonic() + patience, {}
+        for peer, answer in answers.items():
+            try:
+                message = answer.result(max(0.0, deadline - time.monotonic()))
+                found[peer] = (int(message.data.view(torch.int64)), message.label)
+            except (TimeoutError, dist.DistBackendError):
+                found[peer] = None
+        return found
+
+    def close(self) -> None:
+        """Leave properly: what was sent before still arrives."""
+        for peer, queue in self.to_write.items():
+            self.send(peer, GOODBYE, 0, torch.empty(0))
+            queue.put(None)
+        for writer in self.writers:
+            writer.join(self.timeout)
+
+    def cut(self) -> None:
+        """Leave at once: for the others it is as if this process had died."""
+        for peer, connection in self.sockets.items():
+            shut(connection, socket.SHUT_RDWR)
+            self.to_write[peer].put(None)
+
+
+def shut(connection: socket.socket, how: int) -> None:
+    with suppress(OSError):  # the other side was faster
+        connection.shutdown(how)
+
+
+def start_thread(name: str, run: Callable, *args) -> threading.Thread:
+    """A thread that does not keep the process from ending."""
+    thread = threading.Thread(target=run, args=args, daemon=True, name=name)
+    thread.start()
+    return thread

@@ -1,0 +1,154 @@
+"""A network that one does not have: latency and bandwidth per link, as told, on one machine.
+
+    torchrun --standalone --nproc_per_node=2 custom_backend/slow_backend.py
+    torchrun --standalone --nproc_per_node=4 custom_backend/slow_backend.py --links two-level
+
+measures the links against the formula. Any script of this repository runs on them (on the CPU):
+
+    torchrun --standalone --nproc_per_node=4 custom_backend/slow_backend.py \\
+        --links "default 5ms 100Mbit" ddp_basics/train.py --epochs 1
+
+The table of links is described in links.py; how a message is kept until it is due, in slow_wire.py;
+the collectives are those of ring/collectives.py. Look at
+
+1. single messages, next to latency + bytes / rate, and next to what they cost without any link:
+   what the code itself takes. It hides in the time of a link as long as that is the longer one.
+2. an all_reduce in a ring: 2 (p-1) messages of n / p bytes, one after another.
+"""
+
+import argparse
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from arguments import ArgumentParser, at_least
+from links import Links, read_links, ring_seconds
+from ring.group import new_ring_group
+from runtime import Worker, distributed_worker
+from slow_wire import register
+from torch.distributed.elastic.multiprocessing.errors import record
+
+SIZES = [10**3, 10**5, 10**6, 4 * 10**6]  # bytes
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    register(args.links)
+    if args.script is not None:
+        run_on_slow_links(args.script, args.arguments)
+        return
+    dist.Backend.register_backend("ring", new_ring_group, extended_api=True, devices=["cpu"])
+    with distributed_worker("cpu") as worker:
+        # Measured on two backends of ours; the ranks tell each other what they saw over Gloo.
+        slow, plain = (
+            dist.new_group(backend=name, timeout=timedelta(minutes=5)) for name in ("slow", "ring")
+        )
+        if worker.world_size > 1:
+            for other in {1, worker.world_size - 1}:
+                show_messages(other, args.links, slow, plain, args.repeats, worker)
+        show_all_reduce(args.links, slow, plain, args.repeats, worker)
+
+
+def run_on_slow_links(script: str, arguments: list[str]) -> None:
+    """What `python script arguments` does, with "slow" wherever it asks for a backend."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # our links carry CPU tensors
+    init_process_group, new_group = dist.init_process_group, dist.new_group
+
+    def init_slow(backend=None, *args, **kwargs):
+        return init_process_group("slow", *args, **kwargs)
+
+    def new_slow(ranks=None, timeout=None, backend=None, *args, **kwargs):
+        return new_group(ranks, timeout, "slow", *args, **kwargs)
+
+    dist.init_process_group, dist.new_group = init_slow, new_slow
+    # The script finds its own siblings, not ours of the same name.
+    here = Path(__file__).resolve().parent
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").parent == here:
+            del sys.modules[name]
+    sys.path[:] = [str(Path(script).resolve().parent)] + [p for p in sys.path if p != str(here)]
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def show_messages(other: int, links: Links, slow, plain, repeats: int, worker: Worker) -> None:
+    """One message at a time from rank 0 to another."""
+    speed = links.between(0, other)
+    if worker.is_main:
+        latency, rate = 1e3 * speed.latency, speed.rate / 1e6
+        print(f"\n1. One message, rank 0 to {other}: latency {latency:g} ms, {rate:g} MB/s")
+        print(f"   {'bytes':>12} {'formula':>10} {'measured':>10} {'without link':>13}   (ms)")
+    for nbytes in SIZES:
+        x = torch.zeros(nbytes, dtype=torch.uint8)
+
+        send = partial(send_one, x, other)
+        row = [speed.seconds(nbytes)]
+        row += [statistics.median(seconds_of(send, group, repeats)) for group in (slow, plain)]
+        if worker.is_main:
+            a, b, c = (1e3 * seconds for seconds in row)
+            print(f"   {nbytes:12,} {a:10.2f} {b:10.2f} {c:13.2f}")
+
+
+def show_all_reduce(links: Links, slow, plain, repeats: int, worker: Worker) -> None:
+    if worker.is_main:
+        print(f"\n2. all_reduce of n bytes on a ring of {worker.world_size}")
+        print(f"   {'n':>12} {'formula':>10} {'measured':>10} {'without link':>13}   (ms)")
+    for nbytes in SIZES:
+        x = torch.zeros(nbytes // 4)
+
+        reduce = partial(dist.all_reduce, x)
+        row = [ring_seconds(links, worker.world_size, nbytes)]
+        row += [statistics.median(seconds_of(reduce, group, repeats)) for group in (slow, plain)]
+        if worker.is_main:
+            a, b, c = (1e3 * seconds for seconds in row)
+            print(f"   {nbytes:12,} {a:10.2f} {b:10.2f} {c:13.2f}")
+
+
+def send_one(x: torch.Tensor, other: int, group) -> None:
+    if dist.get_rank() == 0:
+        dist.send(x, other, group=group)
+    elif dist.get_rank() == other:
+        dist.recv(x, 0, group=group)
+
+
+def seconds_of(run: Callable, group, repeats: int) -> list[float]:
+    """From the moment when the first rank begins to when the last one is done."""
+    samples = []
+    for _ in range(repeats):
+        dist.barrier()
+        begun = time.monotonic()  # of one clock: all ranks are on this machine
+        run(group=group)
+        moments = [None] * dist.get_world_size()
+        dist.all_gather_object(moments, (begun, time.monotonic()))
+        samples.append(max(end for _, end in moments) - min(begin for begin, _ in moments))
+    return samples
+
+
+def links_of(text: str) -> Links:
+    try:
+        return read_links(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {error}") from None
+
+
+def parse_args():
+    parser = ArgumentParser(description="A backend with slow links, measured; or a script on it.")
+    add = parser.add_argument
+    add("--links", type=links_of, default="slow", help="a preset, a file or lines: see links.py")
+    add("--repeats", type=at_least(1), default=5)
+    add("script", nargs="?", help="to run on these links, instead of measuring them")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

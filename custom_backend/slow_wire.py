@@ -1,0 +1,61 @@
+"""The wire, with the speed of other cables: messages leave and arrive when a table of links says.
+
+    register(read_links("default 5ms 100Mbit"))
+    dist.init_process_group("slow")
+
+A message carries the time at which it is due; where it arrives it is kept until then. The time is
+that of time.monotonic(), which the processes of a machine share: not for jobs on several machines.
+"""
+
+import time
+from functools import partial
+from queue import SimpleQueue
+
+import torch.distributed as dist
+from links import Links, Schedule
+from ring.group import new_ring_group
+from ring.inbox import Message
+from ring.wire import Wire, start_thread
+
+
+class SlowWire(Wire):
+    backend = "slow"
+
+    def __init__(self, store, rank: int, size: int, timeout, names, schedule: Schedule):
+        self.schedule = schedule
+        # What has arrived from each rank and is not due yet; in the end, why nothing more comes.
+        self.arrived = [SimpleQueue() for _ in range(size)]
+        super().__init__(store, rank, size, timeout, names)
+        for peer in self.sockets:
+            start_thread(f"wire late {peer}", self.hand_over, peer)
+
+    def transmit(self, peer: int, message: Message, asked: float) -> None:
+        source, to = self.names[self.rank], self.names[peer]
+        left, message.due = self.schedule.book(source, to, len(message.data), asked)
+        super().transmit(peer, message, asked)
+        wait_until(left)  # the Future of a send is done when its last byte would have left
+
+    def arrive(self, message: Message) -> None:
+        self.arrived[message.source].put(message)  # and go on reading
+
+    def lose(self, peer: int, why: str) -> None:
+        self.arrived[peer].put(why)  # behind what has arrived before: a goodbye, for one
+
+    def hand_over(self, peer: int) -> None:
+        for message in iter(self.arrived[peer].get, None):
+            if isinstance(message, str):
+                super().lose(peer, message)
+                return
+            wait_until(message.due)
+            super().arrive(message)
+
+
+def wait_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def register(links: Links) -> None:
+    """Make "slow" a backend. All groups of this process share its links."""
+    wire = partial(SlowWire, schedule=Schedule(links))
+    creator = partial(new_ring_group, wire=wire)
+    dist.Backend.register_backend("slow", creator, extended_api=True, devices=["cpu"])
