@@ -29,7 +29,7 @@ EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
 SOURCES = [path for directory in EXAMPLES for path in sorted(directory.glob("**/*.py"))]
 SCRIPTS = [path for path in SOURCES if '__name__ == "__main__"' in path.read_text()]
 LINES = 350  # of one file in an example directory, at most: about 300 is where to split it
-MINIMAL_LINES = 70  # of a minimal.py, with its docstring; 40 to 60 are wanted
+MINIMAL_LINES = 66  # of a minimal.py, with its docstring; 40 to 60 are wanted
 NOT_OURS = {"runs", "data"}  # ignored by git
 
 each_example = pytest.mark.parametrize("directory", EXAMPLES, ids=lambda path: path.name)
@@ -367,7 +367,7 @@ def test_too_much_is_caught(tmp_path):
     minimal = tmp_path / "minimal.py"
     minimal.write_text("import torch\nfrom runtime import Worker\n" + "\n" * MINIMAL_LINES)
     (tmp_path / "runtime.py").touch()
-    assert too_much(minimal) == ["imports runtime", "72 lines, more than 70"]
+    assert too_much(minimal) == ["imports runtime", "68 lines, more than 66"]
 
 
 # --help, of all scripts in one process: importing torch once is enough.
