@@ -363,6 +363,26 @@ def test_code_that_a_page_lacks_is_caught():
     assert not shows("# t\n```python\ndef main():\n    print(2)\n\n\nmain()\n```\n", source)
 
 
+def leaves_in_order(source: str) -> bool:
+    """Whether the group ends right after all ranks have met: else an exit may abort, rarely."""
+    end = r"^( +)dist\.barrier\(\).*\n\1dist\.destroy_process_group\(\)$"
+    return "init_process_group(" not in source or bool(re.search(end, source, re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
+def test_minimal_leaves_in_order(path):
+    assert leaves_in_order(path.read_text())
+
+
+def test_leaving_without_a_barrier_is_caught():
+    begin, meet = "    dist.init_process_group()\n", "    dist.barrier()  # why\n"
+    end = "    dist.destroy_process_group()\n"
+    assert leaves_in_order(begin + meet + end)
+    assert not leaves_in_order(begin + end)
+    assert not leaves_in_order(begin + meet)
+    assert leaves_in_order("rpc.init_rpc()\n")
+
+
 def test_too_much_is_caught(tmp_path):
     minimal = tmp_path / "minimal.py"
     minimal.write_text("import torch\nfrom runtime import Worker\n" + "\n" * MINIMAL_LINES)

@@ -60,6 +60,7 @@ def test_minimal_equals_one_process(one_process, tmp_path, ranks):
     sizes = one_process["sizes"]
     held = [n / (ranks if ".linear" in name else ranks / 2) for name, n in sizes.items()]
     assert found["held"][0] == sum(held)
+    assert found["units"] == 3  # two blocks and the root: not gathered in one piece
     # The first step, before AdamW had anything to magnify.
     torch.testing.assert_close(
         found["gradients"][0], one_process["gradients"][0], rtol=0, atol=1e-6
