@@ -529,6 +529,8 @@ def test_speed_is_of_training_alone(corpus, tmp_path):
         2, 4, 6, 8,
     ]  # fmt: skip
     assert "matrix products: high" in output
+    # Four times two batches of eight, of which each rank has a half.
+    assert output.count(f"held-out windows of this rank: {4 * 2 * 8 // 2}\n") == 2
     settings = Settings(steps=8)
     rates = " ".join(f"{learning_rate(step, settings):.4g}" for step in range(8))
     assert f"rates: {rates}\n" in output  # they reach the optimizer
