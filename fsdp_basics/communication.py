@@ -18,9 +18,6 @@ Look at
 """
 
 import os
-import socket
-import stat
-import struct
 from collections import Counter
 
 import torch
@@ -33,6 +30,7 @@ from runtime import Worker, distributed_worker
 from strategies import build, expected_traffic, make_meshes, units_of
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._python_dispatch import TorchDispatchMode  # sees the collectives of C++ code too
+from wire import bytes_sent
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 HEADS = 4
@@ -128,22 +126,6 @@ def total_bytes(tensors) -> int:
     if isinstance(tensors, list | tuple):
         return sum(total_bytes(item) for item in tensors)
     return 0
-
-
-def bytes_sent() -> int:
-    """Bytes that this process has sent over TCP so far, as the kernel counts them (Linux)."""
-    total = 0
-    for number in map(int, os.listdir("/proc/self/fd")):
-        try:
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(number)) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                sent, sent_again = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent, _retrans
-                total += sent - sent_again
-        except (OSError, struct.error):
-            pass  # closed in between, or not a TCP connection
-    return total
 
 
 def over_tcp(formula: dict[str, tuple[int, int]]) -> int:

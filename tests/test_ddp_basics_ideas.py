@@ -128,7 +128,8 @@ def test_minimal_equals_plain_training(ranks, tmp_path):
     check_minimal(watch_minimal(MINIMAL, ranks, tmp_path), plain_minimal(epochs=2))
 
 
-def test_minimal_as_its_first_lines_say():
+@pytest.mark.timeout(120 + 30 * REPEAT)
+def test_minimal_as_its_first_lines_say_ends_with_status_0():
     alone = python(MINIMAL, "--epochs", 1).check().output
     assert re.fullmatch(r"epoch 1: test accuracy \d\d\.\d\d%\n", alone)
     for _ in range(REPEAT):

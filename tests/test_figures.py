@@ -21,7 +21,7 @@ from PIL import Image
 def shown(monkeypatch) -> list[bytes]:
     """The pictures that were shown, as files."""
     files, open_before = [], plt.get_fignums()  # other tests' figures are their own business
-    monkeypatch.setattr(figures, "display", lambda image: files.append(image.data))
+    monkeypatch.setattr(figures.page, "display", lambda image: files.append(image.data))
     yield files
     left = set(plt.get_fignums()) - set(open_before)
     assert not left, f"left open: {left}, beside {open_before}"

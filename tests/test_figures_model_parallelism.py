@@ -16,7 +16,7 @@ from figures import context_parallel, device_mesh, pipeline, tensor_parallel
 def shown(monkeypatch):
     """What would have been shown."""
     pictures = []
-    monkeypatch.setattr(figures, "display", pictures.append)
+    monkeypatch.setattr(figures.page, "display", pictures.append)
     return pictures
 
 

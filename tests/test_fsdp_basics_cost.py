@@ -3,6 +3,7 @@
 import importlib
 import math
 import re
+import socket
 import sys
 
 import pytest
@@ -137,6 +138,17 @@ def test_the_ranks_together_hold_everything_once(seen, load):
 
 
 # ---- bytes sent
+
+
+def test_the_kernel_counts_what_was_sent(load):
+    bytes_sent = load("wire").bytes_sent
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as a, server.accept()[0] as b:
+        before = bytes_sent()
+        a.sendall(b"x" * 10_000)
+        while len(b.recv(100_000, socket.MSG_PEEK)) < 10_000:
+            pass
+        assert bytes_sent() - before == 10_000
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 import warm
 from checkpoint import newest
 from helpers import ROOT, read_metrics, torchrun
+from sharding import prefetch_blocks
 
 TRAIN, DDP_TRAIN = (ROOT / folder / "train.py" for folder in ("fsdp_basics", "ddp_basics"))
 
@@ -73,6 +74,23 @@ def test_what_a_step_gathers(tmp_path, flags, all_gathers):
     # Three blocks and the root for forward, and the blocks once more for backward.
     assert re.findall(r"all_gathers (\d+)", output) == [str(all_gathers)] * 4  # 2 steps, 2 ranks
     assert output.count("prefetch 3 2 without memory True\n") == 2
+
+
+class Block:
+    """Notes which blocks it is told to gather ahead of itself."""
+
+    def set_modules_to_forward_prefetch(self, blocks):
+        self.in_forward = blocks
+
+    def set_modules_to_backward_prefetch(self, blocks):
+        self.in_backward = blocks
+
+
+def test_prefetch_looks_ahead_in_forward_and_in_backward():
+    a, b, c, d = blocks = [Block() for _ in range(4)]
+    prefetch_blocks(blocks, 2)
+    assert [block.in_forward for block in blocks] == [[b, c], [c, d], [d], []]
+    assert [block.in_backward for block in blocks] == [[], [a], [b, a], [c, b]]  # in its order
 
 
 @pytest.mark.slow

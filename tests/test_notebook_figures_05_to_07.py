@@ -1,6 +1,5 @@
-"""Pictures of chapters 5 to 7 refuse data under a wrong label; wire.py counts what was sent."""
+"""Pictures of chapters 5 to 7 refuse data under a wrong label."""
 
-import socket
 import sys
 
 import pytest
@@ -9,7 +8,6 @@ from helpers import ROOT
 sys.path.insert(0, str(ROOT / "notebooks"))
 
 from figures import ddp, machine
-from wire import bytes_sent
 
 FORMULAS = {"DP": lambda tokens: 2 * tokens, "PP": lambda width: 24 * width}
 
@@ -47,13 +45,3 @@ def test_buckets_refuses_exchanged_buckets():
         ddp.buckets(trial(order=(1, 0)), frames=2)
     with pytest.raises(AssertionError, match="after backward"):
         ddp.buckets(trial(backward=0.2), frames=2)
-
-
-def test_bytes_sent():
-    server = socket.create_server(("127.0.0.1", 0))
-    with server, socket.create_connection(server.getsockname()) as a, server.accept()[0] as b:
-        before = bytes_sent()
-        a.sendall(b"x" * 10_000)
-        while len(b.recv(100_000, socket.MSG_PEEK)) < 10_000:
-            pass
-        assert bytes_sent() - before == 10_000

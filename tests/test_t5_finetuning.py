@@ -14,6 +14,7 @@ import pytest
 import torch
 import warm
 from arguments import UserError
+from checkpoint import newest
 from data import (
     JsonLines,
     Pair,
@@ -203,6 +204,12 @@ def test_resumed_run_equals_the_straight_one(results, files):
     # 40 // 12 steps on names, then 60 // 12 in each of two epochs: none twice, none left out.
     steps = [(line["epoch"], line["step"]) for line in lines if "loss" in line]
     assert steps == list(zip([0] * 3 + [1] * 5 + [2] * 5, range(1, 14), strict=True))
+
+
+def test_ranks_draw_their_own_numbers(results, files):
+    """With equal ones, dropout would leave out the same units on all ranks."""
+    first, second = newest(files / "straight/checkpoints")[1]["generators"]
+    assert first["cpu"].tolist() != second["cpu"].tolist()
 
 
 def test_best_model_is_one_of_summaries(results):

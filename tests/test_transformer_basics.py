@@ -15,7 +15,7 @@ import pytest
 import torch
 import warm
 from arguments import UserError
-from config import Settings
+from config import AXES, Settings
 from data import Batches, bigram_loss
 from helpers import ROOT, python, read_metrics, torchrun
 from model import GPT, GPTConfig, from_hugging_face, initialize, to_hugging_face
@@ -23,7 +23,7 @@ from optimizer import learning_rate
 from pipeline import Pipeline, stage_layers
 from pretrained import copy_weights, read_pretrained
 from runtime import Worker
-from workers.gpt_equivalence import CASES, KINDS, LR, STEPS, one_process
+from workers.gpt_equivalence import CASES, KINDS, LENGTH, LR, STEPS, one_process
 
 FOLDER = ROOT / "transformer_basics"
 TRAIN = FOLDER / "train.py"
@@ -39,7 +39,8 @@ TINY = (
 def matrix(tmp_path_factory):
     script, folder = ROOT / "tests/workers/gpt_equivalence.py", tmp_path_factory.mktemp("matrix")
     for ranks in (2, 4, 8):
-        warm.run(script, folder / str(ranks), ranks=ranks, timeout=240).check()
+        said = warm.run(script, folder / str(ranks), ranks=ranks, timeout=240).check().output
+        assert "Warning" not in said
     found = {ranks: torch.load(folder / str(ranks)) for ranks in (2, 4, 8)}
     return found | {1: {kind: one_process(kind) for kind in KINDS}}
 
@@ -88,7 +89,13 @@ def test_flags_do_something(matrix, ranks, mesh, kind):
     fair = all_numbers * share_of_stage / parts
     assert 0.8 * fair <= found["held"] <= 1.25 * fair
     assert found["compiled"] == ("--compile" in words)
+    # Neighbours on the last axis, of tensor parallelism, are neighbours in rank: they talk most.
+    assert (found["axes"], found["ranks"]) == (AXES, [*range(ranks)])
+    assert not found["had_memory"]  # before it was cut
+    if "--pp" not in words:  # rank 0 has the first stage, and the last has the logits
+        assert found["logits_are_cut"] == ("--loss-parallel" in words)
     if not found["compiled"]:
+        assert found["tokens"] == LENGTH / (sizes["--tp"] if "--sequence-parallel" in words else 1)
         microbatches = sizes.get("--accumulate", sizes.get("--pp", 1))
         computed = 2 if "--activation-checkpointing" in words else 1
         # (A pipeline begins with one more, to learn the shapes that its stages send.)
@@ -103,8 +110,18 @@ def test_keep_gathered_does_so(matrix):
 
 @pytest.mark.slow
 def test_gradients_travel_once_in_a_step(matrix):
-    """Of two blocks and the root, whatever the number of micro-batches."""
-    assert matrix[2]["reductions"] == {1: 3, 4: 3}
+    """Of two blocks and the root, whatever the number of micro-batches; in fp32 with bf16, too."""
+    counts = [
+        matrix[2]["reductions"][flags] for flags in ("", "--accumulate 4", "--precision bf16")
+    ]
+    assert [calls for calls, _ in counts] == [3, 3, 3]
+    assert len({nbytes for _, nbytes in counts}) == 1
+
+
+@pytest.mark.slow
+def test_a_pipeline_gathers_once_in_a_step(matrix):
+    """Of the block and the root of its stage, not once more for each of four micro-batches."""
+    assert matrix[4]["gatherings"] == 2
 
 
 @pytest.mark.slow
@@ -466,7 +483,7 @@ def straight(corpus, tmp_path_factory):
         ((2, "--tp 2 --sequence-parallel"), (2, "--tp 2 --sequence-parallel")),
         ((2, "--pp 2"), (2, "--dp-shard 2")),
         ((4, "--dp-shard 2 --tp 2"), (1, "")),
-        ((1, ""), (4, "--pp 2 --tp 2 --loss-parallel")),
+        ((1, ""), (4, "--pp 2 --tp 2 --sequence-parallel --loss-parallel")),
     ],
 )
 def test_a_run_moves_to_another_mesh(corpus, straight, tmp_path, first, second):
@@ -500,14 +517,20 @@ def test_speed_is_of_training_alone(corpus, tmp_path):
     script = ROOT / "tests/workers/gpt_clock.py"
     flags = ("--log-every", 3, "--eval-every", 2, "--checkpoint-every", 4)
     args = (*TINY, *flags, "--output-dir", tmp_path, "--data", *corpus)
-    output = warm.run(script, *args).check().output
+    output = warm.run(script, *args, ranks=2).check().output
     measured = [line for line in read_metrics(tmp_path) if "tokens_per_second" in line]
     assert [line["step"] for line in measured] == [2, 3, 4, 6, 8]
     assert [line["tokens_per_second"] for line in measured] == [8 * 16] * 5
+    # The share of what two ranks could do, each of which has a peak of 1 GFLOP/s.
+    config = GPTConfig(vocab_size=256, block_size=16, layers=2, heads=2, dim=16)
+    share = 8 * 16 * config.flops_per_token(16) / 2e9
+    assert [line["mfu"] for line in measured] == pytest.approx([share] * 5)
     assert [line["step"] for line in read_metrics(tmp_path) if "validation_loss" in line] == [
         2, 4, 6, 8,
     ]  # fmt: skip
     assert "matrix products: high" in output
+    # Four times two batches of eight, of which each rank has a half.
+    assert output.count(f"held-out windows of this rank: {4 * 2 * 8 // 2}\n") == 2
     settings = Settings(steps=8)
     rates = " ".join(f"{learning_rate(step, settings):.4g}" for step in range(8))
     assert f"rates: {rates}\n" in output  # they reach the optimizer

@@ -1,8 +1,10 @@
 """Tensor parallelism inside FSDP in one screen: a transformer on a mesh of dp x tp ranks.
 
     python transformer_basics/minimal.py                                      # one process
-    torchrun --standalone --nproc_per_node=4 transformer_basics/minimal.py    # 2 x 2: the same loss
-"""  # fmt: skip
+    torchrun --standalone --nproc_per_node=4 transformer_basics/minimal.py    # 2 x 2
+
+Look at the loss: it is the same on any number of ranks.
+"""
 
 import os
 
@@ -13,21 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-DIM, HEAD_DIM, LENGTH, BATCH, STEPS = 64, 16, 64, 8, 50  # BATCH: sequences, over all ranks
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM)
-        self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
-
-    def forward(self, x):
-        qkv = self.qkv(nn.functional.rms_norm(x, (DIM,)))  # below, -1: the heads of this rank
-        q, k, v = qkv.unflatten(-1, (-1, 3 * HEAD_DIM)).transpose(1, 2).chunk(3, dim=-1)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(nn.functional.rms_norm(x, (DIM,)))
+DIM, LENGTH, BATCH, STEPS = 64, 16, 128, 50  # BATCH: sequences, over all ranks
 
 
 def train(device: str) -> None:
@@ -35,21 +23,23 @@ def train(device: str) -> None:
     dp = dist.get_world_size() // tp
     mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)  # on all ranks the same model and, below, the same global batches
-    blocks, head = nn.Sequential(Block(), Block()), nn.Linear(DIM, 256)
-    model = nn.Sequential(nn.Embedding(256, DIM), blocks, head, nn.LogSoftmax(-1)).to(device)
+    options = {"dropout": 0.0, "activation": "gelu", "bias": False, "batch_first": True}
+    blocks = [nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, **options) for _ in range(2)]
+    head = nn.Sequential(nn.Flatten(), nn.Linear(LENGTH * DIM, 256))
+    model = nn.Sequential(nn.Embedding(256, DIM), *blocks, head).to(device)
     # tp: some outputs of one layer, the matching inputs of the next, then a sum over the ranks.
-    columns, rows = ColwiseParallel(), RowwiseParallel()
-    plan = {"*.qkv": columns, "*.out": rows, "*.mlp.0": columns, "*.mlp.2": rows}
-    parallelize_module(blocks, mesh["tp"], plan)
-    for unit in (*blocks, model):  # dp: what is left is cut again, gathered when it is needed, and
-        fully_shard(unit, mesh=mesh["dp"])  # its gradients are averaged
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)  # on two meshes
+    plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+    for block in blocks:
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])  # dp: what is left is cut again, gathered when it is
+    fully_shard(model, mesh=mesh["dp"])  # needed, and its gradients are averaged
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # on two meshes
     with open(os.__file__, "rb") as file:
         text = torch.tensor(list(file.read()))  # a byte is a token
     for step in range(1, STEPS + 1):  # A tp group shares a batch: it is chosen by the dp rank.
         starts = torch.randint(len(text) - LENGTH, (dp, BATCH // dp))[mesh["dp"].get_local_rank()]
         tokens = text[starts[:, None] + torch.arange(LENGTH + 1)].to(device)
-        loss = nn.functional.nll_loss(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]), tokens[:, -1])  # the next byte
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

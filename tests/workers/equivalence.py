@@ -8,6 +8,7 @@ import math
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.batches
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddp_basics"))
 
 import torch
@@ -18,8 +19,9 @@ from model import SmallCNN
 from runtime import distributed_worker
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from workers.batches import batches
 
-STEPS, GLOBAL_BATCH = 5, 24
+STEPS = 5
 CASES = {
     "sgd": {},
     "adamw": {"optimizer": "adamw"},
@@ -66,14 +68,6 @@ def build(kind: str) -> nn.Module:
     return model
 
 
-def batches():
-    """The global batches, the same in every world."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
-        yield images, torch.randint(10, (GLOBAL_BATCH,), generator=generator)
-
-
 def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
     """One process: the steps as everybody would write them."""
     module = build(model)
@@ -81,7 +75,7 @@ def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
     if optimizer == "sgd":
         optim = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
     steps = []
-    for images, labels in batches():
+    for images, labels in batches(STEPS):
         optim.zero_grad()
         loss = F.cross_entropy(module(images), labels)
         loss.backward()
@@ -106,7 +100,7 @@ def run_case(worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0) -> 
     optim = train.make_optimizer(settings, module)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     steps = []
-    for images, labels in batches():
+    for images, labels in batches(STEPS):
         local = slice(worker.rank, None, worker.world_size)
         loss, norm = train.train_step(  # at its own rate, not the optimizer's of 99
             ddp_model, images[local], labels[local], optim, scaler, 1e-2, settings

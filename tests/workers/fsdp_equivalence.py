@@ -8,6 +8,7 @@ import math
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.batches
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fsdp_basics"))
 
 import torch
@@ -20,8 +21,9 @@ from runtime import distributed_worker
 from sharding import materialize, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from workers.batches import batches
 
-STEPS, GLOBAL_BATCH = 3, 24
+STEPS = 3
 CASES = {
     "sgd": {},
     "adamw": {"optimizer": "adamw"},
@@ -87,20 +89,12 @@ def full_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def batches():
-    """The global batches, the same in every world."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        images = torch.rand(GLOBAL_BATCH, 1, 8, 8, generator=generator)
-        yield images, torch.randint(10, (GLOBAL_BATCH,), generator=generator)
-
-
 def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
     """One process in plain PyTorch, without a line of train.py's step."""
     module = build(model)
     optim = train.make_optimizer(Settings(optimizer=optimizer, lr=1e-2), module)
     steps = []
-    for images, labels in batches():
+    for images, labels in batches(STEPS):
         optim.zero_grad()
         loss = F.cross_entropy(module(images), labels)
         loss.backward()
@@ -130,7 +124,7 @@ def run_case(
     optim = train.make_optimizer(settings, module)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     steps = []
-    for images, labels in batches():
+    for images, labels in batches(STEPS):
         local = slice(worker.rank, None, worker.world_size)
         loss, norm = train.train_step(  # at its own rate, not the optimizer's of 99
             module, images[local], labels[local], optim, scaler, 1e-2, settings

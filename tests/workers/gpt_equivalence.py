@@ -114,19 +114,35 @@ def one_process(kind: str) -> dict:
 def on_mesh(flags: str, kind: str, worker) -> dict:
     more, name = KINDS[kind]
     settings = settings_of(f"{flags} {more}")
+    found = {"loss": [], "norm": [], "gradients": []}
+
+    def note_memory(model, *args):
+        found["had_memory"] = any(not p.is_meta for p in model.parameters())
+        return initialize(model, *args)
+
+    train.initialize = note_memory
     mesh, model, pipeline = train.spread_model(settings.model(VOCABULARY), settings, worker)
     optimizer, (part, parts) = optimizer_of(name, model, settings), batch_part(mesh)
-    found = {"loss": [], "norm": [], "gradients": []}
-    # That the flags did something: what rank 0 holds, how often it computes its first MLP.
+    # That the flags did something: what rank 0 holds, how often it computes its first MLP, how many
+    # tokens it has between the layers, whether it has the logits of some of the vocabulary only.
     first_block, found["mlp_calls"] = next(iter(model.blocks.values())), 0
     found["held"] = sum(p.to_local().numel() for p in model.parameters())
     found["compiled"] = first_block._compiled_call_impl is not None
+    found["axes"], found["ranks"] = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
 
     def count(*_) -> None:
         found["mlp_calls"] += 1
 
+    def note_tokens(block, inputs) -> None:
+        found["tokens"] = inputs[0].shape[1]
+
+    def note_output(model, inputs, output) -> None:
+        found["logits_are_cut"] = isinstance(output, DTensor)
+
     if not found["compiled"]:
         first_block.mlp.register_forward_pre_hook(count)
+        first_block.register_forward_pre_hook(note_tokens)
+    model.register_forward_hook(note_output)
     for step, (x, y) in enumerate(batches()):
         x, y = x[part::parts], y[part::parts]
         loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings)
@@ -166,14 +182,22 @@ def keeps_gathered(flags: str, worker) -> bool:
     return not isinstance(next(model.blocks["0"].parameters()), DTensor)
 
 
-def reductions(accumulate: int, worker) -> int:
-    """How many reduce_scatters a step of FSDP over 2 ranks takes."""
-    settings = settings_of(f"--dp-shard 2 --accumulate {accumulate}")
+def traffic(flags: str, worker) -> CountByAxis:
+    """What the second step with FSDP over 2 ranks sends."""
+    settings = settings_of(f"--dp-shard 2 {flags}")
     mesh, model, pipeline = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    optimizer, (part, parts) = make_optimizer(model, settings), batch_part(mesh)
     x, y = next(batches())
-    with CountByAxis(mesh) as sent:
-        train_step(model, pipeline, x, y, make_optimizer(model, settings), mesh, settings)
-    return sent.calls["dp_shard", "reduce_scatter"]
+    for _ in range(2):
+        with CountByAxis(mesh) as sent:
+            train_step(model, pipeline, x[part::parts], y[part::parts], optimizer, mesh, settings)
+    return sent
+
+
+def reductions(flags: str, worker) -> tuple[int, int]:
+    """How many reduce_scatters a step takes, and their bytes."""
+    sent = traffic(flags, worker)
+    return sent.calls["dp_shard", "reduce_scatter"], sent.nbytes["dp_shard", "reduce_scatter"]
 
 
 def main() -> None:
@@ -182,8 +206,12 @@ def main() -> None:
         results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
         if worker.world_size == 2:
             results["gathered"] = gathered(worker)
-            results["reductions"] = {n: reductions(n, worker) for n in (1, 4)}
+            flags = ("", "--accumulate 4", "--precision bf16")
+            results["reductions"] = {each: reductions(each, worker) for each in flags}
             results["kept"] = [keeps_gathered(flags, worker) for flags in ("", "--keep-gathered")]
+        if worker.world_size == 4:
+            sent = traffic("--pp 2 --accumulate 4", worker)
+            results["gatherings"] = sent.calls["dp_shard", "all_gather"]
         if worker.is_main:
             torch.save(results, OUTPUT)
 

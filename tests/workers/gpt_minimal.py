@@ -8,18 +8,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics
 import minimal
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 OUTPUT, STEPS = Path(sys.argv[1]), int(sys.argv[2])
-gradients, parameters, held = [], [], []
+gradients, parameters, held, units = [], [], [], set()
 
 
 def of_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def before_forward(module, inputs) -> None:
+    if isinstance(module, FSDPModule):
+        units.add(id(module))
 
 
 def before_step(optimizer, args, kwargs) -> None:
@@ -31,12 +38,14 @@ def after_step(optimizer, args, kwargs) -> None:
     parameters.append([of_all_ranks(p) for p in optimizer.param_groups[0]["params"]])
 
 
+register_module_forward_pre_hook(before_forward)
 register_optimizer_step_pre_hook(before_step)
 register_optimizer_step_post_hook(after_step)
 minimal.STEPS = STEPS
 dist.init_process_group("gloo")
 minimal.train("cpu")
 if dist.get_rank() == 0:
-    torch.save({"gradients": gradients, "parameters": parameters, "held": held}, OUTPUT)
+    found = {"gradients": gradients, "parameters": parameters, "held": held, "units": len(units)}
+    torch.save(found, OUTPUT)
 dist.barrier()
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""bytes_sent(): what this process has put on the wire, as the kernel of the system counted it.
+"""bytes_sent(): what this process has put on the wire, as the kernel of the system counts it.
 
     from wire import bytes_sent
     before = bytes_sent()
