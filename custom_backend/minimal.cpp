@@ -1,0 +1,105 @@
+// The smallest backend in C++ that really reduces. It needs nothing but the Store that torch hands
+// to it: every rank leaves its tensor there, and takes everybody's. Slow, and complete enough for
+// DistributedDataParallel. minimal_backend.py compiles and registers it, and trains on it.
+
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstring>
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// What an operation returns. Ours are done when they return, so there is nothing to wait for.
+class DoneWork : public c10d::Work {
+ public:
+  DoneWork(c10d::OpType type, Tensors tensors) : Work(-1, type) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()));
+    future_->markCompleted(c10::IValue(std::move(tensors)));
+    finish();
+  }
+  // DDP asks for it: what comes after the reduction of a bucket hangs on it.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+class MinimalBackend : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  MinimalBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+      : c10d::Backend(rank, size), store_(std::move(store)) {}
+
+  const std::string getBackendName() const override { return "minimal"; }
+
+  // torch hands over lists of tensors, since a rank once could have several GPUs: take the first.
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "minimal: all_reduce knows SUM only");
+    const Tensors all = everybodys(tensors[0]);
+    Tensor sum = all[0];
+    for (int rank = 1; rank < getSize(); ++rank) sum = sum + all[rank];  // in the same order
+    tensors[0].copy_(sum);
+    return c10::make_intrusive<DoneWork>(c10d::OpType::ALLREDUCE, tensors);
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    tensors[0].copy_(everybodys(tensors[0])[options.rootRank]);
+    return c10::make_intrusive<DoneWork>(c10d::OpType::BROADCAST, tensors);
+  }
+
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions&) override {
+    const Tensors all = everybodys(inputs[0]);
+    for (int rank = 0; rank < getSize(); ++rank) outputs[0][rank].copy_(all[rank]);
+    return c10::make_intrusive<DoneWork>(c10d::OpType::ALLGATHER, outputs[0]);
+  }
+
+  WorkPtr barrier(const c10d::BarrierOptions&) override {
+    everybodys(at::empty({0}));
+    return c10::make_intrusive<DoneWork>(c10d::OpType::BARRIER, Tensors{});
+  }
+
+  // Whatever is missing here, torch answers for us: "Backend minimal does not support reduce".
+
+ private:
+  // The one thing that this backend can do: the tensors of all ranks. store_->get() waits.
+  Tensors everybodys(const Tensor& given) {
+    const Tensor mine = given.contiguous();
+    const auto* bytes = static_cast<const uint8_t*>(mine.data_ptr());
+    store_->set(key(number_, getRank()), std::vector<uint8_t>(bytes, bytes + mine.nbytes()));
+    Tensors all;
+    for (int rank = 0; rank < getSize(); ++rank) {
+      const std::vector<uint8_t> theirs = store_->get(key(number_, rank));
+      TORCH_CHECK(theirs.size() == mine.nbytes(), "minimal: rank ", rank, " sent ", theirs.size(),
+                  " bytes, rank ", getRank(), " has ", mine.nbytes());
+      all.push_back(at::empty_like(mine));
+      if (!theirs.empty()) std::memcpy(all.back().data_ptr(), theirs.data(), theirs.size());
+    }
+    // All are in this operation now, so nobody reads any more what I left for the one before.
+    if (number_ > 0) store_->deleteKey(key(number_ - 1, getRank()));
+    ++number_;
+    return all;
+  }
+
+  static std::string key(uint64_t number, int rank) {
+    return std::to_string(number) + "/" + std::to_string(rank);
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  uint64_t number_ = 0;
+};
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  // Waiting for another rank with Python's lock held would stop all threads of this one.
+  module.def(
+      "create",
+      [](c10::intrusive_ptr<c10d::Store> store, int rank, int size) {
+        return c10::intrusive_ptr<c10d::Backend>(
+            c10::make_intrusive<MinimalBackend>(std::move(store), rank, size));
+      },
+      pybind11::call_guard<pybind11::gil_scoped_release>());
+}

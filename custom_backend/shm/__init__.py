@@ -1,0 +1,14 @@
+"""The backend "shm": torch.distributed over shared memory, for ranks on one host.
+
+import shm                                  # registers it; built once, about a minute
+dist.init_process_group("shm")
+
+t = shm.empty(1024, 1024)                   # a tensor that the others can read where it lies
+dist.all_reduce(t)                          # so nothing is copied
+"""
+
+from shm.backend import adopt, ddp_hook, empty, lies_in_heap, register
+
+__all__ = ["adopt", "ddp_hook", "empty", "lies_in_heap", "register"]
+
+register()

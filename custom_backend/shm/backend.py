@@ -1,0 +1,181 @@
+"""Register the backend "shm", and bring the ranks of a group together.
+
+    import shm
+    dist.init_process_group("shm")
+
+What one process hands to another is two file descriptors: of the group's segment, and of its own
+heap. Both are files without a name, in memory only (memfd). They go over Unix sockets, whose
+names are random and known from the group's Store only; the kernel tells each end which user is at
+the other one.
+"""
+
+import json
+import os
+import secrets
+import socket
+import struct
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shm import build
+
+MODULE = None  # the compiled part
+
+
+def register() -> None:
+    """Make "shm" a backend of torch.distributed; "cpu:shm,cuda:nccl" can be asked for, too."""
+    if "shm" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("shm", create_backend, devices=["cpu"])
+
+
+def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A CPU tensor in this process's heap, which the other ranks read and write where it lies."""
+    shape = torch.Size(size)
+    bytes = torch.empty(0, dtype=dtype).element_size() * shape.numel()
+    return compiled().allocate(bytes).view(dtype).view(shape)
+
+
+def adopt(tensor: torch.Tensor) -> torch.Tensor:
+    """Move an existing tensor's storage, and with it all views of it, into the heap.
+
+    A pointer that something other than torch holds, a numpy array for example, stays behind.
+    """
+    if not lies_in_heap(tensor):
+        compiled().adopt(tensor)
+    return tensor
+
+
+def lies_in_heap(tensor: torch.Tensor) -> bool:
+    return compiled().lies_in_heap(tensor)
+
+
+def ddp_hook(
+    group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP without copies: model.register_comm_hook(None, shm.ddp_hook).
+
+    DDP reduces its gradients in buckets, which it makes itself. The first time that a bucket comes
+    by, it is moved into the heap; from then on it is reduced where it lies.
+    """
+    buffer = adopt(bucket.buffer())
+    options = dist.ReduceOp.AVG
+    work = dist.all_reduce(buffer, options, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta):
+    """What torch calls, on all ranks of a new group, with a store that is this group's own."""
+    module = compiled()
+    if size > 64:
+        raise ValueError(f"shm connects at most 64 ranks of one host, not {size}")
+    sockets = Meeting(store, rank, size, timeout)
+    with sockets:
+        segment, heaps = sockets.exchange(module)
+    group = module.create(segment, rank, size, heaps, *sockets.patience(), timeout)
+    sockets.wait_for_all("entered")  # nobody dies unnoticed from here on
+    return group
+
+
+def compiled():
+    global MODULE
+    if MODULE is None:
+        MODULE = build.load()
+    return MODULE
+
+
+class Meeting:
+    """The ranks of a new group find each other: through the store, then over Unix sockets."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.settimeout(timeout.total_seconds())
+
+    def __enter__(self) -> "Meeting":
+        name = secrets.token_hex(16)
+        self.listener.bind(f"\0{name}")  # an abstract name: no file, gone with the socket
+        self.listener.listen(self.size)
+        mine = {
+            "host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            "name": socket.gethostname(),
+            "socket": name,
+            "cores": sorted(os.sched_getaffinity(0)),
+            "build": build.fingerprint(),
+        }
+        self.ranks = [json.loads(text) for text in self.everybodys("rank", json.dumps(mine))]
+        self.check()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.listener.close()
+
+    def everybodys(self, key: str, value: str) -> list[bytes]:
+        """What each rank says under this key."""
+        self.store.set(f"shm/{key}/{self.rank}", value)
+        return [self.store.get(f"shm/{key}/{rank}") for rank in range(self.size)]
+
+    def wait_for_all(self, key: str) -> None:
+        self.everybodys(key, "yes")
+
+    def check(self) -> None:
+        mine = self.ranks[self.rank]
+        for rank, other in enumerate(self.ranks):
+            if other["host"] != mine["host"]:
+                raise ValueError(
+                    f"shm connects ranks of one host: rank {self.rank} is on {mine['name']}, "
+                    f"rank {rank} on {other['name']}. Take gloo, or nccl, between hosts"
+                )
+            if other["build"] != mine["build"]:
+                raise ValueError(f"shm: rank {rank} runs another build than rank {self.rank}")
+
+    def patience(self) -> tuple[float, int]:
+        """How long to spin, in microseconds, and how often to yield, before sleeping."""
+        cores = set().union(*(rank["cores"] for rank in self.ranks))
+        return (50.0, 4) if len(cores) >= self.size else (2.0, 64)
+
+    def exchange(self, module) -> tuple[int, list[int]]:
+        """The descriptor of the group's segment, and of each other rank's heap (-1: one's own)."""
+        own = [module.heap_fd()]
+        if self.rank == 0:
+            segment = os.memfd_create("torch shm group")
+            os.ftruncate(segment, module.segment_bytes(self.size))
+            module.prepare_segment(segment, self.size)
+            own.append(segment)
+        received = {self.rank: [-1, *own[1:]]}
+        # Everybody calls those before him, and answers those after him.
+        for peer in range(self.rank):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(self.timeout.total_seconds())
+                connection.connect("\0" + self.ranks[peer]["socket"])
+                self.swap(connection, own, received)
+        while len(received) < self.size:
+            with self.listener.accept()[0] as connection:
+                if user_of(connection) != os.getuid():
+                    continue  # names of sockets are no secret on a host: a stranger gets no answer
+                connection.settimeout(self.timeout.total_seconds())
+                self.swap(connection, own, received)
+        return received[0][1], [received[peer][0] for peer in range(self.size)]
+
+    def swap(self, connection: socket.socket, own: list[int], received: dict) -> None:
+        """Send own descriptors, and receive those of the rank at the other end."""
+        if user_of(connection) != os.getuid():
+            raise PermissionError(f"shm: user {user_of(connection)} answers at a rank's socket")
+        # Only a rank of this group has seen the names in the store.
+        hello = json.dumps([self.rank, self.ranks[self.rank]["socket"]]).encode()
+        socket.send_fds(connection, [hello], own)
+        # What is received must not go on to programs that this one starts.
+        flags = socket.MSG_CMSG_CLOEXEC
+        message, descriptors, _, _ = socket.recv_fds(connection, 4096, 2, flags)
+        peer, name = json.loads(message)
+        if name != self.ranks[peer]["socket"]:
+            raise PermissionError("shm: a process that is no rank of this group has called")
+        received[peer] = descriptors
+
+
+def user_of(connection: socket.socket) -> int:
+    """Which user is at the other end; the kernel says so."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack("3i", credentials)[1]

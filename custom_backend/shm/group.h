@@ -1,0 +1,164 @@
+// A rank's membership in a group: its segment, its threads, and how it comes and goes.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collectives.h"
+#include "heap.h"
+#include "point_to_point.h"
+#include "queue.h"
+
+namespace shm {
+
+// A mapping of a group's segment, which ends when nobody holds it any more.
+inline std::shared_ptr<const Segment> map_segment(int fd, int size) {
+  return {new Segment{map_shared(fd, Segment::bytes(size)), size}, [](const Segment* segment) {
+            munmap(segment->base, Segment::bytes(segment->size));
+            delete segment;
+          }};
+}
+
+// Called by rank 0, before anyone else uses the segment.
+inline void prepare(const Segment& segment) {
+  pthread_mutexattr_t attributes;
+  pthread_mutexattr_init(&attributes);
+  pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+  pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+  for (int rank = 0; rank < segment.size; ++rank) {
+    pthread_mutex_init(&segment.state(rank).alive, &attributes);
+  }
+}
+
+// The heaps of the other ranks, each mapped when it is first needed.
+class PeerHeaps {
+ public:
+  // fds[r]: the memory file of rank r's heap; -1: it is this process's own.
+  PeerHeaps(std::vector<int> fds, size_t bytes)
+      : fds_(std::move(fds)), bytes_(bytes), bases_(fds_.size(), nullptr) {}
+  PeerHeaps(const PeerHeaps&) = delete;
+
+  ~PeerHeaps() {
+    for (size_t peer = 0; peer < fds_.size(); ++peer) {
+      if (bases_[peer]) munmap(bases_[peer], bytes_);
+      if (fds_[peer] >= 0) close(fds_[peer]);
+    }
+  }
+
+  uint8_t* base(int peer) {
+    if (fds_[peer] < 0) return Heap::own().base();
+    if (!bases_[peer]) bases_[peer] = map_shared(fds_[peer], bytes_);
+    return bases_[peer];
+  }
+
+ private:
+  const std::vector<int> fds_;
+  const size_t bytes_;
+  std::vector<uint8_t*> bases_;
+};
+
+class Group {
+ public:
+  Group(std::shared_ptr<const Segment> segment, int rank, std::vector<int> heap_fds,
+        size_t heap_bytes, Patience patience)
+      : segment_(std::move(segment)),
+        heaps_(std::move(heap_fds), heap_bytes),
+        peers(*segment_, rank, patience),
+        collectives(
+            peers, [this](int peer) { return heaps_.base(peer); },
+            [](const void* address) { return Heap::own().offset_of(address); }),
+        point_to_point(peers),
+        queue(
+            patience, [this] { pthread_mutex_lock(&my_state().alive); },
+            [this] {
+              my_state().has_left.store(1);
+              pthread_mutex_unlock(&my_state().alive);
+            }) {}
+
+  ~Group() {
+    if (courier_.joinable()) {
+      {
+        std::lock_guard lock(courier_mutex_);
+        stopping_ = true;
+      }
+      courier_wakes_.notify_all();
+      ring(my_state().doorbell);
+      courier_.join();
+    }
+    point_to_point.give_up(std::make_exception_ptr(Error("the group was destroyed")));
+  }
+
+  // Begin a send or recv. If nobody waits for it within a millisecond or so, the courier sees to it.
+  void start(const std::shared_ptr<Transfer>& transfer) {
+    point_to_point.start(transfer);
+    if (transfer->done) return;
+    std::lock_guard lock(courier_mutex_);
+    last_start_ = Clock::now();
+    if (!courier_.joinable()) courier_ = std::thread([this] { carry(); });
+    if (courier_sleeps_) courier_wakes_.notify_all();
+  }
+
+  void wait(const Transfer& transfer, Clock::time_point deadline) {
+    ++waiting_;
+    my_state().transferring.store(static_cast<uint32_t>(transfer.kind), std::memory_order_relaxed);
+    struct Leave {
+      std::atomic<int>& count;
+      std::atomic<uint32_t>& transferring;
+      ~Leave() {
+        transferring.store(0, std::memory_order_relaxed);
+        --count;
+      }
+    } leave{waiting_, my_state().transferring};
+    point_to_point.wait(transfer, deadline, peers.patience);
+  }
+
+ private:
+  State& my_state() { return segment_->state(peers.rank); }
+
+  // The courier's thread: transfers go on while this rank computes, or waits for something else.
+  void carry() {
+    using namespace std::chrono_literals;
+    try {
+      std::unique_lock lock(courier_mutex_);
+      while (!stopping_) {
+        const bool idle = point_to_point.idle();
+        if (idle && Clock::now() - last_start_ > 1s) {
+          courier_sleeps_ = true;
+          courier_wakes_.wait(lock, [&] { return stopping_ || !point_to_point.idle(); });
+          courier_sleeps_ = false;
+        }
+        courier_wakes_.wait_for(lock, 1ms);
+        if (stopping_ || waiting_ > 0 || point_to_point.idle()) continue;
+        lock.unlock();
+        point_to_point.wait_until(
+            [&] { return stopping_ || waiting_ > 0 || point_to_point.idle(); }, -1,
+            Clock::time_point::max(), kInBackground, [] { return std::string(); });
+        lock.lock();
+      }
+    } catch (const Error&) {
+      point_to_point.give_up(std::current_exception());
+    }
+  }
+
+  const std::shared_ptr<const Segment> segment_;
+  PeerHeaps heaps_;
+
+ public:
+  Peers peers;
+  Collectives collectives;
+  PointToPoint point_to_point;
+
+ private:
+  std::atomic<int> waiting_{0};  // threads that wait for a transfer, and so carry all of them
+  std::atomic<bool> stopping_{false};
+  std::mutex courier_mutex_;
+  bool courier_sleeps_ = false;
+  Clock::time_point last_start_{};
+  std::condition_variable courier_wakes_;
+  std::thread courier_;
+
+ public:
+  Queue queue;  // last: its thread uses all the others, and ends first
+};
+
+}  // namespace shm

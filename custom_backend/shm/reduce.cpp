@@ -1,0 +1,218 @@
+// See reduce.h. Compiled twice for x86, with AVX2 and for any processor; the right one is taken at
+// run time. (The file is written for the compiler's vectoriser: short loops without branches.)
+
+#include "reduce.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+// One copy of the function for each set of instructions, chosen when the library is loaded. Other
+// processors, ARM among them, have one set that the compiler takes anyway. (ThreadSanitizer is not
+// ready yet when the choice is made.)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__SANITIZE_THREAD__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+namespace shm {
+namespace {
+
+template <class To, class From>
+INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// bfloat16 is the upper half of a float.
+struct BFloat16 {
+  uint16_t bits;
+  INLINE operator float() const { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }
+  INLINE static BFloat16 from(float value) {
+    const uint32_t x = bits_as<uint32_t>(value);
+    const uint32_t rounded = (x + 0x7fff + ((x >> 16) & 1)) >> 16;  // to nearest, ties to even
+    const bool nan = (x & 0x7fffffff) > 0x7f800000;
+    return {static_cast<uint16_t>(nan ? 0x7fc0 | (x >> 16) : rounded)};
+  }
+};
+
+// float16: 1 bit of sign, 5 of exponent (bias 15), 10 of fraction. A float has 8 (bias 127) and 23.
+struct Float16 {
+  uint16_t bits;
+  INLINE operator float() const {
+    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
+    const uint32_t rest = static_cast<uint32_t>(bits & 0x7fff) << 13;
+    // Too small by 2^112, the difference of the biases; a multiplication also mends subnormals.
+    const uint32_t finite = bits_as<uint32_t>(bits_as<float>(rest) * 0x1p112f);
+    const uint32_t infinite_or_nan = rest | 0x7f800000;
+    return bits_as<float>(sign | ((bits & 0x7c00) == 0x7c00 ? infinite_or_nan : finite));
+  }
+  INLINE static Float16 from(float value) {
+    const uint32_t x = bits_as<uint32_t>(value), sign = (x >> 16) & 0x8000, rest = x & 0x7fffffff;
+    const uint32_t normal = ((rest + 0xfff + ((rest >> 13) & 1)) >> 13) - (112 << 10);
+    // Below 2^-14: added to 0.5, the float rounds where a subnormal float16 ends.
+    const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(rest) + 0.5f) - 0x3f000000;
+    const uint32_t finite = rest < 0x38800000 ? subnormal : std::min(normal, uint32_t{0x7c00});
+    return {static_cast<uint16_t>(sign | (rest > 0x7f800000 ? 0x7e00 : finite))};
+  }
+};
+
+template <class T>
+constexpr bool is_half = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
+
+// What a sum is kept in: float for half precision, else the type itself. A bool counts as one bit.
+template <class T>
+using Accumulator = std::conditional_t<is_half<T>, float, T>;
+
+template <class T, Op op>
+INLINE Accumulator<T> combine(Accumulator<T> a, Accumulator<T> b) {
+  using A = Accumulator<T>;
+  if constexpr (std::is_same_v<T, bool>) {
+    if constexpr (op == Op::product || op == Op::min || op == Op::bit_and) return a & b;
+    if constexpr (op == Op::bit_xor) return a ^ b;
+    return a | b;  // sum, max, bit_or
+  } else if constexpr (std::is_integral_v<T>) {
+    using U = std::make_unsigned_t<A>;  // overflow of signed integers would be undefined
+    if constexpr (op == Op::product) return static_cast<A>(uint64_t{U(a)} * uint64_t{U(b)});
+    if constexpr (op == Op::min) return b < a ? b : a;
+    if constexpr (op == Op::max) return a < b ? b : a;
+    if constexpr (op == Op::bit_and) return a & b;
+    if constexpr (op == Op::bit_or) return a | b;
+    if constexpr (op == Op::bit_xor) return a ^ b;
+    return static_cast<A>(U(a) + U(b));
+  } else {
+    if constexpr (op == Op::product) return a * b;
+    if constexpr (op == Op::min) return b < a ? b : a;
+    if constexpr (op == Op::max) return a < b ? b : a;
+    return a + b;
+  }
+}
+
+constexpr size_t kBlock = 1024;  // numbers at a time: sums stay in the first-level cache
+
+template <class T, Op op>
+INLINE void reduce_blocks(const void* const* sources, int sources_count, void* const* targets,
+                          int targets_count, size_t count, double factor) {
+  using A = Accumulator<T>;
+  A sum[kBlock];
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t n = std::min(kBlock, count - begin);
+    for (int s = 0; s < sources_count; ++s) {
+      const T* source = static_cast<const T*>(sources[s]) + begin;
+      if constexpr (op == Op::premul_sum) {
+        const A f = static_cast<A>(factor);
+        if (s == 0) std::fill_n(sum, n, A(0));
+        for (size_t i = 0; i < n; ++i) sum[i] = sum[i] + static_cast<A>(source[i]) * f;
+      } else if (s == 0) {
+        for (size_t i = 0; i < n; ++i) sum[i] = static_cast<A>(source[i]);
+      } else {
+        for (size_t i = 0; i < n; ++i) sum[i] = combine<T, op>(sum[i], static_cast<A>(source[i]));
+      }
+    }
+    if constexpr (op == Op::average) {
+      for (size_t i = 0; i < n; ++i) sum[i] = sum[i] / static_cast<A>(sources_count);
+    }
+    for (int t = 0; t < targets_count; ++t) {
+      T* target = static_cast<T*>(targets[t]) + begin;
+      if constexpr (is_half<T>) {
+        for (size_t i = 0; i < n; ++i) target[i] = T::from(sum[i]);
+      } else {
+        std::memcpy(target, sum, n * sizeof(T));
+      }
+    }
+  }
+}
+
+template <class T>
+INLINE void reduce_type(Op op, const void* const* sources, int sources_count, void* const* targets,
+                        int targets_count, size_t count, double factor) {
+#define CASE(name)                                                                             \
+  case Op::name:                                                                               \
+    return reduce_blocks<T, Op::name>(sources, sources_count, targets, targets_count, count, factor)
+  switch (op) {
+    CASE(sum);
+    CASE(product);
+    CASE(min);
+    CASE(max);
+    default:
+      break;
+  }
+  if constexpr (std::is_integral_v<T>) {
+    switch (op) {
+      CASE(bit_and);
+      CASE(bit_or);
+      CASE(bit_xor);
+      default:
+        break;
+    }
+  }
+  if constexpr (!std::is_integral_v<T>) {  // Gloo refuses the average of integers, and so do we
+    switch (op) {
+      CASE(average);
+      CASE(premul_sum);
+      default:
+        break;
+    }
+  }
+#undef CASE
+}
+
+}  // namespace
+
+FOR_EACH_PROCESSOR
+void reduce(Dtype dtype, Op op, const void* const* sources, int sources_count, void* const* targets,
+            int targets_count, size_t count, double factor) {
+#define CASE(name, T)   \
+  case Dtype::name:     \
+    return reduce_type<T>(op, sources, sources_count, targets, targets_count, count, factor)
+  switch (dtype) {
+    CASE(boolean, bool);
+    CASE(uint8, uint8_t);
+    CASE(int8, int8_t);
+    CASE(uint16, uint16_t);
+    CASE(int16, int16_t);
+    CASE(uint32, uint32_t);
+    CASE(int32, int32_t);
+    CASE(uint64, uint64_t);
+    CASE(int64, int64_t);
+    CASE(float16, Float16);
+    CASE(bfloat16, BFloat16);
+    CASE(float32, float);
+    CASE(float64, double);
+    case Dtype::bytes:
+      return;
+  }
+#undef CASE
+}
+
+size_t size_of(Dtype dtype) {
+  static const size_t sizes[] = {1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8};
+  return sizes[static_cast<uint32_t>(dtype)];
+}
+
+const char* name_of(Dtype dtype) {
+  static const char* names[] = {"bytes", "bool", "uint8", "int8", "uint16", "int16", "uint32",
+                                "int32", "uint64", "int64", "float16", "bfloat16", "float32",
+                                "float64"};
+  return names[static_cast<uint32_t>(dtype)];
+}
+
+const char* name_of(Op op) {
+  static const char* names[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR",
+                                "PREMUL_SUM"};
+  return names[static_cast<uint32_t>(op)];
+}
+
+bool can_reduce(Dtype dtype, Op op) {
+  if (dtype == Dtype::bytes) return false;
+  const bool is_float = dtype >= Dtype::float16;
+  if (op == Op::bit_and || op == Op::bit_or || op == Op::bit_xor) return !is_float;
+  if (op == Op::average || op == Op::premul_sum) return is_float;
+  return true;
+}
+
+}  // namespace shm

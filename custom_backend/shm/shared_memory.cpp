@@ -1,0 +1,656 @@
+// The backend as torch sees it: c10d::Backend on one side, the core (group.h) on the other.
+//
+// Nothing here knows how bytes move. Each method checks its tensors, makes Spans of them, and hands
+// a function to the group's queue; the Work that it returns knows when that function has run.
+
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+
+#include "group.h"
+
+namespace {
+
+using at::Tensor;
+using c10d::OpType;
+using Core = shm::Collectives;
+using shm::Dtype;
+using shm::Limits;
+using shm::Numbers;
+using shm::Span;
+using Tensors = std::vector<Tensor>;
+using Milliseconds = std::chrono::milliseconds;
+
+Dtype dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kBool: return Dtype::boolean;
+    case at::kByte: return Dtype::uint8;
+    case at::kChar: return Dtype::int8;
+    case at::kUInt16: return Dtype::uint16;
+    case at::kShort: return Dtype::int16;
+    case at::kUInt32: return Dtype::uint32;
+    case at::kInt: return Dtype::int32;
+    case at::kUInt64: return Dtype::uint64;
+    case at::kLong: return Dtype::int64;
+    case at::kHalf: return Dtype::float16;
+    case at::kBFloat16: return Dtype::bfloat16;
+    case at::kFloat: return Dtype::float32;
+    case at::kDouble: return Dtype::float64;
+    default: return Dtype::bytes;
+  }
+}
+
+// A user's tensor as one piece of memory: itself, or a copy if it has gaps.
+struct Dense {
+  Tensor user, tensor;
+  bool is_complex;
+
+  Dense(const Tensor& given, const char* operation) {
+    TORCH_CHECK(given.device().is_cpu() && given.layout() == at::kStrided, "shm: ", operation,
+                " takes dense tensors on the CPU, not ", given.layout(), " on ", given.device());
+    is_complex = given.is_complex();
+    user = is_complex ? at::view_as_real(given) : given;
+    tensor = user.contiguous();
+  }
+  uint8_t* data() const { return static_cast<uint8_t*>(tensor.data_ptr()); }
+  Span span() const { return {data(), tensor.nbytes()}; }
+  size_t count() const { return tensor.numel(); }
+  void write_back() const {
+    if (!tensor.is_same(user)) user.copy_(tensor);
+  }
+};
+
+Numbers numbers_of(const Dense& data, const c10d::ReduceOp& op, const char* operation) {
+  const Tensor& tensor = data.tensor;
+  Numbers numbers{dtype_of(tensor), static_cast<shm::Op>(static_cast<uint8_t>(op.op_)), 1};
+  // A complex number is two real ones here: right for sums, not for a product or a maximum.
+  const bool adds = numbers.op == shm::Op::sum || numbers.op == shm::Op::average ||
+                    numbers.op == shm::Op::premul_sum;
+  TORCH_CHECK(op.op_ <= c10d::ReduceOp::PREMUL_SUM && shm::can_reduce(numbers.dtype, numbers.op) &&
+                  (adds || !data.is_complex),
+              "shm: ", operation, " of ", data.is_complex ? "complex " : "", tensor.scalar_type(),
+              " does not know ReduceOp.",
+              op.op_ <= c10d::ReduceOp::PREMUL_SUM ? shm::name_of(numbers.op) : "UNUSED");
+  if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    const auto* factor = static_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+    numbers.factor = factor->tensor_factor.defined() ? factor->tensor_factor.item<double>()
+                                                     : factor->double_factor;
+  }
+  return numbers;
+}
+
+std::vector<Dense> dense(const Tensors& tensors, const char* operation) {
+  std::vector<Dense> all;
+  for (auto& tensor : tensors) all.emplace_back(tensor, operation);
+  return all;
+}
+
+std::vector<Span> spans(const std::vector<Dense>& tensors) {
+  std::vector<Span> all;
+  for (auto& tensor : tensors) all.push_back(tensor.span());
+  return all;
+}
+
+void write_back(const std::vector<Dense>& tensors) {
+  for (auto& tensor : tensors) tensor.write_back();
+}
+
+// One tensor seen as a part for each rank, of the sizes given, or of equal ones.
+std::vector<Span> parts(const Dense& whole, int size, const std::vector<int64_t>& split,
+                        const char* operation) {
+  const int64_t rows = whole.tensor.dim() ? whole.tensor.size(0) : 1;
+  const int64_t sum = std::accumulate(split.begin(), split.end(), int64_t{0});
+  TORCH_CHECK(split.empty() ? whole.tensor.numel() % size == 0
+                            : split.size() == static_cast<size_t>(size) && sum == rows,
+              "shm: ", operation, ": a tensor of shape ", whole.tensor.sizes(),
+              " can not be split among ", size, " ranks as asked");
+  const size_t row = rows ? whole.tensor.nbytes() / rows : 0;
+  std::vector<Span> all;
+  uint8_t* next = whole.data();
+  for (int rank = 0; rank < size; ++rank) {
+    const size_t bytes = split.empty() ? whole.tensor.nbytes() / size : split[rank] * row;
+    all.push_back({next, bytes});
+    next += bytes;
+  }
+  return all;
+}
+
+std::exception_ptr as_torch_error(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const shm::Error& e) {
+    return std::make_exception_ptr(
+        c10::DistBackendError({__func__, __FILE__, __LINE__}, std::string("shm: ") + e.what()));
+  } catch (...) {
+    return error;
+  }
+}
+
+// What an operation returns: known to be done or not, by wait() or by a future.
+class Work : public c10d::Work {
+ public:
+  Work(int rank, OpType type, const char* title, Tensors outputs)
+      : c10d::Work(rank, type, title), outputs_(std::move(outputs)) {}
+
+  bool isSuccess() const override {
+    std::lock_guard lock(mutex_);
+    return completed_ && !exception_;
+  }
+  Tensors result() override { return outputs_; }
+  void abort() override { TORCH_CHECK(false, "shm: an operation can not be aborted"); }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    {
+      std::lock_guard lock(mutex_);
+      if (!future_) {
+        future_ = c10::make_intrusive<c10::ivalue::Future>(
+            c10::ListType::create(c10::TensorType::get()));
+      }
+    }
+    report();
+    return future_;
+  }
+
+  // Tell the future, if somebody has asked for one. It calls what was given to its then(), which
+  // may call operations of this group, and wait for them: so no lock is held.
+  void report() {
+    {
+      std::lock_guard lock(mutex_);
+      if (!completed_ || !future_ || reported_) return;
+      reported_ = true;
+    }
+    if (exception_) {
+      future_->setErrorIfNeeded(exception_);
+    } else {
+      future_->markCompleted(c10::IValue(outputs_));
+    }
+  }
+
+ protected:
+  void rethrow() const {
+    std::unique_lock lock(mutex_);
+    if (exception_) std::rethrow_exception(exception_);
+  }
+
+ private:
+  const Tensors outputs_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool reported_ = false;
+};
+
+class CollectiveWork : public Work {
+ public:
+  using Work::Work;
+
+  template <class Operation>
+  void run(const Operation& operation, Core& core, Limits limits) {
+    std::exception_ptr error;
+    try {
+      at::NoGradGuard no_grad;
+      operation(core, limits);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    finish(error ? as_torch_error(error) : nullptr);
+  }
+
+  bool wait(Milliseconds) override {
+    if (const auto alive = isCompleted() ? nullptr : group.lock()) alive->queue.finish(*job);
+    return c10d::Work::wait(kNoTimeout);  // a group that ends may just be running it
+  }
+
+  // Only of an operation that was put into the queue. (Not the group's owner: its last owner ends
+  // its threads, and must not be one of them. A group that ends runs what is in its queue.)
+  std::weak_ptr<shm::Group> group;
+  std::shared_ptr<shm::Job> job;
+};
+
+class TransferWork : public Work {
+ public:
+  TransferWork(int rank, OpType type, const char* title, Tensors tensors,
+               std::shared_ptr<shm::Transfer> transfer, std::weak_ptr<shm::Group> group,
+               Milliseconds timeout)
+      : Work(rank, type, title, std::move(tensors)),
+        transfer_(std::move(transfer)),
+        group_(std::move(group)),
+        timeout_(timeout) {}
+
+  bool wait(Milliseconds timeout) override {
+    if (const auto group = isCompleted() ? nullptr : group_.lock()) {
+      const auto limit = timeout == kNoTimeout ? timeout_ : timeout;
+      try {
+        group->wait(*transfer_, shm::Clock::now() + limit);
+      } catch (const shm::Error&) {
+        std::rethrow_exception(as_torch_error(std::current_exception()));
+      }
+      complete(nullptr);  // another thread may have carried it, and be about to say so
+    }
+    rethrow();
+    return true;
+  }
+  void complete(std::exception_ptr error) {
+    finish(error ? as_torch_error(error) : nullptr);
+    report();
+  }
+  int sourceRank() const override { return transfer_->peer; }
+
+ private:
+  const std::shared_ptr<shm::Transfer> transfer_;
+  const std::weak_ptr<shm::Group> group_;
+  const Milliseconds timeout_;
+};
+
+class Backend : public c10d::Backend {
+ public:
+  using Future = c10::intrusive_ptr<c10d::Work>;
+
+  Backend(std::shared_ptr<shm::Group> group, int rank, int size, Milliseconds timeout)
+      : c10d::Backend(rank, size), group_(std::move(group)), timeout_(timeout) {}
+
+  ~Backend() override {
+    if (shm::Heap::forked()) {  // a copy of the parent's, without its threads: never ended here
+      new std::shared_ptr<shm::Group>(group_);
+      return;
+    }
+    // The group's thread may still have to tell a future in Python, and needs the lock for it.
+    if (PyGILState_Check()) {
+      pybind11::gil_scoped_release release;
+      group_.reset();
+    }
+  }
+
+  const std::string getBackendName() const override { return "shm"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>("shm", timeout_);
+  }
+  void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+
+  Future allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    if (tensors.at(0).layout() == at::kSparse) return all_reduce_sparse(tensors, options);
+    return reduce_all(tensors, options, OpType::ALLREDUCE, "shm:all_reduce");
+  }
+
+  Future allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return all_reduce_sparse(tensors, options);
+  }
+
+  Future allreduce_coalesced(Tensors& tensors,
+                             const c10d::AllreduceCoalescedOptions& options) override {
+    return reduce_all(tensors, options, OpType::ALLREDUCE_COALESCED, "shm:all_reduce");
+  }
+
+  Future reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    const Dense data(tensors.at(0), "reduce");
+    const Numbers numbers = numbers_of(data, options.reduceOp, "reduce");
+    const int root = options.rootRank;
+    return submit(OpType::REDUCE, "shm:reduce", tensors, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) {
+                    core.reduce_to(root, data.data(), data.count(), numbers, limits);
+                    if (core.rank() == root) data.write_back();
+                  });
+  }
+
+  Future broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    const Dense data(tensors.at(0), "broadcast");
+    const int root = options.rootRank;
+    return submit(OpType::BROADCAST, "shm:broadcast", tensors, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) {
+                    core.broadcast(root, data.span(), dtype_of(data.tensor), limits);
+                    if (core.rank() != root) data.write_back();
+                  });
+  }
+
+  Future allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                   const c10d::AllgatherOptions& options) override {
+    return gather_all(outputs, inputs, options, OpType::ALLGATHER);
+  }
+
+  Future allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                             const c10d::AllgatherOptions& options) override {
+    // One list for each rank here, not one for each tensor.
+    std::vector<Tensors> by_tensor(inputs.size());
+    for (auto& of_rank : outputs) {
+      for (size_t i = 0; i < inputs.size(); ++i) by_tensor[i].push_back(of_rank.at(i));
+    }
+    return gather_all(by_tensor, inputs, options, OpType::ALLGATHER_COALESCED);
+  }
+
+  Future _allgather_base(Tensor& output, Tensor& input,
+                         const c10d::AllgatherOptions& options) override {
+    Tensors outputs{output}, inputs{input};
+    return gather_into(outputs, inputs, options, OpType::_ALLGATHER_BASE);
+  }
+
+  Future allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllgatherOptions& options) override {
+    return gather_into(outputs, inputs, options, OpType::ALLGATHER_INTO_TENSOR_COALESCED);
+  }
+
+  Future reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                        const c10d::ReduceScatterOptions& options) override {
+    const Dense output(outputs.at(0), "reduce_scatter");
+    const auto input = dense(inputs.at(0), "reduce_scatter");
+    check_parts(input, output, getRank(), "reduce_scatter");
+    const Numbers numbers = numbers_of(output, options.reduceOp, "reduce_scatter");
+    return submit(OpType::REDUCE_SCATTER, "shm:reduce_scatter", outputs, options.asyncOp,
+                  options.timeout, [=](Core& core, Limits limits) {
+                    core.reduce_scatter(spans(input), nullptr, output.data(), numbers, limits);
+                    output.write_back();
+                  });
+  }
+
+  Future _reduce_scatter_base(Tensor& output, Tensor& input,
+                              const c10d::ReduceScatterOptions& options) override {
+    Tensors outputs{output}, inputs{input};
+    return scatter_reduced(outputs, inputs, options, OpType::_REDUCE_SCATTER_BASE);
+  }
+
+  Future reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                         const c10d::ReduceScatterOptions& options) override {
+    return scatter_reduced(outputs, inputs, options, OpType::REDUCE_SCATTER_TENSOR_COALESCED);
+  }
+
+  Future gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                const c10d::GatherOptions& options) override {
+    const Dense input(inputs.at(0), "gather");
+    const int root = options.rootRank;
+    const auto output = dense(getRank() == root ? outputs.at(0) : Tensors{}, "gather");
+    for (size_t peer = 0; peer < output.size(); ++peer) check_parts(output, input, peer, "gather");
+    return submit(OpType::GATHER, "shm:gather", outputs.empty() ? Tensors{} : outputs[0],
+                  options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
+                    core.gather(root, input.span(), spans(output), dtype_of(input.tensor), limits);
+                    write_back(output);
+                  });
+  }
+
+  Future scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                 const c10d::ScatterOptions& options) override {
+    const Dense output(outputs.at(0), "scatter");
+    const int root = options.rootRank;
+    const auto input = dense(getRank() == root ? inputs.at(0) : Tensors{}, "scatter");
+    for (size_t peer = 0; peer < input.size(); ++peer) check_parts(input, output, peer, "scatter");
+    return submit(OpType::SCATTER, "shm:scatter", outputs, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) {
+                    core.scatter(root, spans(input), output.span(), dtype_of(output.tensor), limits);
+                    output.write_back();
+                  });
+  }
+
+  Future alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    const auto output = dense(outputs, "all_to_all"), input = dense(inputs, "all_to_all");
+    check_count(output.size(), "all_to_all");
+    check_count(input.size(), "all_to_all");
+    return submit(OpType::ALLTOALL, "shm:all_to_all", outputs, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) {
+                    core.all_to_all(spans(input), spans(output), dtype_of(output[0].tensor),
+                                      limits);
+                    write_back(output);
+                  });
+  }
+
+  Future alltoall_base(Tensor& output_tensor, Tensor& input_tensor,
+                       std::vector<int64_t>& output_split, std::vector<int64_t>& input_split,
+                       const c10d::AllToAllOptions& options) override {
+    const Dense output(output_tensor, "all_to_all"), input(input_tensor, "all_to_all");
+    const auto from = parts(input, getSize(), input_split, "all_to_all");
+    const auto to = parts(output, getSize(), output_split, "all_to_all");
+    return submit(OpType::ALLTOALL_BASE, "shm:all_to_all", {output_tensor}, options.asyncOp,
+                  options.timeout, [=](Core& core, Limits limits) {
+                    core.all_to_all(from, to, dtype_of(output.tensor), limits);
+                    output.write_back();
+                    (void)input;  // keeps the memory of `from`
+                  });
+  }
+
+  Future barrier(const c10d::BarrierOptions& options) override {
+    return submit(OpType::BARRIER, "shm:barrier", {}, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) { core.barrier(limits); });
+  }
+
+  // Every barrier here says in a time-out which ranks are missing, and what they are doing.
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool /* wait_all_ranks */) override {
+    c10d::BarrierOptions at_once = options;
+    at_once.asyncOp = false;
+    barrier(at_once)->wait();
+  }
+
+  Future send(Tensors& tensors, int to, int tag) override {
+    return start(shm::Kind::send, OpType::SEND, "shm:send", tensors, to, tag);
+  }
+  Future recv(Tensors& tensors, int from, int tag) override {
+    return start(shm::Kind::recv, OpType::RECV, "shm:recv", tensors, from, tag);
+  }
+  Future recvAnysource(Tensors& tensors, int tag) override {
+    return start(shm::Kind::recv, OpType::RECVANYSOURCE, "shm:recv", tensors, shm::kAnySource, tag);
+  }
+
+  // For FSDP: model.set_allocate_memory_from_process_group_for_comm(True)
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  Tensor allocateTensor(long size, at::TensorOptions options) override;
+
+ private:
+  Limits limits(Milliseconds timeout, shm::Patience patience) const {
+    return {shm::Clock::now() + (timeout.count() < 0 ? timeout_ : timeout), patience};
+  }
+
+  // Run an operation now, or put it into the queue.
+  template <class Operation>
+  Future submit(OpType type, const char* title, Tensors outputs, bool is_async,
+                Milliseconds timeout, Operation operation) {
+    shm::Heap::throw_if_forked();
+    ++sequence_;
+    auto work = c10::make_intrusive<CollectiveWork>(getRank(), type, title, std::move(outputs));
+    const auto deadline = limits(timeout, {}).deadline;
+    auto run = [work, deadline, operation, &core = group_->collectives](shm::Patience patience) {
+      work->run(operation, core, {deadline, patience});
+    };
+    if (is_async) {
+      work->group = group_;
+      work->job = group_->queue.add(std::move(run), [work] { work->report(); });
+    } else {
+      group_->queue.run_now(run);
+      work->wait(kNoTimeout);
+    }
+    return work;
+  }
+
+  template <class Options>
+  Future reduce_all(Tensors& tensors, const Options& options, OpType type, const char* title) {
+    const auto data = dense(tensors, "all_reduce");
+    std::vector<Numbers> numbers;
+    for (auto& one : data) numbers.push_back(numbers_of(one, options.reduceOp, "all_reduce"));
+    return submit(type, title, tensors, options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
+      for (size_t i = 0; i < data.size(); ++i) {
+        core.all_reduce(data[i].data(), data[i].count(), numbers[i], limits);
+        data[i].write_back();
+      }
+    });
+  }
+
+  Future gather_all(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options, OpType type) {
+    std::vector<std::vector<Dense>> output;
+    Tensors flat;
+    const auto input = dense(inputs, "all_gather");
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      output.push_back(dense(outputs.at(i), "all_gather"));
+      check_parts(output.back(), input[i], getRank(), "all_gather");
+      flat.insert(flat.end(), outputs[i].begin(), outputs[i].end());
+    }
+    return submit(type, "shm:all_gather", flat, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) {
+                    for (size_t i = 0; i < input.size(); ++i) {
+                      core.all_gather(input[i].span(), spans(output[i]),
+                                        dtype_of(input[i].tensor), limits);
+                      write_back(output[i]);
+                    }
+                  });
+  }
+
+  Future gather_into(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options,
+                     OpType type) {
+    const auto output = dense(outputs, "all_gather"), input = dense(inputs, "all_gather");
+    for (size_t i = 0; i < input.size(); ++i) {
+      TORCH_CHECK(output[i].count() == input[i].count() * getSize() &&
+                      output[i].tensor.dtype() == input[i].tensor.dtype(),
+                  "shm: all_gather: the output must be ", getSize(), " times the input, of its type");
+    }
+    return submit(type, "shm:all_gather", outputs, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) {
+                    for (size_t i = 0; i < input.size(); ++i) {
+                      core.all_gather(input[i].span(), parts(output[i], core.size(), {}, ""),
+                                        dtype_of(input[i].tensor), limits);
+                      output[i].write_back();
+                    }
+                  });
+  }
+
+  Future scatter_reduced(Tensors& outputs, Tensors& inputs,
+                         const c10d::ReduceScatterOptions& options, OpType type) {
+    const auto output = dense(outputs, "reduce_scatter"), input = dense(inputs, "reduce_scatter");
+    std::vector<Numbers> numbers;
+    for (size_t i = 0; i < input.size(); ++i) {
+      TORCH_CHECK(input[i].count() == output[i].count() * getSize() &&
+                      output[i].tensor.dtype() == input[i].tensor.dtype(),
+                  "shm: reduce_scatter: the input must be ", getSize(),
+                  " times the output, of its type");
+      numbers.push_back(numbers_of(output[i], options.reduceOp, "reduce_scatter"));
+    }
+    return submit(type, "shm:reduce_scatter", outputs, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) {
+                    for (size_t i = 0; i < input.size(); ++i) {
+                      core.reduce_scatter(parts(input[i], core.size(), {}, ""), input[i].data(),
+                                            output[i].data(), numbers[i], limits);
+                      output[i].write_back();
+                    }
+                  });
+  }
+
+  // The sum of sparse tensors: everybody gets all indices and values, and adds them.
+  Future all_reduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+    TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "shm: sparse tensors can only be summed");
+    const Tensor mine = tensors.at(0).coalesce();
+    const Tensor user = tensors[0];
+    return submit(
+        OpType::_ALLREDUCE_SPARSE, "shm:all_reduce", tensors, options.asyncOp, options.timeout,
+        [=](Core& core, Limits limits) {
+          const Tensor count = at::full({1}, mine._nnz(), at::kLong);
+          const Tensor counts = at::empty({core.size()}, at::kLong);
+          gather_uneven(core, {count}, counts.split(1), limits);
+          Tensors indices, values;
+          for (int peer = 0; peer < core.size(); ++peer) {
+            const int64_t n = counts[peer].item<int64_t>();
+            auto shape = mine.values().sizes().vec();
+            shape[0] = n;
+            indices.push_back(at::empty({mine.sparse_dim(), n}, at::kLong));
+            values.push_back(at::empty(shape, mine.values().options()));
+          }
+          gather_uneven(core, {mine.indices().contiguous()}, indices, limits);
+          gather_uneven(core, {mine.values().contiguous()}, values, limits);
+          const Tensor sum = at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values),
+                                                   mine.sizes(), mine.options());
+          user.copy_(sum.coalesce());
+        });
+  }
+
+  static void gather_uneven(Core& core, const Tensors& input, const Tensors& outputs, Limits limits) {
+    core.all_gather(Dense(input[0], "all_reduce").span(), spans(dense(outputs, "all_reduce")),
+                      dtype_of(input[0]), limits);
+  }
+
+  Future start(shm::Kind kind, OpType type, const char* title, Tensors& tensors, int peer, int tag) {
+    Tensor& tensor = tensors.at(0);
+    TORCH_CHECK(tensor.device().is_cpu() && tensor.is_contiguous(), "shm: ", shm::name_of(kind),
+                " takes contiguous tensors on the CPU");
+    TORCH_CHECK(peer != getRank(), "shm: a rank can not ", shm::name_of(kind), " to or from itself");
+    shm::Heap::throw_if_forked();
+    auto transfer = std::make_shared<shm::Transfer>(kind, peer, tag,
+                                                    static_cast<uint8_t*>(tensor.data_ptr()),
+                                                    tensor.nbytes(), dtype_of(tensor));
+    auto work = c10::make_intrusive<TransferWork>(getRank(), type, title, tensors, transfer, group_,
+                                                  timeout_);
+    transfer->report = [work](std::exception_ptr error) { work->complete(error); };
+    try {
+      group_->start(transfer);
+    } catch (const shm::Error&) {
+      std::rethrow_exception(as_torch_error(std::current_exception()));
+    }
+    return work;
+  }
+
+  void check_count(size_t count, const char* operation) const {
+    TORCH_CHECK(count == static_cast<size_t>(getSize()), "shm: ", operation, " takes one tensor for ",
+                "each of the ", getSize(), " ranks, not ", count);
+  }
+
+  // A tensor for each rank, of which the one of `rank` is like `other`.
+  void check_parts(const std::vector<Dense>& each, const Dense& other, int rank,
+                   const char* operation) const {
+    check_count(each.size(), operation);
+    TORCH_CHECK(each[rank].count() == other.count() &&
+                    each[rank].tensor.dtype() == other.tensor.dtype(),
+                "shm: ", operation, ": the tensor for rank ", rank, " has ", each[rank].count(),
+                " numbers of ", each[rank].tensor.dtype(), ", the other side ", other.count(), " of ",
+                other.tensor.dtype());
+  }
+
+  std::shared_ptr<shm::Group> group_;
+  Milliseconds timeout_;
+  uint64_t sequence_ = 0;
+};
+
+// Memory of the heap as bytes; given back when the last tensor on it is gone.
+Tensor allocate(int64_t bytes) {
+  void* address = shm::Heap::own().allocate(bytes);
+  return at::from_blob(address, {bytes}, [](void* p) { shm::Heap::own().release(p); }, at::kByte);
+}
+
+Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  return allocate(size * static_cast<int64_t>(c10::elementSize(dtype))).view(dtype);
+}
+
+bool lies_in_heap(const Tensor& tensor) {
+  return tensor.device().is_cpu() && shm::Heap::own().offset_of(tensor.data_ptr()) >= 0;
+}
+
+// Move what a tensor, and every view of it, holds into the heap. Pointers that others than torch
+// have kept, numpy's for example, go on pointing to the old place.
+void adopt(const Tensor& tensor) {
+  auto storage = tensor.storage();
+  const size_t bytes = storage.nbytes();
+  void* address = shm::Heap::own().allocate(bytes);
+  std::memcpy(address, storage.data(), bytes);
+  storage.set_data_ptr_noswap(at::DataPtr(
+      address, address, [](void* p) { shm::Heap::own().release(p); }, at::kCPU));
+}
+
+c10::intrusive_ptr<c10d::Backend> create(int segment_fd, int rank, int size,
+                                         std::vector<int> heap_fds, double spin_us, int yields,
+                                         Milliseconds timeout) {
+  auto segment = shm::map_segment(segment_fd, size);
+  close(segment_fd);
+  auto group = std::make_shared<shm::Group>(segment, rank, std::move(heap_fds),
+                                            shm::Heap::own().bytes(), shm::Patience{spin_us, yields});
+  return c10::make_intrusive<Backend>(std::move(group), rank, size, timeout);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace pybind11::literals;
+  using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  module.def("create", &create, Release(), "segment_fd"_a, "rank"_a, "size"_a, "heap_fds"_a,
+             "spin_us"_a, "yields"_a, "timeout"_a);
+  module.def("segment_bytes", &shm::Segment::bytes, "size"_a);
+  module.def("prepare_segment", [](int fd, int size) { shm::prepare(*shm::map_segment(fd, size)); });
+  module.def("heap_fd", [] { return shm::Heap::own().fd(); });
+  module.def("allocate", &allocate, "bytes"_a);
+  module.def("adopt", &adopt, "tensor"_a);
+  module.def("lies_in_heap", &lies_in_heap, "tensor"_a);
+}

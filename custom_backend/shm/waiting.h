@@ -1,0 +1,193 @@
+// Waiting for another process: spin, then yield, then sleep in the kernel; and never for the dead.
+//
+// A message of a few bytes passes between two cores in a tenth of a microsecond. To be put to sleep
+// and woken again costs a hundred times that, so whoever waits looks again and again first. With
+// more ranks than cores that would keep the awaited rank off its core, so then it hardly spins, and
+// offers its core to others. What takes longer is waited for in a futex: no core is used at all.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <ctime>
+#include <stdexcept>
+#include <string>
+
+#include "layout.h"
+
+namespace shm {
+
+using Clock = std::chrono::steady_clock;
+
+struct Patience {
+  double spin_us;  // looking again and again
+  int yields;      // then: let somebody else run, and look again
+};
+constexpr Patience kCorePerRank = {50, 4};
+constexpr Patience kFewCores = {2, 64};
+constexpr Patience kInBackground = {0, 0};  // a thread beside the training: never in its way
+
+inline const char* name_of(Kind kind) {
+  static const char* names[] = {"nothing", "all_reduce", "reduce", "broadcast", "all_gather",
+                                "reduce_scatter", "gather", "scatter", "all_to_all", "barrier",
+                                "send", "recv"};
+  return names[static_cast<uint32_t>(kind)];
+}
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
+// Set the counter, and wake who sleeps for it. Everything written before is seen by whoever sees it.
+//
+// No wake-up is lost: either this thread sees that the other has announced to sleep, or that one
+// sees the new value before it sleeps. For that both must be in one order that all agree on.
+inline void publish(Flag& flag, uint32_t value) {
+  flag.value.store(value, std::memory_order_seq_cst);
+  if (flag.sleepers.load(std::memory_order_seq_cst)) {
+    syscall(SYS_futex, &flag.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  }
+}
+
+inline void ring(Flag& flag) {
+  flag.value.fetch_add(1, std::memory_order_seq_cst);
+  if (flag.sleepers.load(std::memory_order_seq_cst)) {
+    syscall(SYS_futex, &flag.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  }
+}
+
+// Counters overflow after 2^32 steps; their differences stay right.
+inline bool has_reached(const Flag& flag, uint32_t value) {
+  return static_cast<int32_t>(flag.value.load(std::memory_order_acquire) - value) >= 0;
+}
+
+// This rank among the others: knows who is alive, waits for them, and tells all when something fails.
+class Peers {
+ public:
+  Peers(Segment segment, int rank, Patience patience)
+      : segment(segment), rank(rank), patience(patience) {}
+
+  const Segment segment;
+  const int rank;
+  const Patience patience;
+
+  // Wait until ready() is true, which changes only when `flag` does. `awaited` is the rank that must
+  // do something for it, -1 if that may be several; `explain` says in a time-out who is missing.
+  // Throws Error if what is waited for can not come any more.
+  template <class Ready, class Explain>
+  void wait(Flag& flag, Ready ready, int awaited, Clock::time_point deadline, Patience patience,
+            Explain explain) const {
+    if (ready()) return;
+    const auto begin = Clock::now();
+    while (patience.spin_us > 0) {
+      for (int i = 0; i < 32; ++i) {
+        if (ready()) return;
+        pause_briefly();
+      }
+      if (Clock::now() - begin > std::chrono::duration<double, std::micro>(patience.spin_us)) break;
+    }
+    for (int i = 0; i < patience.yields; ++i) {
+      if (ready()) return;
+      sched_yield();
+    }
+    Sleeper announced(flag);
+    while (true) {
+      const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+      if (ready()) return;
+      // Sleeps only while the value is still `seen`; wakes after 5 ms to see who has died.
+      const timespec moment = {0, 5'000'000};
+      syscall(SYS_futex, &flag.value, FUTEX_WAIT, seen, &moment, nullptr, 0);
+      if (ready()) return;
+      throw_if_failed();
+      throw_if_somebody_died();
+      if (awaited >= 0 && segment.state(awaited).has_left.load() && !ready()) {
+        fail(where_is(rank) + " waits for " + where_is(awaited));
+      }
+      if (Clock::now() > deadline) fail(explain());
+    }
+  }
+
+  // Throw what some rank has found wrong. Cheap: asked at the beginning of each operation.
+  void throw_if_failed() const {
+    auto& failed = segment.header().failed;
+    if (failed.load(std::memory_order_acquire) == 0) return;
+    const auto begin = Clock::now();
+    while (failed.load(std::memory_order_acquire) == 1) {
+      if (Clock::now() - begin > std::chrono::seconds(1)) {
+        throw Error("a rank found an error, and died before it had said which");
+      }
+      sched_yield();
+    }
+    throw Error(segment.header().message);
+  }
+
+  // Tell all ranks that the group is broken, and why; the first one's reason counts. Throws it.
+  [[noreturn]] void fail(const std::string& why) const {
+    uint32_t nobody = 0;
+    if (segment.header().failed.compare_exchange_strong(nobody, 1)) {
+      snprintf(segment.header().message, sizeof(Header::message), "%s", why.c_str());
+      segment.header().failed.store(2, std::memory_order_release);
+      for (int peer = 0; peer < segment.size; ++peer) {  // do not let them sleep on
+        wake(segment.state(peer).posted);
+        wake(segment.state(peer).doorbell);
+      }
+    }
+    throw_if_failed();
+    throw Error(why);
+  }
+
+  // "rank 2 (in broadcast, its operation 7)"
+  std::string where_is(int peer) const {
+    const auto& state = segment.state(peer);
+    const auto kind = static_cast<Kind>(state.doing.load(std::memory_order_relaxed));
+    const auto number = std::to_string(state.number.load(std::memory_order_relaxed));
+    std::string text = "rank " + std::to_string(peer);
+    if (state.has_left.load(std::memory_order_relaxed)) return text + " (has left the group)";
+    if (kind == Kind::none) {
+      const auto transfer = static_cast<Kind>(state.transferring.load(std::memory_order_relaxed));
+      const auto where = transfer == Kind::none ? "no operation" : name_of(transfer);
+      return text + " (in " + where + ", after its operation " + number + ")";
+    }
+    return text + " (in " + name_of(kind) + ", its operation " + number + ")";
+  }
+
+ private:
+  struct Sleeper {
+    explicit Sleeper(Flag& flag) : flag(flag) { flag.sleepers.fetch_add(1); }
+    ~Sleeper() { flag.sleepers.fetch_sub(1); }
+    Flag& flag;
+  };
+
+  static void wake(Flag& flag) {
+    syscall(SYS_futex, &flag.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  }
+
+  // A living rank holds its own mutex. When it dies, in whatever way, the kernel marks the mutex
+  // before it takes the memory down, and whoever tries it next is told.
+  void throw_if_somebody_died() const {
+    for (int peer = 0; peer < segment.size; ++peer) {
+      if (peer == rank) continue;
+      auto& state = segment.state(peer);
+      const int got = pthread_mutex_trylock(&state.alive);
+      if (got == EBUSY) continue;  // held: it lives
+      if (got != ENOTRECOVERABLE) pthread_mutex_unlock(&state.alive);
+      if (got == 0) continue;  // given back: it has left in good order
+      fail(where_is(peer) + " has died; " + where_is(rank) + " noticed it");
+    }
+  }
+};
+
+}  // namespace shm

@@ -1,0 +1,36 @@
+"""custom_backend/shm: every operation, dtype and ReduceOp against a plain computation."""
+
+import json
+
+import pytest
+import warm
+from helpers import ROOT
+
+WORKER = ROOT / "tests" / "workers" / "shm_operations.py"
+WORLDS = (1, 2, 3, 4, 8)
+OPERATIONS = (
+    "all_reduce", "all_reduce_of_every_half", "all_reduce_of_100_mb", "all_reduce_coalesced",
+    "all_reduce_of_sparse_tensors", "reduce", "broadcast", "all_gather", "gather", "scatter",
+    "reduce_scatter", "all_to_all", "send_and_recv", "barriers", "objects",
+    "functional_collectives", "groups", "refusals", "work_and_future",
+)  # fmt: skip
+NOT_IN_ALL = {"all_reduce_of_100_mb": (2,), "send_and_recv": (2, 3, 4, 8)}
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world}ranks")
+def found(request, tmp_path_factory) -> tuple[int, list[dict]]:
+    """What each rank of one job has found, operation by operation."""
+    folder = tmp_path_factory.mktemp("operations")
+    warm.run(WORKER, folder, ranks=request.param, timeout=240).check()
+    saved = [json.loads((folder / f"{r}.json").read_text()) for r in range(request.param)]
+    return request.param, saved
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_equals_a_plain_computation(found, operation):
+    world, saved = found
+    for rank, results in enumerate(saved):
+        assert set(results) == set(OPERATIONS)
+        assert not results[operation]["wrong"], f"rank {rank} of {world}"
+        if world in NOT_IN_ALL.get(operation, WORLDS) and (operation, rank) != ("groups", 1):
+            assert results[operation]["cases"]

@@ -1,0 +1,281 @@
+"""custom_backend/shm: ranks that die, are late, call something else, fork, leave; no compiler."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import warm
+from helpers import REPEAT, ROOT, python
+from shm import backend, build
+
+WORKER = ROOT / "tests" / "workers" / "shm_faults.py"
+EXITS = ROOT / "tests" / "workers" / "shm_exits.py"
+SOON = 5  # seconds; milliseconds are usual, see what test_a_killed_rank prints
+
+
+def run(case: str, folder: Path, ranks: int) -> list:
+    """What the ranks have saved, None of those that could not."""
+    warm.run(WORKER, case, folder, ranks=ranks, timeout=100).check()
+    return saved(folder, ranks)
+
+
+def saved(folder: Path, ranks: int) -> list:
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+# ---- a rank dies
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "zero_copy", "barrier", "recv", "send", "future"])
+def test_a_killed_rank_is_named_at_once(tmp_path, call):
+    milliseconds = []
+    for turn in range(REPEAT):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        first, second, killed = run(f"dies:{call}", folder, 3)
+        died = float((folder / "died").read_text())
+        assert killed is None
+        for rank in (first, second):
+            assert re.search(r"shm: rank 2 \(.*\) has died; rank [01] .* noticed it", rank["message"])
+            assert rank["again"] == rank["message"]  # the group stays broken
+            assert rank["noticed"] - died < SOON
+        milliseconds.append(1000 * (max(first["noticed"], second["noticed"]) - died))
+    print(f"{call}: {statistics.median(milliseconds):.1f} ms until the last rank had noticed it")
+
+
+def test_a_rank_killed_at_any_moment(tmp_path):
+    """Ten moments with REPEAT=4 or more; no rank hangs."""
+    for seed in range(min(3 * REPEAT, 10)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        *others, killed = run(f"dies_any_time:{seed}", folder, 3)
+        assert killed is None
+        for rank in others:
+            assert "rank 2" in rank["message"]
+            assert "has died" in rank["message"]
+
+
+def test_nothing_is_left_when_all_are_killed(tmp_path):
+    def left() -> set:
+        names = Path("/proc/net/unix").read_text()
+        return set(os.listdir("/dev/shm")) | set(re.findall(r"@[0-9a-f]{32}$", names, re.M))
+
+    before = left()
+    assert warm.run(WORKER, "all_die", tmp_path, ranks=3).returncode == -9
+    assert 3.0 in saved(tmp_path, 3)
+    assert left() <= before
+
+
+# ---- a rank is late, or calls something else
+
+
+def test_a_time_out_names_who_is_missing_and_where(tmp_path):
+    """Rank 2 is in recv; who runs out of time first depends, and all hear the same."""
+    calls = run("late", tmp_path, 3)
+    for name in calls[0]:
+        messages = {rank[name] for rank in calls if rank[name]}
+        assert len(messages) == 1, messages
+        message = messages.pop()
+        if name in ("all_reduce", "zero_copy", "barrier", "future"):
+            where = "barrier" if name == "barrier" else "all_reduce"
+            one = rf"rank [01] \(in {where}, its operation 1\) waited in vain for .*"
+            one += r"rank 2 \(in recv, after its operation 0\)"
+            two = rf"rank 2 waited in vain in recv from rank 0 \(in {where}, its operation 1\), 0 of"
+            assert re.search(f"shm: time-out: ({one}|{two})", message), message
+        else:
+            assert re.search("shm: time-out: rank [012] waited in vain in (send|recv) ", message)
+
+
+WHAT = {
+    "operation": ("all_reduce(float32, 48 bytes, SUM)", "barrier("),
+    "dtype": ("float32", "int32"),
+    "size": ("48 bytes", "44 bytes"),
+    "size of large": ("400000 bytes", "399996 bytes"),
+    "small and large": ("400000 bytes", "48 bytes"),
+    "root": ("root 0", "root 1"),
+    "ReduceOp": ("SUM", "MAX"),
+    "factor": ("PREMUL_SUM by 2", "PREMUL_SUM by 3"),
+    "parts": ("24 bytes", "in parts of other sizes"),
+    "split": ("sends 16 bytes to rank 1", "expects 8"),
+    "message": ("rank 0 sent 12 bytes", "rank 1 receives 16 bytes"),
+}
+
+
+@pytest.fixture(scope="module")
+def mismatched(tmp_path_factory) -> list:
+    return run("mismatch", tmp_path_factory.mktemp("mismatch"), 3)
+
+
+@pytest.mark.parametrize("name", WHAT)
+def test_calls_that_do_not_match_are_errors_on_every_rank(mismatched, name):
+    for rank in mismatched:
+        for words in WHAT[name]:
+            assert words in rank[name]["message"]
+        assert "rank 1" in rank[name]["message"]
+        assert rank[name]["again"] == rank[name]["message"]
+        assert rank[name]["ms"] < 1000 * SOON
+
+
+# ---- hosts, users, processes
+
+
+def test_ranks_on_two_hosts_are_refused(tmp_path):
+    for message in run("hosts", tmp_path, 2):
+        assert message.startswith("shm connects ranks of one host: rank ")
+        assert "Take gloo, or nccl, between hosts" in message
+        assert "\n" not in message
+
+
+class FakeModule:
+    """What a Meeting asks of the compiled part."""
+
+    def __init__(self, name: str):
+        self.heap = os.memfd_create(name)
+
+    def heap_fd(self) -> int:
+        return self.heap
+
+    def segment_bytes(self, size: int) -> int:
+        return 4096 * size
+
+    def prepare_segment(self, descriptor: int, size: int) -> None:
+        os.pwrite(descriptor, b"segment", 0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_gets_nothing_and_disturbs_nobody():
+    store, modules = dist.HashStore(), [FakeModule(f"heap {rank}") for rank in range(2)]
+    strangers = []
+
+    def rank(number: int, found: dict) -> None:
+        meeting = backend.Meeting(store, number, 2, timedelta(seconds=60))
+        with meeting:
+            if number == 1:  # before this rank calls at rank 0
+                strangers.append(call_as_nobody(meeting.ranks[0]["socket"]))
+            found[number] = meeting.exchange(modules[number])
+
+    found = {}
+    threads = [threading.Thread(target=rank, args=(number, found)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert strangers == ["b''"]
+    segments, heaps = zip(*(found[number] for number in range(2)), strict=True)
+    assert heaps[0][0] == heaps[1][1] == -1
+    for descriptor in (*segments, heaps[0][1], heaps[1][0]):
+        assert not os.get_inheritable(descriptor)
+    assert [os.pread(segment, 7, 0) for segment in segments] == [b"segment"] * 2
+    assert os.readlink(f"/proc/self/fd/{heaps[0][1]}") == "/memfd:heap 1 (deleted)"
+    for descriptor in (*segments, heaps[0][1], heaps[1][0], *(m.heap for m in modules)):
+        os.close(descriptor)
+
+
+def call_as_nobody(name: str) -> str:
+    program = (
+        "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.settimeout(20);"
+        f"s.connect(chr(0) + {name!r}); print(s.recv(100))"
+    )
+    command = [sys.executable, "-S", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+
+
+def test_a_forked_child_is_told_and_the_parent_goes_on(tmp_path):
+    for rank in run("fork", tmp_path, 2):
+        assert rank["status"] == 0
+        assert rank["sum"] == 2
+        kept = rank["child"].pop("kept")
+        assert kept == [7] * 5
+        for name, message in rank["child"].items():
+            assert "shm: this process was forked from one that uses shm" in message, name
+
+
+def test_groups_one_after_the_other_leave_nothing(tmp_path):
+    for rank in run("again", tmp_path, 3):
+        counts = rank["counts"]
+        assert counts[2] == counts[-1], counts
+
+
+@pytest.mark.parametrize("how", ["destroys", "ends", "fails"])
+@pytest.mark.timeout(120 + 10 * REPEAT)
+def test_programs_end(how):
+    """REPEAT=100 is the proof that no exit is aborted."""
+    result = python(EXITS, how, REPEAT, timeout=100 + 10 * REPEAT).check()
+    expected = "fails 3 0" if how == "fails" else f"{how} 0 0"
+    assert result.output.count(expected) == REPEAT, result.output
+
+
+# ---- the build
+
+
+def test_no_compiler_is_one_clear_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"^shm: c\+\+ and ninja not found\. .*apt install g\+\+"):
+        build.load()
+    (tmp_path / "ninja").write_text("#!/bin/sh\n")
+    (tmp_path / "ninja").chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"^shm: c\+\+ not found\."):
+        build.load()
+
+
+@pytest.fixture
+def small_source(tmp_path, monkeypatch) -> Path:
+    """Instead of the real ones, which take a minute."""
+    if shutil.which("ninja") is None or shutil.which(build.compiler()) is None:
+        pytest.skip("needs a C++ compiler and ninja")
+    source = tmp_path / "small.cpp"
+    source.write_text(
+        "#include <Python.h>\n"
+        'static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "shm_backend", nullptr, -1};\n'
+        'extern "C" PyObject* PyInit_shm_backend() { return PyModule_Create(&definition); }\n'
+    )
+    monkeypatch.setattr(build, "SOURCES", [source])
+    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
+    return source
+
+
+def test_a_killed_build_does_not_block_the_next(small_source):
+    directory = build.cache() / build.fingerprint()
+    unfinished = directory / "unfinished"
+    unfinished.mkdir(parents=True)
+    (directory / "building").touch()
+    (unfinished / "lock").touch()  # torch's own: whoever sees it waits for ever
+    (unfinished / "shm_backend.so").write_bytes(b"half")
+    module = build.load()
+    assert Path(module.__file__) == directory / "shm_backend.so"
+    assert sorted(os.listdir(directory)) == ["building", "shm_backend.so"]
+    # From now on neither a compiler nor ninja is needed.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        build.load()
+
+
+def test_what_the_compiler_says_is_shown(small_source):
+    small_source.write_text("int main() { return forty_two; }\n")
+    with pytest.raises(RuntimeError, match=r"(?s)^shm: the backend could not be compiled:.*forty_two"):
+        build.load()
+    assert not list(build.cache().glob("*/shm_backend.so"))
+
+
+def test_each_build_has_its_own_place(small_source, monkeypatch):
+    fingerprints = {build.fingerprint()}
+    monkeypatch.setattr(build, "FLAGS", ["-O0"])
+    fingerprints.add(build.fingerprint())
+    monkeypatch.setenv("CXX", "clang++")
+    fingerprints.add(build.fingerprint())
+    small_source.write_text("")
+    fingerprints.add(build.fingerprint())
+    assert len(fingerprints) == 4
+    assert all(a != b for a, b in itertools.combinations(fingerprints, 2))

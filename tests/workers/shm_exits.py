@@ -1,0 +1,60 @@
+"""Programs that use the backend "shm" come to their ends: python shm_exits.py HOW REPEAT.
+
+Two ranks are forked from this process, which has torch loaded, and then leave as any program does,
+through the interpreter's end. Prints the exit statuses of each pair, and how long it took.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "custom_backend"))
+
+import shm
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    how, repeat = sys.argv[1], int(sys.argv[2])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for turn in range(repeat):
+        begin = time.perf_counter()
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                return leave(how, rank, f"{how}{turn}", store.port)
+            children.append(child)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(how, *statuses, f"{time.perf_counter() - begin:.2f} s", flush=True)
+    return None
+
+
+def leave(how: str, rank: int, prefix: str, port: int) -> None:
+    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port))
+    minutes = timedelta(minutes=2)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=2, timeout=minutes)
+    x, y = torch.ones(1000), shm.empty(100_000)
+    dist.all_reduce(x)
+    # Nobody waits for these; some are done, the last is a message that is never sent.
+    for tensor in (x, y, x):
+        dist.all_reduce(tensor, async_op=True)
+    dist.irecv(torch.ones(3), 1 - rank, tag=5)
+    if how == "destroys":
+        dist.barrier()
+        dist.destroy_process_group()
+    elif how == "fails" and rank == 0:
+        dist.all_reduce(x, async_op=True)  # the other never calls it
+        raise SystemExit(3)
+    elif how == "fails":
+        try:
+            dist.recv(x, 0)
+        except RuntimeError as error:
+            assert "rank 0" in str(error)
+
+
+if __name__ == "__main__":
+    main()

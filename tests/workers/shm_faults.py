@@ -1,0 +1,254 @@
+"""One way in which a rank can fail or be mistaken, by name; see test_custom_backend_shm_faults.py.
+
+python shm_faults.py CASE FOLDER: each rank writes what it was told, and when, to FOLDER/RANK.json.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "custom_backend"))
+
+import shm
+import torch
+import torch.distributed as dist
+
+CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
+RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def main() -> None:
+    if CASE == "hosts":
+        return save(told(join))
+    if CASE.startswith("dies") and RANK == SIZE - 1 and os.fork():
+        os.wait()  # the rank that will be killed is a child: this job is not to end with it
+        return None
+    join()
+    case, *arguments = CASE.split(":")
+    CASES[case](*arguments)
+    return None
+
+
+def join() -> None:
+    if CASE == "hosts" and RANK == 1:
+        read = Path.read_text
+        Path.read_text = lambda path: "another host" if path.name == "boot_id" else read(path)
+    dist.init_process_group("shm", timeout=timedelta(seconds=60))
+
+
+def told(call) -> str:
+    """The error that a call ends with."""
+    try:
+        call()
+    except (RuntimeError, ValueError, PermissionError) as error:
+        return str(error)
+    return ""
+
+
+def save(found) -> None:
+    path = FOLDER / f"{RANK}.json"
+    path.with_suffix(".part").write_text(json.dumps(found))
+    path.with_suffix(".part").rename(path)
+
+
+# ---- a rank dies
+
+
+CALLS = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(100_000), group=group),
+    "zero_copy": lambda group: dist.all_reduce(shm.empty(100_000), group=group),
+    "barrier": lambda group: dist.barrier(group),
+    "recv": lambda group: dist.recv(torch.ones(3), SIZE - 1, group=group),
+    "send": lambda group: dist.send(torch.ones(10**6), SIZE - 1, group=group),
+    "future": lambda group: (
+        dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().wait()
+    ),
+}
+
+
+def dies(name: str) -> None:
+    """The last rank is killed while the others wait for it; then again, in a group of the rest."""
+    dist.all_reduce(torch.ones(3))
+    if RANK == SIZE - 1:
+        time.sleep(0.2)  # the others are asleep by now
+        (FOLDER / "died").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    message = told(lambda: CALLS[name](None))
+    noticed = time.time()
+    again = told(dist.barrier)
+    save({"message": message, "noticed": noticed, "again": again})
+
+
+def dies_any_time(seed: str) -> None:
+    """Random operations until the last rank is killed, at a moment that nobody has chosen."""
+    if RANK == SIZE - 1:
+        after = 0.001 * (int(seed) * 37 % 100)
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    x, y = torch.ones(50_000), shm.empty(50_000)
+
+    def forever() -> None:
+        while True:
+            dist.all_reduce(x)
+            work = dist.all_reduce(y, async_op=True)
+            gone = dist.isend(x, (RANK + 1) % SIZE)
+            dist.recv(x, (RANK - 1) % SIZE)
+            gone.wait()
+            work.wait()
+            dist.barrier()
+
+    save({"message": told(forever)})
+
+
+# ---- a rank is late, or calls something else
+
+
+def late() -> None:
+    """The last rank does not call; it is in a recv of something that nobody sends. By call."""
+    messages = {}
+    for name, call in CALLS.items():
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        if RANK == SIZE - 1:
+            messages[name] = told(lambda g=group: dist.recv(torch.ones(3), 0, group=g, tag=9))
+        else:
+            messages[name] = told(lambda g=group, call=call: call(g))
+    save(messages)
+
+
+def mismatch() -> None:
+    """Rank 1 calls something else than the others: each in a group of its own."""
+    x, big = torch.ones(12), torch.ones(100_000)
+    other = RANK == 1
+    sizes = (1, 2, 3) if other else (3, 2, 1)
+    total, most = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+    factor = dist._make_nccl_premul_sum(3.0 if other else 2.0)  # no public name makes one
+    calls = {
+        "operation": lambda g: dist.barrier(g) if other else dist.all_reduce(x, group=g),
+        "dtype": lambda g: dist.all_reduce(x.int() if other else x, group=g),
+        "size": lambda g: dist.all_reduce(x[:11] if other else x, group=g),
+        "size of large": lambda g: dist.all_reduce(big[1:] if other else big, group=g),
+        "small and large": lambda g: dist.broadcast(x if other else big, 0, group=g),
+        "root": lambda g: dist.broadcast(x, 1 if other else 0, group=g),
+        "ReduceOp": lambda g: dist.all_reduce(x, most if other else total, group=g),
+        "factor": lambda g: dist.all_reduce(x, factor, group=g),
+        "parts": lambda g: dist.all_gather(
+            [torch.ones(n) for n in sizes], torch.ones(sizes[RANK]), group=g
+        ),
+        "split": lambda g: dist.all_to_all_single(
+            x, x.clone(), [2, 4, 6] if other else [4, 4, 4], [4, 4, 4], group=g
+        ),
+    }
+    found = {}
+    for name, call in calls.items():
+        group = dist.new_group()
+        begin = time.perf_counter()
+        message = told(lambda g=group, call=call: call(g))
+        again = told(lambda g=group: dist.barrier(g))  # the group stays broken
+        ms = 1000 * (time.perf_counter() - begin)
+        found[name] = {"message": message, "again": again, "ms": ms}
+    # Of messages only the two ranks know: the second hears it at the latest when it comes again.
+    group = dist.new_group()
+    x = torch.ones(3 if RANK == 0 else 4)
+    send_or_recv = dist.send if RANK == 0 else dist.recv
+    message = told(lambda: send_or_recv(x, 1 - RANK, group=group)) if RANK < 2 else ""
+    again = told(lambda: dist.barrier(group))
+    found["message"] = {"message": message or again, "again": again, "ms": 0}
+    save(found)
+
+
+# ---- fork, leaving, coming again
+
+
+def fork() -> None:
+    """A forked child is told that it can not; the parent goes on."""
+    kept = shm.empty(5).fill_(7)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+        "send": lambda: dist.isend(torch.ones(3), (RANK + 1) % SIZE),
+        "empty": lambda: shm.empty(3),
+        "new group": lambda: dist.init_process_group(
+            "shm", store=dist.HashStore(), rank=0, world_size=1
+        ),
+    }
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        messages = {name: told(call) for name, call in calls.items() if name != "new group"}
+        dist.destroy_process_group()
+        messages["new group"] = told(calls["new group"])
+        messages["kept"] = kept.tolist()
+        del kept
+        os.write(writes, json.dumps(messages).encode())
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    x = torch.full((100_000,), 1.0)
+    dist.all_reduce(x)
+    save({"child": json.loads(os.read(reads, 10**6)), "status": status, "sum": x[0].item()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def again() -> None:
+    """Twenty groups one after the other: what they leave behind, counted."""
+
+    def use(group=None) -> None:
+        for x in (torch.ones(100_000), shm.empty(100_000).fill_(1)):
+            dist.all_reduce(x, group=group)
+            assert x[0] == SIZE
+        work = dist.isend(x, (RANK + 1) % SIZE, group=group)
+        dist.recv(x.clone(), (RANK - 1) % SIZE, group=group)
+        work.wait()
+
+    def count() -> list[int]:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return [
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            sum("torch shm" in line for line in maps),
+        ]
+
+    counts = []
+    for _ in range(20):
+        group = dist.new_group()
+        use(group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        dist.barrier()
+        counts.append(count())
+    use()
+    store = dist.distributed_c10d._get_default_store()  # no public name: to join a second time
+    dist.barrier()
+    dist.destroy_process_group()
+    prefix = dist.PrefixStore("again", store)
+    dist.init_process_group("shm", store=prefix, rank=RANK, world_size=SIZE)
+    use()
+    save({"counts": counts})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def all_die() -> None:
+    x = shm.empty(10**6).fill_(1)
+    dist.all_reduce(x)
+    save(x[0].item())
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+CASES = {
+    "dies": dies,
+    "dies_any_time": dies_any_time,
+    "late": late,
+    "mismatch": mismatch,
+    "fork": fork,
+    "again": again,
+    "all_die": all_die,
+}
+
+if __name__ == "__main__":
+    main()
