@@ -166,9 +166,9 @@ class Meeting:
         # Only a rank of this group has seen the names in the store.
         hello = json.dumps([self.rank, self.ranks[self.rank]["socket"]]).encode()
         socket.send_fds(connection, [hello], own)
-        # What is received must not go on to programs that this one starts.
-        flags = socket.MSG_CMSG_CLOEXEC
-        message, descriptors, _, _ = socket.recv_fds(connection, 4096, 2, flags)
+        message, descriptors, _, _ = socket.recv_fds(connection, 4096, 2)
+        for descriptor in descriptors:  # not for programs that this one starts
+            os.set_inheritable(descriptor, False)
         peer, name = json.loads(message)
         if name != self.ranks[peer]["socket"]:
             raise PermissionError("shm: a process that is no rank of this group has called")

@@ -5,7 +5,9 @@ through the interpreter's end. Prints the exit statuses of each pair, and how lo
 """
 
 import os
+import shutil
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,22 +21,22 @@ import torch.distributed as dist
 
 def main() -> None:
     how, repeat = sys.argv[1], int(sys.argv[2])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder = tempfile.mkdtemp()
     for turn in range(repeat):
         begin = time.perf_counter()
         children = []
         for rank in range(2):
             child = os.fork()
             if child == 0:
-                return leave(how, rank, f"{how}{turn}", store.port)
+                return leave(how, rank, dist.FileStore(f"{folder}/{turn}", 2))
             children.append(child)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         print(how, *statuses, f"{time.perf_counter() - begin:.2f} s", flush=True)
+    shutil.rmtree(folder)
     return None
 
 
-def leave(how: str, rank: int, prefix: str, port: int) -> None:
-    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port))
+def leave(how: str, rank: int, store: dist.Store) -> None:
     minutes = timedelta(minutes=2)
     dist.init_process_group("shm", store=store, rank=rank, world_size=2, timeout=minutes)
     x, y = torch.ones(1000), shm.empty(100_000)
