@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node=2 custom_backend/ring_backend.py
     torchrun --standalone --nproc_per_node=3 custom_backend/ring_backend.py --numel 1000003
 
-The collectives are in ring/collectives.py, the file to read first: an all_reduce is two walks round the ring.
-ring/wire.py moves the bytes, ring/group.py is what PyTorch calls. Look at
+The collectives are in ring/collectives.py, the file to read first: an all_reduce is two walks round
+the ring. ring/wire.py moves the bytes, ring/group.py is what PyTorch calls. Look at
 
 1. the operations, each called on every rank and compared with a plain computation.
 2. the bytes that each rank sent for one all_reduce, next to the formula 2 (p-1)/p n.

@@ -1,4 +1,4 @@
-"""The collectives of ring/collectives.py over the sockets of ring/wire.py, called as PyTorch calls them.
+"""ring/collectives.py over the sockets of ring/wire.py, called as PyTorch calls them.
 
 Most tests have all ranks in this process, a thread each: what is tested is the group, and to start
 processes costs seconds. What PyTorch makes of the group (DDP, FSDP2, DTensor, objects, new_group)

@@ -87,7 +87,7 @@ def explore(operations, ranks: int, depth: int = DEPTH, too_early: int = 0) -> t
                 continue
             step, others = steps[done], state[:rank] + state[rank + 1 :]
             if all(counters[other] >= step.awaits for other in others):
-                moves.append(state[:rank] + (done + 1,) + state[rank + 1 :])
+                moves.append((*state[:rank], done + 1, *state[rank + 1 :]))
                 place = step.round % depth, step.reads
                 if step.reads and any(slots[o].get(place) != step.round for o in others):
                     wrong.add("overwritten")

@@ -38,7 +38,7 @@ each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relat
 
 def test_there_is_something_to_check():
     assert "ddp_basics" in [path.name for path in EXAMPLES]
-    assert {path.parent for path in SCRIPTS} == set(EXAMPLES)
+    assert {path.relative_to(ROOT).parts[0] for path in SCRIPTS} == {d.name for d in EXAMPLES}
 
 
 @each_example
@@ -123,7 +123,9 @@ def imported_modules(source: str) -> set[str]:
 
 @each_source
 def test_imports_nothing_foreign(path):
-    siblings = {other.stem for other in path.parent.glob("*.py")}
+    directory = ROOT / path.relative_to(ROOT).parts[0]
+    siblings = {other.stem for other in directory.glob("*.py")}
+    siblings |= {package.parent.name for package in directory.glob("*/__init__.py")}
     foreign = imported_modules(path.read_text()) - allowed_modules() - siblings
     assert not foreign, f"{path.name} imports {foreign}: neither required nor a sibling"
 

@@ -3,6 +3,7 @@
 python custom_backend/shm/build.py          # or let the first rank that needs it do it
 """
 
+import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -97,5 +98,10 @@ def alone(path: Path):
         yield
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description="Compile the backend shm, if need be.").parse_args()
     print(load().__file__)
+
+
+if __name__ == "__main__":
+    main()

@@ -464,8 +464,10 @@ def groups(rank: int, size: int):
         for n in (3, 50_000):
             x = given(rank, n, torch.float32)
             dist.all_reduce(x, group=group)
-            yield ("all_reduce", ranks, n), x, combined(
-                [given(r, n, torch.float32) for r in ranks], "SUM"
+            yield (
+                ("all_reduce", ranks, n),
+                x,
+                combined([given(r, n, torch.float32) for r in ranks], "SUM"),
             )
             x = given(rank, n, torch.float32)
             dist.broadcast(x, ranks[-1], group=group)

@@ -1,11 +1,13 @@
 """Random operations on random groups, on the backend "shm" and on Gloo: do they give the same?
 
-Started by test_custom_backend_shm_stress.py: python shm_stress.py SEED OPERATIONS. All ranks make the
-same list of operations from the seed. On shm each rank then goes through it in its own way, by turns:
+Started by test_custom_backend_shm_stress.py: python shm_stress.py SEED OPERATIONS. All ranks make
+the same list of operations from the seed. On shm each rank then goes through it in its own way, by
+turns:
 
 ordered   in the order of the list, each operation at once or with async_op=True, waited for later;
-shuffled  all asynchronous, in an order of its own, but for operations of one group, or of one sender,
-          receiver and tag, which all ranks must call in the same order; waited for in any order.
+shuffled  all asynchronous, in an order of its own, but for operations of one group, or of one
+          sender, receiver and tag, which all ranks must call in the same order; waited for in any
+          order.
 
 On Gloo all of it is done one after the other. The numbers are small and whole: sums are exact.
 """

@@ -49,7 +49,8 @@ def main() -> None:
 def model() -> nn.Sequential:
     """Large enough for several buckets, and for tensors of several slots."""
     layers = [nn.Linear(20, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU()]
-    return nn.Sequential(*layers, nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7))
+    layers += [nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7)]
+    return nn.Sequential(*layers)
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
