@@ -119,7 +119,8 @@ def test_bf16_follows_fp32(results):
         # 8 bits: 4e-3 of each number on the way; gradients of up to 0.25.
         assert step["loss"] == pytest.approx(step["expected loss"], abs=2e-2)
         close(step["gradients"], step["expected gradients"], 3e-2, "gradient")
-        assert step["loss"] != step["expected loss"]  # the option does something
+        # The option does something: in fp32, sums in another order differ by some 1e-6 at most.
+        assert abs(step["loss"] - step["expected loss"]) > 1e-4
 
 
 def test_ranks_have_different_numbers_of_tokens(results):
@@ -156,6 +157,7 @@ def test_each_rank_holds_its_share(results):
     whole = sum(p.numel() for p in case["steps"][0]["parameters"].values())
     # Odd numbers of rows leave rank 0 one more: 125 tokens x 32, and little else.
     assert whole / 2 <= case["held"] < 0.51 * whole
+    assert results["had memory"] == []  # nobody has the whole model to begin with
     # Else everything would be gathered at once.
     assert case["units"] == ["FSDPT5Block"] * 4 + ["FSDPT5ForConditionalGeneration"]
 

@@ -37,6 +37,7 @@ CASES = {
     "adamw, activation checkpointing": {"optimizer": "adamw", "checkpointing": True},
     "sgd, bf16": {"precision": "bf16"},
 }
+HAD_MEMORY = []  # parameters that took memory before they were sharded
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -89,6 +90,11 @@ def whole(values) -> dict:
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         found[name] = value.detach().clone()
     return found
+
+
+def noting_memory(module, *, real=train.fully_shard, **options):
+    HAD_MEMORY.extend(name for name, p in module.named_parameters() if not p.is_meta)
+    return real(module, **options)
 
 
 def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointing=False, **more):
@@ -268,6 +274,7 @@ def measure(worker) -> dict:
     # The same on all ranks: there is no random choice in it.
     t5_config, tokenizer = prepare(settings_of(), train_set)
     data = t5_config, tokenizer, train_set, eval_set
+    train.fully_shard = noting_memory
     results = {"cases": {}, "stop and resume": stop_and_resume(worker)}
     for name, case in CASES.items():
         results["cases"][name], model = run_case(data, worker, **case)
@@ -279,6 +286,7 @@ def measure(worker) -> dict:
     results["generated"], results["expected text"] = generated(data, worker)
     batches = epoch_batches(train_set.lengths, BATCH, seed=0)[:2]
     pairs = [[train_set[i] for i in batch] for batch in batches]
+    results["had memory"] = HAD_MEMORY
     results["uses"] = three_gradients(t5_config, tokenizer, pairs[0])
     results["targets"] = [
         [len(ids) for ids in tokens_of(tokenizer, [pair.summary for pair in batch], 8)]
