@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import ArgumentParser
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import cpp_extension
@@ -30,6 +31,7 @@ dist.Backend.register_backend("minimal", create_backend, devices=["cpu"])
 
 @record
 def main() -> None:
+    ArgumentParser(description="Compile minimal.cpp, and train with DDP on it.").parse_args()
     dist.init_process_group("minimal", timeout=timedelta(minutes=3))
     rank = dist.get_rank()
 
