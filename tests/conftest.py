@@ -16,6 +16,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # helpers, check_environment
 
 modules = {}  # example directory -> its modules by name, while another one's are in use
 in_use = [None]
+compiled = []
 
 
 def use(test_file: Path) -> None:
@@ -68,3 +69,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shm_is_compiled(request):
+    """Before the clocks of tests run: on a new machine it takes minutes."""
+    if request.path.stem.startswith("test_custom_backend_shm") and not compiled:
+        import helpers
+
+        helpers.python(TESTS.parent / "custom_backend/shm/build.py", timeout=800).check()
+        compiled.append("shm")
