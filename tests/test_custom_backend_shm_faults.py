@@ -47,8 +47,9 @@ def test_a_killed_rank_is_named_at_once(tmp_path, call):
         died = float((folder / "died").read_text())
         assert killed is None
         for rank in (first, second):
-            died_and_noticed = r"shm: rank 2 \(.*\) has died; rank [01] .* noticed it"
-            assert re.search(died_and_noticed, rank["message"])
+            assert re.search(
+                r"shm: rank 2 \(.*\) has died; rank [01] .* noticed it", rank["message"]
+            )
             assert rank["again"] == rank["message"]  # the group stays broken
             assert rank["noticed"] - died < SOON
         milliseconds.append(1000 * (max(first["noticed"], second["noticed"]) - died))
@@ -92,8 +93,9 @@ def test_a_time_out_names_who_is_missing_and_where(tmp_path):
             where = "barrier" if name == "barrier" else "all_reduce"
             one = rf"rank [01] \(in {where}, its operation 1\) waited in vain for .*"
             one += r"rank 2 \(in recv, after its operation 0\)"
-            two = r"rank 2 waited in vain in recv from rank 0 "
-            two += rf"\(in {where}, its operation 1\), 0 of"
+            two = (
+                rf"rank 2 waited in vain in recv from rank 0 \(in {where}, its operation 1\), 0 of"
+            )
             assert re.search(f"shm: time-out: ({one}|{two})", message), message
         else:
             assert re.search("shm: time-out: rank [012] waited in vain in (send|recv) ", message)
@@ -224,8 +226,9 @@ def test_programs_end(how):
 def test_no_compiler_is_one_clear_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    sentence = r"^shm: c\+\+ and ninja not found\. .*apt install g\+\+"
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(
+        RuntimeError, match=r"^shm: c\+\+ and ninja not found\. .*apt install g\+\+"
+    ):
         build.load()
     (tmp_path / "ninja").write_text("#!/bin/sh\n")
     (tmp_path / "ninja").chmod(0o755)
@@ -267,8 +270,9 @@ def test_a_killed_build_does_not_block_the_next(small_source):
 
 def test_what_the_compiler_says_is_shown(small_source):
     small_source.write_text("int main() { return forty_two; }\n")
-    sentence = r"(?s)^shm: the backend could not be compiled:.*forty_two"
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^shm: the backend could not be compiled:.*forty_two"
+    ):
         build.load()
     assert not list(build.cache().glob("*/shm_backend.so"))
 

@@ -116,7 +116,7 @@ def a_future_calls_the_next_operation(rank: int, other: int) -> None:
             dist.all_reduce(future.value()[0], async_op=True).get_future().wait()
 
         work = dist.all_reduce(x, async_op=True)
-        then = work.get_future().then(at_once).then(lambda _, work=work: later(work.get_future()))
+        then = work.get_future().then(at_once).then(lambda _, w=work: later(w.get_future()))
         if waits:
             work.wait()
         then.wait()

@@ -1,13 +1,11 @@
 """Random operations on random groups, on the backend "shm" and on Gloo: do they give the same?
 
 Started by test_custom_backend_shm_stress.py: python shm_stress.py SEED OPERATIONS. All ranks make
-the same list of operations from the seed. On shm each rank then goes through it in its own way, by
-turns:
+the same list of operations from the seed. On shm each then goes through it in its own way:
 
-ordered   in the order of the list, each operation at once or with async_op=True, waited for later;
+ordered   in the order of the list, each at once or with async_op=True and waited for later;
 shuffled  all asynchronous, in an order of its own, but for operations of one group, or of one
-          sender, receiver and tag, which all ranks must call in the same order; waited for in any
-          order.
+          sender, receiver and tag, which keep their order; waited for in any order.
 
 On Gloo all of it is done one after the other. The numbers are small and whole: sums are exact.
 """

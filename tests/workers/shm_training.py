@@ -49,8 +49,9 @@ def main() -> None:
 def model() -> nn.Sequential:
     """Large enough for several buckets, and for tensors of several slots."""
     layers = [nn.Linear(20, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU()]
-    layers += [nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7)]
-    return nn.Sequential(*layers)
+    return nn.Sequential(
+        *layers, nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7)
+    )
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,12 +175,11 @@ WAYS = {
     "ddp, power sgd": power_sgd,
     "fsdp": fsdp,
     "fsdp, kept": lambda: fsdp(reshard_after_forward=False),
-    "tensor parallel": tensor_parallel,
     "dtensors": dtensors,
     "checkpoint": checkpoint,
 }
-if SIZE == 2:
-    WAYS["pipeline"] = pipeline
+if SIZE == 2:  # two stages; and the widths divide by 2
+    WAYS |= {"pipeline": pipeline, "tensor parallel": tensor_parallel}
 ON_SHM = {
     "ddp, hook": lambda: ddp(shm.ddp_hook),
     "ddp, hook, views": lambda: ddp(shm.ddp_hook, gradient_as_bucket_view=True),

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "t5_finetuning"))
 import config
 import evaluate
 import torch
+import torch.distributed as dist
 import train
 from arguments import UserError
 from data import JsonLines, epoch_batches
@@ -217,14 +218,19 @@ def stop_and_resume(worker) -> dict:
     options = ["--name-epochs=1", "--epochs=3", "--log-every=1", "--dropout=0.1", "--patience=9"]
     files = [FOLDER / f"{part}.jsonl" for part in ("train", "eval", "names")]
     real_step, real_export, real_evaluate = train.train_step, train.export, train.evaluate
-    finished, steps, exports, evaluations = [], [], [], []
+    finished, steps, exports, evaluations, losses = [], [], [], [], []
+    seeds = [None] * worker.world_size  # of the random numbers of each rank
 
     def run(folder: Path, *more, stop_at: int = 0, names: bool = True) -> None:
         def step(*values):
             steps[-1] += 1
+            if None in seeds:
+                dist.all_gather_object(seeds, torch.initial_seed())
             if steps[-1] == stop_at and worker.rank == worker.world_size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return real_step(*values)
+            loss, norm = real_step(*values)
+            losses.append(loss.item())
+            return loss, norm
 
         def export(*values):
             exports[-1].append(steps[-1])
@@ -250,10 +256,14 @@ def stop_and_resume(worker) -> dict:
         return "not refused"
 
     run(FOLDER / "straight")
+    losses_of_ranks = [None] * worker.world_size
+    dist.all_gather_object(losses_of_ranks, losses)
     run(FOLDER / "stopped", stop_at=3)
     run(FOLDER / "stopped")
     results = {
         "finished": finished[:],
+        "seeds": seeds,
+        "losses of ranks": losses_of_ranks,
         "exports": exports[0],
         "evaluations": evaluations[0],
         "infinite": refused(FOLDER / "infinite", "--lr=1e30", "--warmup=0"),
