@@ -9,6 +9,7 @@ names are random and known from the group's Store only; the kernel tells each en
 the other one.
 """
 
+import atexit
 import json
 import os
 import secrets
@@ -83,6 +84,7 @@ def compiled():
     global MODULE
     if MODULE is None:
         MODULE = build.load()
+        atexit.register(MODULE.close_all)  # for groups that nobody has destroyed
     return MODULE
 
 

@@ -75,7 +75,10 @@ class Group {
               pthread_mutex_unlock(&my_state().alive);
             }) {}
 
-  ~Group() {
+  ~Group() { close(); }
+
+  // End the threads; what is in the queue is run before.
+  void close() {
     if (courier_.joinable()) {
       {
         std::lock_guard lock(courier_mutex_);
@@ -86,6 +89,7 @@ class Group {
       courier_.join();
     }
     point_to_point.give_up(std::make_exception_ptr(Error("the group was destroyed")));
+    queue.close();
   }
 
   // Begin a send or recv. If nobody waits for it within a millisecond or so, the courier sees to it.

@@ -43,7 +43,10 @@ class Queue {
   }
 
   // Runs what is left in the queue, and ends the thread.
-  ~Queue() {
+  ~Queue() { close(); }
+
+  void close() {
+    if (!thread_.joinable()) return;
     {
       std::lock_guard lock(waiting_);
       stopping_ = true;

@@ -630,6 +630,23 @@ void adopt(const Tensor& tensor) {
       address, address, [](void* p) { shm::Heap::own().release(p); }, at::kCPU));
 }
 
+// The groups that a program may forget to destroy.
+std::vector<std::weak_ptr<shm::Group>>& groups() {
+  static auto* all = new std::vector<std::weak_ptr<shm::Group>>;
+  return *all;
+}
+
+// Before Python ends: a thread of ours that lets go of a tensor afterwards would be stopped in the
+// middle of C++ code, which aborts the process.
+void close_all() {
+  for (auto& one : groups()) {
+    const auto group = one.lock();
+    if (!group) continue;
+    group->peers.leaving = true;
+    group->close();
+  }
+}
+
 c10::intrusive_ptr<c10d::Backend> create(int segment_fd, int rank, int size,
                                          std::vector<int> heap_fds, double spin_us, int yields,
                                          Milliseconds timeout) {
@@ -637,6 +654,7 @@ c10::intrusive_ptr<c10d::Backend> create(int segment_fd, int rank, int size,
   close(segment_fd);
   auto group = std::make_shared<shm::Group>(segment, rank, std::move(heap_fds),
                                             shm::Heap::own().bytes(), shm::Patience{spin_us, yields});
+  groups().push_back(group);
   return c10::make_intrusive<Backend>(std::move(group), rank, size, timeout);
 }
 
@@ -650,6 +668,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("segment_bytes", &shm::Segment::bytes, "size"_a);
   module.def("prepare_segment", [](int fd, int size) { shm::prepare(*shm::map_segment(fd, size)); });
   module.def("heap_fd", [] { return shm::Heap::own().fd(); });
+  module.def("close_all", &close_all, Release());
   module.def("allocate", &allocate, "bytes"_a);
   module.def("adopt", &adopt, "tensor"_a);
   module.def("lies_in_heap", &lies_in_heap, "tensor"_a);
