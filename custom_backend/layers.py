@@ -31,10 +31,11 @@ TIMEOUT = timedelta(minutes=5)
 @record
 def main() -> None:
     args = parse_args()
-    meeting, device = meet(args.device)
+    store, meeting, device = meet(args.device)
     tensor = torch.ones(args.elements, device=device)
-    watch_all_reduce(tensor)  # the first time, much is looked up that is known later
-    call = watch_all_reduce(tensor)
+    # The first time, much is looked up that is known later.
+    watch_all_reduce(tensor, dist.PrefixStore("first", store))
+    call = watch_all_reduce(tensor, dist.PrefixStore("again", store))
     unwatched = time_all_reduce(tensor)
     meetings = [None] * dist.get_world_size()
     dist.all_gather_object(meetings, meeting)
@@ -54,8 +55,8 @@ def main() -> None:
     leave()
 
 
-def meet(device: str) -> tuple[list[Message], torch.device]:
-    """Join the job; return what this rank and the store said to each other, and its device."""
+def meet(device: str) -> tuple[dist.Store, list[Message], torch.device]:
+    """Join the job; return the store, what this rank and it said to each other, and the device."""
     launched = "RANK" in os.environ  # by torchrun; else a job of one
     rank = int(os.environ["RANK"]) if launched else 0
     size = int(os.environ["WORLD_SIZE"]) if launched else 1
@@ -75,7 +76,7 @@ def meet(device: str) -> tuple[list[Message], torch.device]:
     call = now(me, me, f'init_process_group("{backend}")')
     dist.init_process_group(backend, store=recording, rank=rank, world_size=size, timeout=TIMEOUT)
     back = now(me, me, f"joined, {1e6 * (time.perf_counter() - call.at):,.0f} us later")
-    return [found, call, *recording.messages, back], place
+    return store, [found, call, *recording.messages, back], place
 
 
 def time_all_reduce(tensor: torch.Tensor, repeats: int = 20) -> float:

@@ -27,8 +27,12 @@ FILE = Path(ALL_REDUCE.co_filename).name
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler misses a GPU, aloud
 
 
-def watch_all_reduce(tensor: torch.Tensor) -> list[Message]:
-    """All-reduce `tensor`, and return what the layers said to each other. A collective."""
+def watch_all_reduce(tensor: torch.Tensor, store: dist.Store) -> list[Message]:
+    """All-reduce `tensor`, and return what the layers said to each other. A collective.
+
+    The others wait, at `store`, until rank 0 listens: who listens to what is done already hears
+    nothing of the thread that did it. (So give each call a store, or a PrefixStore, of its own.)
+    """
     messages: list[Message] = []
     owners, before = owners_of_connections(), traffic()
     done = threading.Event()
@@ -43,9 +47,13 @@ def watch_all_reduce(tensor: torch.Tensor) -> list[Message]:
         mark = time.perf_counter()
         with record_function("mark"):
             pass
+        if dist.get_rank() != 0:
+            store.wait(["rank 0 listens"])
         sys.setprofile(calls_into(messages))
         work = dist.all_reduce(tensor, async_op=True)
         work.get_future().add_done_callback(on_done)
+        if dist.get_rank() == 0:
+            store.set("rank 0 listens", "")
         work.wait()
         sys.setprofile(None)
         done.wait(60)
