@@ -10,6 +10,10 @@
 #include <functional>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "reduce.h"
 #include "rounds.h"
 
@@ -139,21 +143,21 @@ class Collectives {
     size_t longest = 0, total = 0;
     for (auto& output : outputs) longest = std::max(longest, output.bytes), total += output.bytes;
     Current operation(*this, Kind::all_gather, {dtype}, -1, input.data, total, limits, outputs);
-    if (outputs[rank_].data != input.data) copy(outputs[rank_].data, input.data, input.bytes);
     bool from_heap = false;
     if (longest > kSmall) {
       announce(operation);
       for (int peer = 0; peer < size_; ++peer) {
         if (offsets_[peer] < 0) continue;
         from_heap = true;
-        if (peer != rank_) copy(outputs[peer].data, in_heap(peer), outputs[peer].bytes);
+        copy(outputs[peer].data, in_heap(peer), outputs[peer].bytes);
       }
     } else {
       std::fill_n(offsets_, size_, -1);
     }
     share(
         operation, [&](int peer) { return offsets_[peer] < 0 ? outputs[peer].bytes : 0; },
-        [&](int peer) { return outputs[peer].data; }, [](int) { return true; }, input.data);
+        [&](int peer) { return outputs[peer].data; }, [](int) { return true; }, input.data,
+        outputs[rank_].data);
     if (from_heap) rounds_.finish_together(operation);
   }
 
@@ -254,6 +258,7 @@ class Collectives {
 
  private:
   static constexpr size_t kSmall = 16 * 1024;
+  static constexpr size_t kStreamed = 4 << 20;
 
   // An operation while it runs: its number, and what the others' error messages say of this rank.
   struct Current : Rounds::Operation {
@@ -324,23 +329,26 @@ class Collectives {
   }
 
   // Ranks with something in their slot for everybody: bytes_of(peer) in all, copied to output(peer)
-  // on ranks that want it.
+  // on ranks that want it. `own`: where this rank wants its own input, too.
   template <class BytesOf, class OutputOf, class Wanted>
   void share(const Current& operation, BytesOf bytes_of, OutputOf output, Wanted wanted,
-             const uint8_t* input) {
+             const uint8_t* input, uint8_t* own = nullptr) {
     size_t longest = 0;
     for (int peer = 0; peer < size_; ++peer) longest = std::max<size_t>(longest, bytes_of(peer));
     const size_t piece = piece_of(longest);
     rounds_.run(
         operation, at_least_one(divide_up(longest, piece)),
         [&](uint32_t k) {
-          copy(my_slot(k), input + k * piece, bytes_at(bytes_of(rank_), k, piece));
+          const size_t bytes = bytes_at(bytes_of(rank_), k, piece);
+          copy(my_slot(k), input + k * piece, bytes);
+          if (own) copy_out(own + k * piece, input + k * piece, bytes, longest);
         },
         Rounds::kNothing,
         [&](uint32_t k) {
           for (int peer = 0; peer < size_; ++peer) {
             if (peer == rank_ || !wanted(peer)) continue;
-            copy(output(peer) + k * piece, slot(peer, k), bytes_at(bytes_of(peer), k, piece));
+            copy_out(output(peer) + k * piece, slot(peer, k), bytes_at(bytes_of(peer), k, piece),
+                     longest);
           }
         });
   }
@@ -397,7 +405,26 @@ class Collectives {
     return k * piece >= bytes ? 0 : std::min(piece, bytes - k * piece);
   }
   static void copy(void* to, const void* from, size_t bytes) {
-    if (bytes) std::memcpy(to, from, bytes);
+    if (bytes && to != from) std::memcpy(to, from, bytes);
+  }
+
+  // A piece of an output of `total` bytes. If that is more than a cache holds, the piece goes to
+  // memory past the caches: else each line would first be read from there, to be overwritten whole.
+  static void copy_out(uint8_t* to, const uint8_t* from, size_t bytes, size_t total) {
+#if defined(__SSE2__)
+    if (total > kStreamed && reinterpret_cast<uintptr_t>(to) % 16 == 0 && to != from) {
+      const auto whole = bytes / kCacheLine * kCacheLine;
+      for (size_t i = 0; i < whole; i += kCacheLine) {
+        for (size_t j = i; j < i + kCacheLine; j += 16) {
+          _mm_stream_si128(reinterpret_cast<__m128i*>(to + j),
+                           _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));
+        }
+      }
+      _mm_sfence();  // in order with what is published afterwards
+      return copy(to + whole, from + whole, bytes - whole);
+    }
+#endif
+    copy(to, from, bytes);
   }
 
   uint8_t* my_slot(uint32_t k) const { return slot(rank_, k); }

@@ -101,16 +101,22 @@ INLINE void reduce_blocks(const void* const* sources, int sources_count, void* c
   A sum[kBlock];
   for (size_t begin = 0; begin < count; begin += kBlock) {
     const size_t n = std::min(kBlock, count - begin);
-    for (int s = 0; s < sources_count; ++s) {
+    const auto* first = static_cast<const T*>(sources[0]) + begin;
+    const A f = static_cast<A>(factor);
+    if constexpr (op == Op::premul_sum) {
+      for (size_t i = 0; i < n; ++i) sum[i] = static_cast<A>(first[i]) * f;
+    } else if (sources_count == 1) {
+      for (size_t i = 0; i < n; ++i) sum[i] = static_cast<A>(first[i]);
+    } else {
+      const auto* second = static_cast<const T*>(sources[1]) + begin;
+      for (size_t i = 0; i < n; ++i) sum[i] = combine<T, op>(first[i], second[i]);
+    }
+    for (int s = op == Op::premul_sum ? 1 : 2; s < sources_count; ++s) {
       const T* source = static_cast<const T*>(sources[s]) + begin;
-      if constexpr (op == Op::premul_sum) {
-        const A f = static_cast<A>(factor);
-        if (s == 0) std::fill_n(sum, n, A(0));
-        for (size_t i = 0; i < n; ++i) sum[i] = sum[i] + static_cast<A>(source[i]) * f;
-      } else if (s == 0) {
-        for (size_t i = 0; i < n; ++i) sum[i] = static_cast<A>(source[i]);
-      } else {
-        for (size_t i = 0; i < n; ++i) sum[i] = combine<T, op>(sum[i], static_cast<A>(source[i]));
+      for (size_t i = 0; i < n; ++i) {
+        A next = static_cast<A>(source[i]);
+        if constexpr (op == Op::premul_sum) next = next * f;
+        sum[i] = combine<T, op>(sum[i], next);
       }
     }
     if constexpr (op == Op::average) {
