@@ -204,6 +204,27 @@ def all_reduce_of_100_mb(rank: int, size: int):
             yield where, x, combined([given(r, len(x), x.dtype) for r in range(size)], "SUM")
 
 
+def written_past_the_caches(rank: int, size: int):
+    """Outputs of more than 4 MB, at addresses that are and are not multiples of 16."""
+    if size != 2:
+        return
+    for first in (0, 1):  # where the tensors begin in their memory
+        counts = (1_200_003, 1_100_001)
+        inputs = [given(r, first + n, torch.float32)[first:] for r, n in enumerate(counts)]
+        outputs = [torch.zeros(first + n)[first:] for n in counts]
+        dist.all_gather(outputs, inputs[rank])
+        yield ("all_gather", first), outputs, inputs
+        for root, n in enumerate(counts):
+            x = inputs[rank].clone() if rank == root else torch.zeros(first + n)[first:]
+            dist.broadcast(x, root)
+            yield ("broadcast", first, root), x, inputs[root]
+        mine = [counts[1] * r for r in range(size + 1)]
+        whole = torch.zeros(first + mine[-1])[first:]
+        whole[mine[rank] : mine[rank + 1]] = inputs[rank][: counts[1]]
+        all_gather_single(whole, whole[mine[rank] : mine[rank + 1]])  # in place
+        yield ("in place", first), whole, torch.cat([x[: counts[1]] for x in inputs])
+
+
 def all_reduce_coalesced(rank: int, size: int):
     shapes = ((3,), (0,), (7, 5), (50_000,))
     for dtype in (torch.float32, torch.bfloat16):
@@ -557,6 +578,7 @@ OPERATIONS = (
     all_reduce,
     all_reduce_of_every_half,
     all_reduce_of_100_mb,
+    written_past_the_caches,
     all_reduce_coalesced,
     all_reduce_of_sparse_tensors,
     reduce,
