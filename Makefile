@@ -47,6 +47,7 @@ bench: check ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/ddp.py
 	.venv/bin/python benchmarks/fsdp.py
 	.venv/bin/python benchmarks/gpt.py
+	.venv/bin/python benchmarks/backend.py
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py

@@ -12,7 +12,7 @@ OPERATIONS = (
     "all_reduce", "all_reduce_of_every_half", "all_reduce_of_100_mb", "written_past_the_caches",
     "all_reduce_coalesced", "all_reduce_of_sparse_tensors", "reduce", "broadcast", "all_gather",
     "gather", "scatter", "reduce_scatter", "all_to_all", "send_and_recv", "barriers", "objects",
-    "functional_collectives", "groups", "refusals", "work_and_future",
+    "functional_collectives", "groups", "refusals", "work_and_future", "profiles",
 )  # fmt: skip
 NOT_IN_ALL = {"send_and_recv": (2, 3, 4, 8)}
 NOT_IN_ALL |= {"all_reduce_of_100_mb": (2,), "written_past_the_caches": (2,)}

@@ -783,7 +783,8 @@ def test_make_other_targets(project):
     assert make(project, "quick")[1] == [CHECK, f"{PYTEST} -m not slow"]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
-    benchmarks = [f"python benchmarks/{name}.py" for name in ("collectives", "ddp", "fsdp", "gpt")]
+    names = ("collectives", "ddp", "fsdp", "gpt", "backend")
+    benchmarks = [f"python benchmarks/{name}.py" for name in names]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     status, calls, output = make(project)
     assert (status, calls) == (0, [])

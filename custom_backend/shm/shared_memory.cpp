@@ -132,8 +132,9 @@ std::exception_ptr as_torch_error(std::exception_ptr error) {
 // What an operation returns: known to be done or not, by wait() or by a future.
 class Work : public c10d::Work {
  public:
-  Work(int rank, OpType type, const char* title, Tensors outputs)
-      : c10d::Work(rank, type, title), outputs_(std::move(outputs)) {}
+  // The profiler shows the title and the shapes of the inputs.
+  Work(int rank, OpType type, const char* title, const Tensors& inputs, Tensors outputs)
+      : c10d::Work(rank, type, title, inputs), outputs_(std::move(outputs)) {}
 
   bool isSuccess() const override {
     std::lock_guard lock(mutex_);
@@ -210,10 +211,10 @@ class CollectiveWork : public Work {
 
 class TransferWork : public Work {
  public:
-  TransferWork(int rank, OpType type, const char* title, Tensors tensors,
+  TransferWork(int rank, OpType type, const char* title, const Tensors& tensors,
                std::shared_ptr<shm::Transfer> transfer, std::weak_ptr<shm::Group> group,
                Milliseconds timeout)
-      : Work(rank, type, title, std::move(tensors)),
+      : Work(rank, type, title, tensors, tensors),
         transfer_(std::move(transfer)),
         group_(std::move(group)),
         timeout_(timeout) {}
@@ -288,7 +289,7 @@ class Backend : public c10d::Backend {
     const Dense data(tensors.at(0), "reduce");
     const Numbers numbers = numbers_of(data, options.reduceOp, "reduce");
     const int root = options.rootRank;
-    return submit(OpType::REDUCE, "shm:reduce", tensors, options.asyncOp, options.timeout,
+    return submit(OpType::REDUCE, "shm:reduce", tensors, tensors, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     core.reduce_to(root, data.data(), data.count(), numbers, limits);
                     if (core.rank() == root) data.write_back();
@@ -298,7 +299,7 @@ class Backend : public c10d::Backend {
   Future broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const Dense data(tensors.at(0), "broadcast");
     const int root = options.rootRank;
-    return submit(OpType::BROADCAST, "shm:broadcast", tensors, options.asyncOp, options.timeout,
+    return submit(OpType::BROADCAST, "shm:broadcast", tensors, tensors, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     core.broadcast(root, data.span(), dtype_of(data.tensor), limits);
                     if (core.rank() != root) data.write_back();
@@ -337,8 +338,8 @@ class Backend : public c10d::Backend {
     const auto input = dense(inputs.at(0), "reduce_scatter");
     check_parts(input, output, getRank(), "reduce_scatter");
     const Numbers numbers = numbers_of(output, options.reduceOp, "reduce_scatter");
-    return submit(OpType::REDUCE_SCATTER, "shm:reduce_scatter", outputs, options.asyncOp,
-                  options.timeout, [=](Core& core, Limits limits) {
+    return submit(OpType::REDUCE_SCATTER, "shm:reduce_scatter", inputs.at(0), outputs,
+                  options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
                     core.reduce_scatter(spans(input), nullptr, output.data(), numbers, limits);
                     output.write_back();
                   });
@@ -361,7 +362,7 @@ class Backend : public c10d::Backend {
     const int root = options.rootRank;
     const auto output = dense(getRank() == root ? outputs.at(0) : Tensors{}, "gather");
     for (size_t peer = 0; peer < output.size(); ++peer) check_parts(output, input, peer, "gather");
-    return submit(OpType::GATHER, "shm:gather", outputs.empty() ? Tensors{} : outputs[0],
+    return submit(OpType::GATHER, "shm:gather", inputs, outputs.empty() ? Tensors{} : outputs[0],
                   options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
                     core.gather(root, input.span(), spans(output), dtype_of(input.tensor), limits);
                     write_back(output);
@@ -374,7 +375,8 @@ class Backend : public c10d::Backend {
     const int root = options.rootRank;
     const auto input = dense(getRank() == root ? inputs.at(0) : Tensors{}, "scatter");
     for (size_t peer = 0; peer < input.size(); ++peer) check_parts(input, output, peer, "scatter");
-    return submit(OpType::SCATTER, "shm:scatter", outputs, options.asyncOp, options.timeout,
+    return submit(OpType::SCATTER, "shm:scatter", inputs.empty() ? Tensors{} : inputs[0], outputs,
+                  options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     core.scatter(root, spans(input), output.span(), dtype_of(output.tensor), limits);
                     output.write_back();
@@ -385,7 +387,7 @@ class Backend : public c10d::Backend {
     const auto output = dense(outputs, "all_to_all"), input = dense(inputs, "all_to_all");
     check_count(output.size(), "all_to_all");
     check_count(input.size(), "all_to_all");
-    return submit(OpType::ALLTOALL, "shm:all_to_all", outputs, options.asyncOp, options.timeout,
+    return submit(OpType::ALLTOALL, "shm:all_to_all", inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     core.all_to_all(spans(input), spans(output), dtype_of(output[0].tensor),
                                       limits);
@@ -399,8 +401,8 @@ class Backend : public c10d::Backend {
     const Dense output(output_tensor, "all_to_all"), input(input_tensor, "all_to_all");
     const auto from = parts(input, getSize(), input_split, "all_to_all");
     const auto to = parts(output, getSize(), output_split, "all_to_all");
-    return submit(OpType::ALLTOALL_BASE, "shm:all_to_all", {output_tensor}, options.asyncOp,
-                  options.timeout, [=](Core& core, Limits limits) {
+    return submit(OpType::ALLTOALL_BASE, "shm:all_to_all", {input_tensor}, {output_tensor},
+                  options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
                     core.all_to_all(from, to, dtype_of(output.tensor), limits);
                     output.write_back();
                     (void)input;  // keeps the memory of `from`
@@ -408,7 +410,7 @@ class Backend : public c10d::Backend {
   }
 
   Future barrier(const c10d::BarrierOptions& options) override {
-    return submit(OpType::BARRIER, "shm:barrier", {}, options.asyncOp, options.timeout,
+    return submit(OpType::BARRIER, "shm:barrier", {}, {}, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) { core.barrier(limits); });
   }
 
@@ -426,7 +428,8 @@ class Backend : public c10d::Backend {
     return start(shm::Kind::recv, OpType::RECV, "shm:recv", tensors, from, tag);
   }
   Future recvAnysource(Tensors& tensors, int tag) override {
-    return start(shm::Kind::recv, OpType::RECVANYSOURCE, "shm:recv", tensors, shm::kAnySource, tag);
+    return start(shm::Kind::recv, OpType::RECVANYSOURCE, "shm:recvAnySource", tensors,
+                 shm::kAnySource, tag);
   }
 
   // For FSDP: model.set_allocate_memory_from_process_group_for_comm(True)
@@ -440,11 +443,11 @@ class Backend : public c10d::Backend {
 
   // Run an operation now, or put it into the queue.
   template <class Operation>
-  Future submit(OpType type, const char* title, Tensors outputs, bool is_async,
-                Milliseconds timeout, Operation operation) {
+  Future submit(OpType type, const char* title, const Tensors& inputs, Tensors outputs,
+                bool is_async, Milliseconds timeout, Operation operation) {
     shm::Heap::throw_if_forked();
     ++sequence_;
-    auto work = c10::make_intrusive<CollectiveWork>(getRank(), type, title, std::move(outputs));
+    auto work = c10::make_intrusive<CollectiveWork>(getRank(), type, title, inputs, std::move(outputs));
     const auto deadline = limits(timeout, {}).deadline;
     auto run = [work, deadline, operation, &core = group_->collectives](shm::Patience patience) {
       work->run(operation, core, {deadline, patience});
@@ -464,12 +467,13 @@ class Backend : public c10d::Backend {
     const auto data = dense(tensors, "all_reduce");
     std::vector<Numbers> numbers;
     for (auto& one : data) numbers.push_back(numbers_of(one, options.reduceOp, "all_reduce"));
-    return submit(type, title, tensors, options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
-      for (size_t i = 0; i < data.size(); ++i) {
-        core.all_reduce(data[i].data(), data[i].count(), numbers[i], limits);
-        data[i].write_back();
-      }
-    });
+    return submit(type, title, tensors, tensors, options.asyncOp, options.timeout,
+                  [=](Core& core, Limits limits) {
+                    for (size_t i = 0; i < data.size(); ++i) {
+                      core.all_reduce(data[i].data(), data[i].count(), numbers[i], limits);
+                      data[i].write_back();
+                    }
+                  });
   }
 
   Future gather_all(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -482,7 +486,7 @@ class Backend : public c10d::Backend {
       check_parts(output.back(), input[i], getRank(), "all_gather");
       flat.insert(flat.end(), outputs[i].begin(), outputs[i].end());
     }
-    return submit(type, "shm:all_gather", flat, options.asyncOp, options.timeout,
+    return submit(type, "shm:all_gather", inputs, flat, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
                       core.all_gather(input[i].span(), spans(output[i]),
@@ -500,7 +504,7 @@ class Backend : public c10d::Backend {
                       output[i].tensor.dtype() == input[i].tensor.dtype(),
                   "shm: all_gather: the output must be ", getSize(), " times the input, of its type");
     }
-    return submit(type, "shm:all_gather", outputs, options.asyncOp, options.timeout,
+    return submit(type, "shm:all_gather", inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
                       core.all_gather(input[i].span(), parts(output[i], core.size(), {}, ""),
@@ -521,7 +525,7 @@ class Backend : public c10d::Backend {
                   " times the output, of its type");
       numbers.push_back(numbers_of(output[i], options.reduceOp, "reduce_scatter"));
     }
-    return submit(type, "shm:reduce_scatter", outputs, options.asyncOp, options.timeout,
+    return submit(type, "shm:reduce_scatter", inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
                       core.reduce_scatter(parts(input[i], core.size(), {}, ""), input[i].data(),
@@ -537,8 +541,8 @@ class Backend : public c10d::Backend {
     const Tensor mine = tensors.at(0).coalesce();
     const Tensor user = tensors[0];
     return submit(
-        OpType::_ALLREDUCE_SPARSE, "shm:all_reduce", tensors, options.asyncOp, options.timeout,
-        [=](Core& core, Limits limits) {
+        OpType::_ALLREDUCE_SPARSE, "shm:all_reduce", tensors, tensors, options.asyncOp,
+        options.timeout, [=](Core& core, Limits limits) {
           const Tensor count = at::full({1}, mine._nnz(), at::kLong);
           const Tensor counts = at::empty({core.size()}, at::kLong);
           gather_uneven(core, {count}, counts.split(1), limits);

@@ -574,6 +574,41 @@ def refusals(rank: int, size: int):
     yield "lives on", numbers, torch.full((3,), float(size))
 
 
+def profiles(rank: int, size: int):
+    """torch's profiler shows each operation under its name, with the shapes of its inputs."""
+    x, each = torch.zeros(3, 2), [torch.zeros(3, 2) for _ in range(size)]
+    shape, shapes = [[3, 2]], [[3, 2]] * size
+    calls = {
+        "all_reduce": (shape, functools.partial(dist.all_reduce, x)),
+        "reduce": (shape, functools.partial(dist.reduce, x, 0)),
+        "broadcast": (shape, functools.partial(dist.broadcast, x, 0)),
+        "all_gather": (shape, functools.partial(dist.all_gather, each, x)),
+        "gather": (shape, functools.partial(dist.gather, x, each if rank == 0 else None)),
+        "scatter": (
+            shapes if rank == 0 else [],
+            functools.partial(dist.scatter, x, each if rank == 0 else None),
+        ),
+        "reduce_scatter": (shapes, functools.partial(dist.reduce_scatter, x, each)),
+        "all_to_all": (
+            shapes,
+            functools.partial(dist.all_to_all, list(map(torch.clone, each)), each),
+        ),
+        "barrier": ([], dist.barrier),
+    }
+    if rank == 0 and size > 1:
+        calls["send"] = (shape, functools.partial(dist.send, x, 1))
+    if rank == 1:
+        calls["recvAnySource"] = (shape, functools.partial(dist.recv, x))
+    for name, (expected, call) in calls.items():
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        ) as profiler:
+            call()
+        events = [e for e in profiler.events() if e.name.startswith("shm:")]
+        seen = [(e.name, e.input_shapes, e.is_async) for e in events]
+        yield name, str(seen), str([(f"shm:{name}", expected, True)])
+
+
 OPERATIONS = (
     all_reduce,
     all_reduce_of_every_half,
@@ -595,6 +630,7 @@ OPERATIONS = (
     groups,
     refusals,
     work_and_future,
+    profiles,
 )
 
 if __name__ == "__main__":

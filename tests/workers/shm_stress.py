@@ -1,7 +1,8 @@
 """Random operations on random groups, on the backend "shm" and on Gloo: do they give the same?
 
-Started by test_custom_backend_shm_stress.py: python shm_stress.py SEED OPERATIONS. All ranks make
-the same list of operations from the seed. On shm each then goes through it in its own way:
+Started by test_custom_backend_shm_stress.py: python shm_stress.py SEED OPERATIONS [--leave]. With
+--leave it ends without destroy_process_group. All ranks make the same list of operations from the
+seed. On shm each then goes through it in its own way:
 
 ordered   in the order of the list, each at once or with async_op=True and waited for later;
 shuffled  all asynchronous, in an order of its own, but for operations of one group, or of one
@@ -82,8 +83,9 @@ def main() -> None:
             )
     dist.barrier()
     if rank == 0:
-        print(f"{count} operations in groups of {[len(ranks) for ranks in sets]} ranks")
-    dist.destroy_process_group()
+        print(f"{count} operations in groups of {[len(ranks) for ranks in sets]} ranks", flush=True)
+    if "--leave" not in sys.argv:
+        dist.destroy_process_group()
 
 
 def any_operation(index: int, sets: list[tuple], plan: random.Random) -> Operation:
