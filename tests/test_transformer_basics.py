@@ -13,6 +13,7 @@ import data
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import warm
 from arguments import UserError
 from config import AXES, Settings
@@ -20,9 +21,13 @@ from data import Batches, bigram_loss
 from helpers import ROOT, python, read_metrics, torchrun
 from model import GPT, GPTConfig, from_hugging_face, initialize, to_hugging_face
 from optimizer import learning_rate
+from parallelize import apply_tensor_parallel
 from pipeline import Pipeline, stage_layers
 from pretrained import copy_weights, read_pretrained
 from runtime import Worker
+from sampling import generate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from workers.gpt_equivalence import CASES, KINDS, LENGTH, LR, STEPS, one_process
 
 FOLDER = ROOT / "transformer_basics"
@@ -601,6 +606,29 @@ def test_export_generate_and_start_again(corpus, straight, tmp_path):
     again = warm.run(FOLDER / "export.py", folder, exported)
     assert again.returncode == 2
     assert "is not empty" in again.output
+
+
+def test_a_window_is_filled_up_to_a_multiple_and_the_tokens_stay_the_same():
+    """For sequence parallelism, which cuts it; what is behind the end changes nothing."""
+    model = initialize(GPT(GPTConfig(256, 16, 2, 2, 16)), seed=0)
+    prompt, lengths = torch.tensor([[5, 6, 7], [8, 9, 10]]), []
+    model.register_forward_pre_hook(lambda model, inputs: lengths.append(inputs[0].shape[1]))
+    plain = generate(model, None, prompt, count=6)
+    assert lengths == [3, 4, 5, 6, 7, 8]
+    lengths.clear()
+    assert torch.equal(generate(model, None, prompt, count=6, length_multiple=4), plain)
+    assert lengths == [4, 4, 8, 8, 8, 8]
+
+
+def test_weights_that_were_tied_are_one_after_they_were_cut():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = GPT(GPTConfig(256, 16, 2, 2, 16, tied=True))
+        cut = apply_tensor_parallel(model, init_device_mesh("cpu", (1,)))
+        assert isinstance(cut.head.weight, DTensor)
+        assert cut.head.weight is cut.token_embedding.weight
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow
