@@ -34,13 +34,18 @@ SERVER.set_forkserver_preload(
 )
 
 
-def run(script, *args, ranks: int = 1, timeout: float = 300) -> Result:
-    """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left."""
+def run(script, *args, ranks: int = 1, timeout: float = 300, **changes: str) -> Result:
+    """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left.
+
+    changes: of the environment.
+    """
     command = [str(part) for part in (script, *args)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.NamedTemporaryFile("r") as log:
         processes = [
-            SERVER.Process(target=_rank, args=(log.name, command, environment(rank, ranks, store)))
+            SERVER.Process(
+                target=_rank, args=(log.name, command, environment(rank, ranks, store) | changes)
+            )
             for rank in range(ranks)
         ]
         try:
@@ -108,5 +113,6 @@ def _rank(log: str, command: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # as in other processes, not the server's
     sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    more = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [str(Path(command[0]).resolve().parent), *more]
     runpy.run_path(command[0], run_name="__main__")
