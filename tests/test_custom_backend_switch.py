@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
-from helpers import ROOT, learned, torchrun
+from helpers import ROOT, learned, python, torchrun
 from runtime import choose_backend
 from workers.equivalence_slice import SLICES
 
@@ -103,6 +103,14 @@ def test_a_wrong_flag_is_said_once_by_all_ranks():
     assert result.output.count(NOWHERE.format("switch_nowhere")) == 1
 
 
+def test_pytest_has_the_switch_too(request):
+    """pytest --backend shm reaches forked ranks and launched ones."""
+    says = f"rank(s) on cpu, {request.config.getoption('backend')}, torch"
+    script = ROOT / "collectives/hello_world.py"
+    assert f"2 {says}" in warm.run(script, ranks=2).check().output
+    assert f"1 {says}" in python(script).check().output
+
+
 # ---- on shm
 
 
@@ -158,8 +166,7 @@ def same_run(folder, other) -> None:
 @pytest.mark.parametrize("matrix", SLICES)
 def test_a_slice_of_the_matrix_equals_one_process(shm, matrix, tmp_path):
     script, ranks = ROOT / "tests/workers/equivalence_slice.py", SLICES[matrix][0]
-    changes = {"DISTRIBUTED_BACKEND": "shm", "PYTHONPATH": CUSTOM}
-    warm.run(script, matrix, tmp_path / "found", ranks=ranks, **changes).check()
+    warm.run(script, matrix, tmp_path / "found", ranks=ranks, DISTRIBUTED_BACKEND="shm").check()
     saved = torch.load(tmp_path / "found")
     assert saved["backend"] == "shm"
     assert list(saved["found"]) == SLICES[matrix][1]
