@@ -25,12 +25,13 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
+# From now on "ring" is a backend like any other: init_process_group("ring") would do, too.
+dist.Backend.register_backend("ring", new_ring_group, extended_api=True, devices=["cpu"])
+
 
 @record
 def main() -> None:
     args = parse_args()
-    # From now on "ring" is a backend like any other: init_process_group("ring") would do, too.
-    dist.Backend.register_backend("ring", new_ring_group, extended_api=True, devices=["cpu"])
     with distributed_worker("cpu") as worker:
         group = dist.new_group(backend="ring", timeout=timedelta(minutes=1))
         show_operations(group, args.numel, worker)

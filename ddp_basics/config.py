@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from arguments import ArgumentParser, above, at_least, between
 from data import DATASETS
+from runtime import known_backend
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,6 +31,7 @@ class Settings:
     compile: bool = False
     seed: int = 0
     device: str = "auto"
+    backend: str | None = None
     workers: int = 0
     timeout: float = 600
     output_dir: Path | None = None
@@ -69,6 +71,7 @@ def parse_args() -> Settings:
     add("--seed", type=int)
     # on what
     add("--device", choices=("auto", "cpu", "cuda"))
+    add("--backend", type=known_backend, help="gloo, nccl, or a module's: runtime.py")
     add("--workers", type=at_least(0), help="processes per rank that load data")
     add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
     # what is kept

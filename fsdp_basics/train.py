@@ -41,7 +41,8 @@ def main() -> None:
     settings = parse_args()
     if settings.dataset == "mnist":
         download_mnist(settings.data_dir)  # one rank per node; the others wait when they join
-    with distributed_worker(settings.device, timedelta(seconds=settings.timeout)) as worker:
+    timeout = timedelta(seconds=settings.timeout)
+    with distributed_worker(settings.device, timeout, settings.backend) as worker:
         finished = train(settings, worker)
     sys.exit(0 if finished else 128 + signal.SIGTERM)
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arguments import ArgumentParser, above, at_least, between
+from runtime import known_backend
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Settings:
     activation_checkpointing: bool = False
     seed: int = 0
     device: str = "auto"
+    backend: str | None = None
     workers: int = 0
     timeout: float = 600
     output_dir: Path | None = None
@@ -86,6 +88,7 @@ def parse_args() -> Settings:
     add("--seed", type=int)
     # on what
     add("--device", choices=("auto", "cpu", "cuda"))
+    add("--backend", type=known_backend, help="gloo, nccl, or a module's: runtime.py")
     add("--workers", type=at_least(0), help="processes per rank that read and tokenize")
     add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
     # what is kept

@@ -6,7 +6,10 @@
 The model is built inside a function, so that it is gone before the job is left.
 """
 
+import argparse
 import gc
+import importlib
+import importlib.util
 import os
 import sys
 import weakref
@@ -40,12 +43,15 @@ class Worker:
 
 @contextmanager
 def distributed_worker(
-    device: str = "auto", timeout: timedelta = timedelta(minutes=10)
+    device: str = "auto",
+    timeout: timedelta = timedelta(minutes=10),
+    backend: str | None = None,
 ) -> Iterator[Worker]:
     """Join the job that torchrun describes in the environment; without torchrun, a job of one.
 
     device: "cpu", "cuda", or "auto": a GPU if this node has one per local rank, else the CPU.
     timeout: how long a collective waits for a missing rank before it raises.
+    backend: None: NCCL on GPUs, Gloo on CPUs; else the name of another, see `choose_backend`.
     A `UserError` inside the block ends the program with one sentence and exit status 2.
     """
     launched = "RANK" in os.environ  # by torchrun, or by whatever sets the same variables
@@ -57,8 +63,7 @@ def distributed_worker(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     dist.init_process_group(
-        # NCCL moves what is on GPUs, Gloo what is on CPUs: offloaded shards, objects, small notes.
-        "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+        choose_backend(backend, place.type),
         store=store,
         rank=rank,
         world_size=world_size,
@@ -66,8 +71,8 @@ def distributed_worker(
         device_id=place if place.type == "cuda" else None,  # NCCL connects now, not at first use
     )
     if rank == 0:
-        backend = "nccl" if place.type == "cuda" else "gloo"
-        print(f"{world_size} rank(s) on {place.type}, {backend}, torch {torch.__version__}")
+        print(f"{world_size} rank(s) on {place.type}, {dist.get_backend()}, ", end="")
+        print(f"torch {torch.__version__}")
         sys.stdout.flush()
     try:
         yield Worker(rank, local_rank, world_size, place)
@@ -106,6 +111,47 @@ def sees_its_own_gpu(store: dist.Store) -> bool:
     rank, world_size = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
     store.set(f"gpu_of_{rank}", str(torch.cuda.get_device_properties(0).uuid))
     return len({store.get(f"gpu_of_{other}") for other in range(world_size)}) == world_size
+
+
+def choose_backend(name: str | None, device_type: str) -> str:
+    """What the ranks talk through; ends the program where it cannot be had.
+
+    Without a name (--backend, or $DISTRIBUTED_BACKEND for scripts that lack the flag), it follows
+    from the device.
+    """
+    name = name or os.environ.get("DISTRIBUTED_BACKEND")
+    if not name:
+        # NCCL moves what is on GPUs, Gloo what is on CPUs: offloaded shards, objects, small notes.
+        return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    try:
+        name = known_backend(name)
+    except argparse.ArgumentTypeError as error:
+        fail(f"backend {error}")
+    devices = dist.Backend.backend_capability.get(name, ["nothing"])
+    if device_type not in devices:
+        fail(f"backend {name} is for {' and '.join(devices)}, this job is on {device_type}")
+    return name
+
+
+def known_backend(name: str) -> str:
+    """A type for add_argument: a backend of torch, or one that a module of ours registers.
+
+    The module NAME_backend, or NAME, is imported from where Python looks (PYTHONPATH).
+    """
+    modules = (f"{name}_backend", name)
+    if name.isidentifier() and not dist.is_backend_available(name):
+        module = next(filter(importlib.util.find_spec, modules), None)
+        try:
+            if module:
+                importlib.import_module(module)
+        except (ImportError, RuntimeError) as error:
+            raise argparse.ArgumentTypeError(f"{name}: {error}") from None
+    if not dist.is_backend_available(name):
+        raise argparse.ArgumentTypeError(
+            f"{name} is unknown to this torch, and no module {' or '.join(modules)} on PYTHONPATH "
+            "registers it"
+        )
+    return name.lower()  # as torch keeps it
 
 
 def leave() -> None:

@@ -59,7 +59,7 @@ def main() -> None:
     timeout = timedelta(seconds=settings.timeout)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        distributed_worker(settings.device, timeout) as worker,
+        distributed_worker(settings.device, timeout, settings.backend) as worker,
     ):
         finished = train(settings, files, settings.output_dir or Path(scratch), worker)
     sys.exit(0 if finished else 128 + signal.SIGTERM)

@@ -34,6 +34,17 @@ def use(test_file: Path) -> None:
     in_use[0] = own
 
 
+def pytest_addoption(parser):
+    says = "what the ranks talk through, where a script does not name it"
+    parser.addoption("--backend", choices=("gloo", "shm"), default="gloo", help=says)
+
+
+def pytest_configure(config):
+    os.environ.pop("DISTRIBUTED_BACKEND", None)
+    if config.getoption("backend") != "gloo":
+        os.environ["DISTRIBUTED_BACKEND"] = config.getoption("backend")  # runtime.py reads it
+
+
 def pytest_collectstart(collector):
     if isinstance(collector, pytest.Module):
         use(collector.path)
@@ -74,7 +85,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module", autouse=True)
 def shm_is_compiled(request):
     """Before the clocks of tests run: on a new machine it takes minutes."""
-    if request.path.stem.startswith("test_custom_backend_shm") and not compiled:
+    asked_for = request.config.getoption("backend") == "shm"
+    if (asked_for or request.path.stem.startswith("test_custom_backend_shm")) and not compiled:
         import helpers
 
         helpers.python(TESTS.parent / "custom_backend/shm/build.py", timeout=800).check()

@@ -28,6 +28,9 @@ def clean_environment(**changes: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     env |= {"PYTHONFAULTHANDLER": "1", **changes}  # SIGABRT shows where a process is
+    if "DISTRIBUTED_BACKEND" in env:  # pytest --backend shm: that is where shm is found
+        folders = [env.get("PYTHONPATH"), str(ROOT / "custom_backend")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return env
 
 

@@ -307,7 +307,7 @@ def test_async_work_shows_both_orders(tmp_path):
 def test_on_one_gpu(tmp_path):
     options = ("--device", "cuda", "--max-bytes", "4K", "--repeats", 2, "--verify")
     output = python(BANDWIDTH, *options, "--output-dir", tmp_path).check().output
-    assert "1 rank(s) on cuda, nccl" in output
+    assert "1 rank(s) on cuda, cpu:gloo,cuda:nccl" in output
     rows = [line for line in read_metrics(tmp_path) if "operation" in line]
     assert [row["operation"] for row in rows] == [o for o in OPERATIONS if o != "send_recv"]
     assert {(row["backend"], row["values"]) for row in rows} == {("cpu:gloo,cuda:nccl", "ok")}

@@ -479,6 +479,6 @@ def test_messages_are_shortened(modules):
 )
 def test_on_a_gpu(name):
     output = torchrun(HERE / f"{name}.py", "--device", "cuda", ranks=1).check().output
-    assert "1 rank(s) on cuda, nccl" in output
+    assert "1 rank(s) on cuda, cpu:gloo,cuda:nccl" in output
     if name == "reduce_ops":
         assert "Cannot use ReduceOp.BAND with NCCL" in output

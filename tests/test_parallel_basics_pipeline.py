@@ -340,7 +340,7 @@ def test_from_scratch_as_one_process():
 @pytest.mark.gpu
 def test_from_scratch_on_a_gpu():
     output = python(SCRATCH, "--device", "cuda", "--steps", 2).check().output
-    assert output.startswith("1 rank(s) on cuda, nccl")
+    assert output.startswith("1 rank(s) on cuda, cpu:gloo,cuda:nccl")
     for values in table(output, "largest difference").values():
         assert max(values) < 1e-4
 

@@ -266,5 +266,5 @@ def test_one_process_is_a_world_of_one(script, rows):
 @pytest.mark.gpu
 def test_on_a_gpu():
     output = warm.run(HERE / "tensor_parallel_from_scratch.py", "--device", "cuda").check().output
-    assert "1 rank(s) on cuda, nccl" in output
+    assert "1 rank(s) on cuda, cpu:gloo,cuda:nccl" in output
     check_output(output, rows=1)

@@ -797,7 +797,7 @@ def test_benchmark():
 def test_gpu_loss_equals_cpu(corpus, straight, tmp_path, flags, tolerance):
     args = (*TINY, "--device", "cuda", "--output-dir", tmp_path, "--data", *corpus)
     result = torchrun(TRAIN, *args, *flags.split(), ranks=1, timeout=280).check()
-    assert "1 rank(s) on cuda, nccl" in result.output
+    assert "1 rank(s) on cuda, cpu:gloo,cuda:nccl" in result.output
     assert np.isfinite(losses(tmp_path)).all()
     if tolerance:
         assert losses(tmp_path) == pytest.approx(losses(straight[0]), abs=tolerance)

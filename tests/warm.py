@@ -34,14 +34,17 @@ SERVER.set_forkserver_preload(
 )
 
 
-def run(script, *args, ranks: int = 1, timeout: float = 300) -> Result:
-    """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left."""
+def run(script, *args, ranks: int = 1, timeout: float = 300, **changes: str) -> Result:
+    """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left.
+
+    changes: of the environment.
+    """
     command = [str(part) for part in (script, *args)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.NamedTemporaryFile("r") as log:
         processes = [
-            SERVER.Process(target=_rank, args=(log.name, command, environment(rank, ranks, store)))
-            for rank in range(ranks)
+            SERVER.Process(target=_rank, args=(log.name, command, told))
+            for told in (environment(rank, ranks, store, **changes) for rank in range(ranks))
         ]
         try:
             for process in processes:
@@ -61,15 +64,15 @@ def run(script, *args, ranks: int = 1, timeout: float = 300) -> Result:
     return Result(status, output)
 
 
-def environment(rank: int, ranks: int, store: dist.TCPStore) -> dict[str, str]:
+def environment(rank: int, ranks: int, store: dist.TCPStore, **changes: str) -> dict[str, str]:
     """What torchrun tells a rank."""
     if ranks == 1:
-        return clean_environment()
+        return clean_environment(**changes)
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     told |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # we serve it, not rank 0
-    return clean_environment(**{name: str(value) for name, value in told.items()})
+    return clean_environment(**{name: str(value) for name, value in told.items()}, **changes)
 
 
 def _wait_for(processes: list, timeout: float) -> int | None:
@@ -108,5 +111,6 @@ def _rank(log: str, command: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # as in other processes, not the server's
     sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    more = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [str(Path(command[0]).resolve().parent), *more]
     runpy.run_path(command[0], run_name="__main__")

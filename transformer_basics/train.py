@@ -48,7 +48,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 @record  # torchrun then shows the traceback of the rank that failed first
 def main() -> None:
     settings = parse_args()
-    with distributed_worker(settings.device, timedelta(seconds=settings.timeout)) as worker:
+    timeout = timedelta(seconds=settings.timeout)
+    with distributed_worker(settings.device, timeout, settings.backend) as worker:
         finished = train(settings, worker)
     sys.exit(0 if finished else 128 + signal.SIGTERM)
 

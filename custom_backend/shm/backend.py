@@ -27,7 +27,11 @@ MODULE = None  # the compiled part
 
 
 def register() -> None:
-    """Make "shm" a backend of torch.distributed; "cpu:shm,cuda:nccl" can be asked for, too."""
+    """Make "shm" a backend of torch.distributed; "cpu:shm,cuda:nccl" can be asked for, too.
+
+    Raises RuntimeError with one sentence where it is not compiled and there is no compiler.
+    """
+    build.check_tools()
     if "shm" not in dist.Backend.backend_list:
         dist.Backend.register_backend("shm", create_backend, devices=["cpu"])
 

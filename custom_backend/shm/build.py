@@ -28,15 +28,14 @@ def load() -> ModuleType:
 
     Raises RuntimeError with one sentence where there is no compiler, or it fails.
     """
-    directory = cache() / fingerprint()
-    library = directory / "shm_backend.so"
-    directory.mkdir(parents=True, exist_ok=True)
-    with alone(directory / "building"):
-        if not library.exists():
+    file = library()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with alone(file.parent / "building"):
+        if not file.exists():
             check_tools()
             print("shm: compiling the backend, once (about a minute)", file=sys.stderr)
-            compile_into(directory)
-    spec = importlib.util.spec_from_file_location("shm_backend", library)
+            compile_into(file.parent)
+    spec = importlib.util.spec_from_file_location("shm_backend", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -62,6 +61,11 @@ def compile_into(directory: Path) -> None:
     shutil.rmtree(folder)
 
 
+def library() -> Path:
+    """What has been compiled, or will be."""
+    return cache() / fingerprint() / "shm_backend.so"
+
+
 def cache() -> Path:
     """Where builds are kept: $SHM_BUILD_DIR, else with other caches of this user."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_shm_backend"
@@ -81,6 +85,9 @@ def compiler() -> str:
 
 
 def check_tools() -> None:
+    """Raises RuntimeError with one sentence where what is to be compiled cannot be."""
+    if library().exists():
+        return
     missing = [tool for tool in (compiler(), "ninja") if shutil.which(tool) is None]
     if missing:
         raise RuntimeError(

@@ -1,0 +1,190 @@
+"""The scripts' --backend: which names can be had, and training on shm equal to the usual."""
+
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import warm
+from helpers import ROOT, learned, python, torchrun
+from runtime import choose_backend
+from workers.equivalence_slice import SLICES
+
+CUSTOM = str(ROOT / "custom_backend")
+TRAIN = ROOT / "ddp_basics/train.py"
+SHORT = ("--epochs", 1, "--log-every", 1)
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Write a module to where Python looks; what it registers is forgotten after the test."""
+    for name in ("backend_list", "backend_capability", "backend_type_map"):
+        monkeypatch.setattr(dist.Backend, name, getattr(dist.Backend, name).copy())
+    monkeypatch.delenv("DISTRIBUTED_BACKEND", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, *lines: str) -> None:
+        head = "import torch.distributed as dist"
+        (tmp_path / f"{name}.py").write_text("\n".join([head, *lines]))
+        importlib.invalidate_caches()
+
+    return write
+
+
+def registering(name: str, devices: list[str]) -> str:
+    return f"dist.Backend.register_backend('{name}', lambda *args: None, devices={devices})"
+
+
+def test_without_a_name_the_device_decides(modules, monkeypatch):
+    assert choose_backend(None, "cpu") == "gloo"
+    assert choose_backend(None, "cuda") == "cpu:gloo,cuda:nccl"
+    monkeypatch.setenv("DISTRIBUTED_BACKEND", "gloo")
+    assert choose_backend(None, "cuda") == "gloo"
+
+
+def test_a_module_may_register_it(modules, monkeypatch):
+    modules("switch_a", registering("switch_a", ["cpu"]))
+    modules("switch_b_backend", registering("switch_b", ["cpu", "cuda"]))
+    modules("switch_b", "raise RuntimeError('NAME_backend comes first')")
+    assert choose_backend("switch_a", "cpu") == "switch_a"
+    assert choose_backend("switch_a", "cpu") == "switch_a"  # once imported, it is known
+    assert choose_backend("switch_b", "cuda") == "switch_b"
+    modules("switch_c", registering("switch_c", ["cpu"]))
+    monkeypatch.setenv("DISTRIBUTED_BACKEND", "switch_c")
+    assert choose_backend(None, "cpu") == "switch_c"
+    assert choose_backend("switch_a", "cpu") == "switch_a"  # the flag wins
+
+
+NOWHERE = "{0} is unknown to this torch, and no module {0}_backend or {0} on PYTHONPATH"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("switch_nowhere", NOWHERE.format("switch_nowhere")),
+        ("not/a/name", NOWHERE.format("not/a/name")),
+        ("switch.nowhere", NOWHERE.format("switch.nowhere")),
+        ("switch_silent", NOWHERE.format("switch_silent")),
+        ("switch_lacking", "switch_lacking: No module named 'switch_nothing'"),
+        ("switch_unable", "switch_unable: no compiler"),
+        ("switch_gpu", "switch_gpu is for cuda, this job is on cpu"),
+        ("nccl", None),  # a build for CPUs does not know it
+    ],
+)
+def test_a_name_that_cannot_be_had_is_one_sentence(modules, capsys, name, says):
+    modules("switch_silent")
+    modules("switch_lacking", "import switch_nothing")
+    modules("switch_unable", "raise RuntimeError('no compiler')")
+    modules("switch_gpu", registering("switch_gpu", ["cuda"]))
+    with pytest.raises(SystemExit) as end:
+        choose_backend(name, "cpu")
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("error: backend ") == error.count("\n") == 1
+    assert (says or "nccl is ") in error
+
+
+@pytest.mark.parametrize(
+    "directory", ["ddp_basics", "fsdp_basics", "t5_finetuning", "transformer_basics"]
+)
+def test_a_wrong_flag_ends_before_anything_is_made(directory, tmp_path):
+    args = ["--backend", "switch_nowhere", "--output-dir", tmp_path / "run"]
+    args += {"t5_finetuning": ["--data-dir", tmp_path / "data"]}.get(directory, [])
+    result = warm.run(ROOT / directory / "train.py", *args)
+    assert result.returncode == 2
+    says = "train.py: error: --backend: " + NOWHERE.format("switch_nowhere") + " registers it\n"
+    assert result.output == says
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_flag_is_said_once_by_all_ranks():
+    result = torchrun(TRAIN, "--backend", "switch_nowhere")
+    assert result.returncode
+    assert result.output.count(NOWHERE.format("switch_nowhere")) == 1
+
+
+def test_pytest_has_the_switch_too(request):
+    """pytest --backend shm reaches forked ranks and launched ones."""
+    says = f"rank(s) on cpu, {request.config.getoption('backend')}, torch"
+    script = ROOT / "collectives/hello_world.py"
+    assert f"2 {says}" in warm.run(script, ranks=2).check().output
+    assert f"1 {says}" in python(script).check().output
+
+
+# ---- on shm
+
+
+@pytest.fixture
+def shm():
+    pytest.importorskip("shm", exc_type=RuntimeError)  # it says that there is no compiler
+
+
+@pytest.fixture(scope="module")
+def on_gloo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gloo")
+    said = warm.run(TRAIN, *SHORT, "--output-dir", folder, "--backend", "gloo", ranks=2).check()
+    assert said.output.count("2 rank(s) on cpu, gloo, torch") == 1
+    return folder
+
+
+def test_no_compiler_is_said_before_anything_is_made(tmp_path):
+    args = ("--backend", "shm", "--output-dir", tmp_path / "run")
+    places = {"PATH": str(tmp_path), "SHM_BUILD_DIR": str(tmp_path / "builds")}
+    result = warm.run(TRAIN, *args, PYTHONPATH=CUSTOM, **places)
+    assert result.returncode == 2
+    assert "train.py: error: --backend: shm: shm: " in result.output
+    assert " and ninja not found. The backend is compiled on first use" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_py_on_shm_takes_the_steps_that_it_takes_on_gloo(shm, on_gloo, tmp_path):
+    flags = (*SHORT, "--output-dir", tmp_path, "--backend", "shm")
+    said = torchrun(TRAIN, *flags, PYTHONPATH=CUSTOM).check().output
+    assert said.count("2 rank(s) on cpu, shm, torch") == 1
+    same_run(tmp_path, on_gloo)
+
+
+def test_a_backend_in_python_can_be_had_by_its_name_too(on_gloo, tmp_path):
+    flags = (*SHORT, "--output-dir", tmp_path, "--backend", "ring")
+    said = warm.run(TRAIN, *flags, ranks=2, PYTHONPATH=CUSTOM).check().output
+    assert said.count("2 rank(s) on cpu, ring, torch") == 1
+    same_run(tmp_path, on_gloo)
+
+
+def same_run(folder, other) -> None:
+    """The same losses and parameters, to the last bit: with two ranks a + b is b + a."""
+    assert learned(folder) == learned(other) != []
+    saved, expected = (
+        torch.load(max((place / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
+        for place in (folder, other)
+    )
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(saved[name], tensor), name
+
+
+@pytest.mark.parametrize("matrix", SLICES)
+def test_a_slice_of_the_matrix_equals_one_process(shm, matrix, tmp_path):
+    script, ranks = ROOT / "tests/workers/equivalence_slice.py", SLICES[matrix][0]
+    warm.run(script, matrix, tmp_path / "found", ranks=ranks, DISTRIBUTED_BACKEND="shm").check()
+    saved = torch.load(tmp_path / "found")
+    assert saved["backend"] == "shm"
+    assert list(saved["found"]) == SLICES[matrix][1]
+    for case, (expected, actual) in saved["found"].items():
+        assert len(actual) == len(expected) > 0
+        for a, b in zip(actual, expected, strict=True):
+            compare(a, {name: b[name] for name in b if name in a}, case)
+
+
+def compare(actual, expected, what) -> None:
+    """fp32 sums in another order: 1e-7 for numbers of order one; AdamW magnifies that to 2e-6."""
+    if isinstance(expected, dict):
+        assert expected, what
+        for name, value in expected.items():
+            compare(actual[name], value, f"{what}, {name}")
+    elif isinstance(expected, list):
+        for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
+            compare(a, b, f"{what}, {number}")
+    else:
+        pair = (torch.as_tensor(value, dtype=torch.float32) for value in (actual, expected))
+        torch.testing.assert_close(*pair, rtol=0, atol=2e-6, msg=lambda text: f"{what}: {text}")
