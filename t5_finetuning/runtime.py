@@ -71,9 +71,8 @@ def distributed_worker(
         device_id=place if place.type == "cuda" else None,  # NCCL connects now, not at first use
     )
     if rank == 0:
-        print(f"{world_size} rank(s) on {place.type}, {dist.get_backend()}, ", end="")
-        print(f"torch {torch.__version__}")
-        sys.stdout.flush()
+        where = f"{place.type}, {dist.get_backend()}"
+        print(f"{world_size} rank(s) on {where}, torch {torch.__version__}", flush=True)
     try:
         yield Worker(rank, local_rank, world_size, place)
     except UserError as error:

@@ -98,8 +98,8 @@ def test_a_wrong_flag_ends_before_anything_is_made(directory, tmp_path):
 
 
 def test_a_wrong_flag_is_said_once_by_all_ranks():
-    result = torchrun(TRAIN, "--backend", "switch_nowhere")
-    assert result.returncode
+    result = warm.run(TRAIN, "--backend", "switch_nowhere", ranks=2)
+    assert result.returncode == 2
     assert result.output.count(NOWHERE.format("switch_nowhere")) == 1
 
 
