@@ -82,7 +82,7 @@ def run_tests(backend: str, open_gates: bool, only: str) -> dict[str, tuple[str,
         import shm  # noqa: F401 (registers itself)
         from torch.testing._internal.common_distributed import DistTestCases
 
-        for feature in ("ddp", "subgroup", "plugin"):
+        for feature in ("ddp", "subgroup", "plugin", *(["gpu"] if open_gates else [])):
             DistTestCases.backend_feature[feature].add("shm")
     tests = opened() if open_gates else importlib.import_module(MODULE)
 

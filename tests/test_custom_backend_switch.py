@@ -12,6 +12,7 @@ from workers.equivalence_slice import SLICES
 
 CUSTOM = str(ROOT / "custom_backend")
 TRAIN = ROOT / "ddp_basics/train.py"
+TEMPLATES = ("ddp_basics", "fsdp_basics", "t5_finetuning", "transformer_basics")
 SHORT = ("--epochs", 1, "--log-every", 1)
 
 
@@ -84,9 +85,7 @@ def test_a_name_that_cannot_be_had_is_one_sentence(modules, capsys, name, says):
     assert (says or "nccl is ") in error
 
 
-@pytest.mark.parametrize(
-    "directory", ["ddp_basics", "fsdp_basics", "t5_finetuning", "transformer_basics"]
-)
+@pytest.mark.parametrize("directory", TEMPLATES)
 def test_a_wrong_flag_ends_before_anything_is_made(directory, tmp_path):
     args = ["--backend", "switch_nowhere", "--output-dir", tmp_path / "run"]
     args += {"t5_finetuning": ["--data-dir", tmp_path / "data"]}.get(directory, [])
@@ -95,6 +94,13 @@ def test_a_wrong_flag_ends_before_anything_is_made(directory, tmp_path):
     says = "train.py: error: --backend: " + NOWHERE.format("switch_nowhere") + " registers it\n"
     assert result.output == says
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("directory", TEMPLATES)
+def test_the_flags_reach_the_group(directory):
+    joining, train = ROOT / "tests/workers/joining.py", ROOT / directory / "train.py"
+    result = warm.run(joining, train, "--device", "cpu", "--timeout", 77, "--backend", "gloo")
+    assert result.output.splitlines()[-1] == "cpu, 77.0 s, gloo"
 
 
 def test_a_wrong_flag_is_said_once_by_all_ranks():
