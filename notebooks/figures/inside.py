@@ -1,5 +1,6 @@
 """Pictures of chapter 22: messages between layers, caches, who reduces what, orders of steps."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -52,8 +53,7 @@ def _sequence(messages: Sequence, thread: str = "") -> None:
     for x, name in enumerate(columns):
         colour = figures.COLOURS[int(name[5:])] if name.startswith("rank ") else "#eeeeee"
         ax.plot([x, x], [-0.8, rows], color="0.8", linewidth=1, zorder=0)
-        text = name.replace("thread ", "thread\n").replace("_c10d", "\n_c10d")
-        text = text.replace("ProcessGroupG", "ProcessGroup\nG").replace("pt_gloo_", "pt_gloo\n_")
+        text = re.sub(r"^(thread |distributed|Process)|(Group|pt_gloo)(?=.)", r"\g<0>\n", name)
         box = {"boxstyle": "square,pad=0.25", "facecolor": colour, "edgecolor": "0.6"}
         ax.text(x, -1.3, text, ha="center", va="center", fontsize=8, bbox=box)
     for y, m in enumerate(messages):
@@ -64,20 +64,30 @@ def _sequence(messages: Sequence, thread: str = "") -> None:
         else:
             figures.arrow(ax, (a, y), (b, y), color=colour, shrinkA=0, shrinkB=0)
         took = "" if m.took is None else f" ({1e6 * m.took:,.0f} us)"
-        ax.text((a + b) / 2, y - 0.08, m.what + took, ha="center", va="bottom", fontsize=8)
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        place = {"ha": "center", "va": "bottom", "fontsize": 8}
+        ax.text((a + b) / 2, y - 0.12, m.what + took, bbox=white, **place)
         at = f"{1e6 * (m.at - messages[0].at):,.0f} us"
         ax.text(-0.155 * wide, y, at, ha="left", va="center", fontsize=8, color="0.4")
     figures.show(figure)
 
 
-def latencies(microseconds: Mapping[str, float], title: str) -> None:
-    """A bar per way to send a few bytes, on a logarithmic axis, with its number."""
-    figure, ((ax,),) = figures.panels(1, 0.4 * len(microseconds) + 1.0, squeeze=False)
-    ax.barh(list(microseconds), list(microseconds.values()), color=figures.COLOURS[0])
-    for y, value in enumerate(microseconds.values()):
-        ax.text(1.05 * value, y, f"{value:,.3g} us", va="center")
+def latencies(microseconds: Mapping[str, tuple[float, float]], title: str) -> None:
+    """A bar per way to send a few bytes, on a logarithmic axis: (best, median), the fastest first.
+
+    Raises AssertionError where the median is below the best: then they are exchanged.
+    """
+    ordered = sorted(microseconds.items(), key=lambda pair: pair[1])
+    figure, ((ax,),) = figures.panels(1, 0.4 * len(ordered) + 1.0, squeeze=False)
+    for y, (name, (best, median)) in enumerate(ordered):
+        assert best <= median, f"{name}: the best is {best}, the median {median}"
+        ax.barh(name, best, color=figures.COLOURS[0])
+        ax.plot(median, y, "o", color="0.3", markersize=4)
+        ax.text(1.15 * median, y, f"{best:,.3g} us", va="center")
     ax.invert_yaxis()
-    ax.set(xscale="log", xlabel="microseconds", xlim=(None, 3 * max(microseconds.values())))
+    most = max(median for _, median in microseconds.values())
+    least = min(best for best, _ in microseconds.values())
+    ax.set(xscale="log", xlabel="microseconds", xlim=(least / 3, 4 * most))
     ax.set_title(title, loc="left")
     figures.show(figure)
 
