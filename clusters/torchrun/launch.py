@@ -1,0 +1,156 @@
+"""Start one training on several hosts: an agent of torchrun on each, over ssh or in the lab.
+
+    python clusters/torchrun/launch.py hosts.txt ddp_basics/train.py --epochs 5     # over ssh
+    python clusters/torchrun/launch.py --lab 3 ddp_basics/train.py --epochs 5       # see lab.py
+
+hosts.txt has a name a line, as `ssh NAME` takes it; what follows a '#' is a comment. The first host
+is where the agents meet. The script, this directory and Python have the same place on all hosts.
+Each line of output begins with its host. When one agent fails, or Ctrl-C is pressed, all are ended,
+and the exit status is that of the one that failed first.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+LAB = Path(__file__).resolve().parent.parent / "lab.py"
+# Of a host that has lost its power nobody hears anything: ask, three times in 15 s.
+SSH = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+SSH += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+GRACE = 40  # seconds; an agent gives its ranks 30 to save what they have
+
+
+def main() -> None:
+    args = parse_args()
+    hosts = [f"host{i}" for i in range(args.lab)] if args.lab else read_hosts(args)
+    job = uuid.uuid4().hex[:8]  # two jobs that meet at one port must not be taken for one
+    torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
+    torchrun += [f"--nproc-per-node={args.nproc_per_node}", f"--rdzv-id={job}"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={plain(hosts[0])}:{args.port}"]
+    command = [sys.executable, "-u", *torchrun, args.script, *args.arguments]
+    agents = {host: start(host, command, args.lab) for host in hosts}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: ended.put((None, 128 + number)))
+    ended = SimpleQueue()
+    for host, agent in agents.items():
+        in_background(lambda host=host, agent=agent: ended.put((host, agent.wait())))
+    printers = [in_background(partial(show, *item)) for item in agents.items()]
+    status = first_failure(len(hosts), ended)
+    if status:
+        end(agents.values(), printers)
+    for printer in printers:
+        printer.join(5)
+    sys.exit(status)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        usage="launch.py [--nproc-per-node N] [--port P] (HOSTS | --lab N) SCRIPT ...",
+    )
+    parser.add_argument("--nproc-per-node", default="1", help="ranks on each host, or gpu")
+    parser.add_argument("--port", type=int, default=29500, help="of the first host")
+    parser.add_argument("--lab", type=int, help="so many hosts of the lab, not a file of hosts")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.hosts = None if args.lab else next(iter(args.words), None)
+    args.script, *args.arguments = args.words[0 if args.lab else 1 :] or [None]
+    if args.script is None:
+        parser.error("a file of hosts, or --lab N, and a script are needed")
+    if not Path(args.script).is_file():
+        parser.error(f"there is no script {args.script}")
+    return args
+
+
+def read_hosts(args) -> list[str]:
+    try:
+        lines = Path(args.hosts).read_text().splitlines()
+    except OSError as error:
+        fail(f"{args.hosts}: {error.strerror}")
+    hosts = [name for line in lines if (name := line.partition("#")[0].strip())]
+    if not hosts:
+        fail(f"{args.hosts} names no host")
+    twice = sorted({host for host in hosts if hosts.count(host) > 1})
+    if twice:
+        fail(f"{args.hosts} names {' and '.join(twice)} more than once")
+    return hosts
+
+
+def fail(sentence: str):
+    print(f"launch.py: error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def plain(host: str) -> str:
+    """Without the user's name."""
+    return host.rpartition("@")[2]
+
+
+def start(host: str, command: list[str], in_lab: bool) -> subprocess.Popen:
+    if in_lab:
+        number = host.removeprefix("host")
+        command = [sys.executable, str(LAB), "exec", number, "--", *command]
+    else:
+        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+        command = [*SSH, host, there]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C reaches us alone: we end the agents
+    )
+
+
+def in_background(function) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def show(host: str, agent: subprocess.Popen) -> None:
+    """Print what comes from a host, until nobody there can say anything any more."""
+    for line in agent.stdout:
+        print(f"{host}: {line.rstrip()}", flush=True)
+
+
+def first_failure(count: int, ended: SimpleQueue) -> int:
+    """The exit status for this program: 0 once all agents have ended with 0."""
+    for _ in range(count):
+        host, status = ended.get()
+        if status:
+            if host:
+                print(f"launch.py: {host} has ended with status {status}", file=sys.stderr)
+            return status if status > 0 else 128 - status  # as a shell has it
+    return 0
+
+
+def end(agents, printers: list[threading.Thread]) -> None:
+    """Ask all agents to end, which first end their ranks; after a time, make them.
+
+    Ranks whose agent was killed are nobody's children. They end when they miss the others.
+    """
+    for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 10)):
+        for agent, printer in zip(agents, printers, strict=True):
+            if printer.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(agent.pid, number)
+        until = time.monotonic() + seconds
+        for printer in printers:
+            printer.join(max(0, until - time.monotonic()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""clusters/: hosts that are network namespaces, and jobs on them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, Job, Result, clean_environment
+
+LAB = ROOT / "clusters/lab.py"
+LAUNCH = ROOT / "clusters/torchrun/launch.py"
+HELLO = ROOT / "collectives/hello_world.py"
+SERVER = """
+import socket
+with socket.create_server(("", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        connection, (peer, *_) = server.accept()
+        with connection, connection.makefile("rb") as incoming:
+            print(peer, len(incoming.read()), flush=True)
+            connection.sendall(b"thanks")
+"""
+CLIENT = """
+import socket, sys
+host, port, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with socket.create_connection((host, port), timeout=2) as connection:
+    connection.settimeout(60)
+    connection.sendall(bytes(size))
+    connection.shutdown(socket.SHUT_WR)
+    print(connection.recv(10).decode())
+"""
+
+
+def lab(*args, name: str, timeout: float = 60) -> Result:
+    done = subprocess.run(
+        [sys.executable, LAB, "--name", name, *map(str, args)],
+        cwd=ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    return Result(done.returncode, done.stdout)
+
+
+def processes_of(name: str) -> list[str]:
+    """Command lines of whatever belongs to that lab."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = place.read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if f"--name {name} " in line:
+            found.append(line)
+    return found
+
+
+def network_devices() -> set[str]:
+    return set(os.listdir("/sys/class/net"))
+
+
+@pytest.fixture
+def name():
+    """Of a lab that may be made, and is gone afterwards."""
+    name = f"test{os.getpid()}"
+    yield name
+    lab("down", name=name)
+    assert not processes_of(name)
+
+
+@pytest.fixture
+def hosts(name):
+    """Three of them, in a lab of this name."""
+    made = lab("up", 3, "--rate", "1gbit", name=name)
+    if made.returncode == 2 and re.search("a lab needs|no hosts could be made", made.output):
+        pytest.skip(made.output.strip())
+    made.check()
+    return name
+
+
+def test_a_host_has_a_name_an_address_and_a_loopback_of_its_own(hosts):
+    before = network_devices()
+    shown = lab("show", name=hosts).check().output
+    assert shown == "".join(f"host{i}   10.77.0.{i + 1}   1gbit\n" for i in range(3))
+    program = "import socket; print(socket.gethostname(), socket.gethostbyname('host2'))"
+    said = lab("exec", 1, "--", sys.executable, "-c", program, name=hosts).check().output
+    assert said == "host1 10.77.0.3\n"
+    devices = lab("exec", 1, "--", "ip", "-brief", "addr", name=hosts).check().output
+    assert "10.77.0.2/24 fd77::2/64" in devices
+    assert sorted(line.split()[0].partition("@")[0] for line in devices.splitlines()) == [
+        "eth0",
+        "lo",
+    ]
+    assert network_devices() == before
+
+
+def test_a_command_keeps_its_arguments_its_directory_and_its_status(hosts):
+    program = "import os, sys; print(os.getcwd(), sys.argv[1:]); sys.exit(7)"
+    result = lab("exec", 0, "--", sys.executable, "-c", program, "a b", "$HOME", "-x", name=hosts)
+    assert result.returncode == 7
+    assert result.output == f"{ROOT} ['a b', '$HOME', '-x']\n"
+
+
+def test_cables_are_cut_mended_and_slowed(hosts):
+    command = [sys.executable, LAB, "--name", hosts, "exec", 2, "--", sys.executable, "-c", SERVER]
+    with Job(command) as server:
+        port = server.wait_until(lambda: re.search(r"^(\d+)\n", server.output), 30)[1]
+
+        def call(size: int = 5) -> Result:
+            client = (sys.executable, "-c", CLIENT, "host2", port, size)
+            return lab("exec", 0, "--", *client, name=hosts)
+
+        assert call().check().output == "thanks\n"
+        server.wait_until(lambda: "10.77.0.1 5\n" in server.output, 30)
+        lab("cut", 2, name=hosts).check()
+        assert "host2   10.77.0.3   cut\n" in lab("show", name=hosts).output
+        assert call().returncode == 1
+        lab("heal", 2, name=hosts).check()
+        until = time.monotonic() + 30  # the other hosts look for its address again
+        while call().returncode and time.monotonic() < until:
+            pass
+        lab("slow", 2, "8mbit", name=hosts).check()
+        assert "host2   10.77.0.3   8mbit\n" in lab("show", name=hosts).output
+        started = time.monotonic()
+        call(1_000_000).check()
+        # At 1 MB/s; the first 64 KB may pass at once. Nothing could make it faster.
+        assert time.monotonic() - started > 0.9
+
+
+@pytest.mark.parametrize("end", ["down", "kill the keeper", "kill its parent"])
+def test_nothing_is_left(hosts, end):
+    before = network_devices()
+    sleeper = [sys.executable, LAB, "--name", hosts, "exec", 1, "--", "sleep", "1000"]
+    with Job(sleeper) as job:
+        job.wait_until(lambda: any(p.name() == "sleep" for p in job.processes()), 30)
+        (inner,) = (p for p in job.processes() if p.name() == "sleep")
+        parent, keeper = keepers(hosts)
+        if end == "down":
+            lab("down", name=hosts).check()
+        else:
+            os.kill(keeper if end == "kill the keeper" else parent, signal.SIGKILL)
+        job.wait(30)
+        assert not inner.is_running()
+    until = time.monotonic() + 30
+    while processes_of(hosts) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not processes_of(hosts)
+    assert network_devices() == before
+    again = lab("show", name=hosts)
+    assert again.returncode == 2
+    assert again.output == (
+        f"lab.py: error: there is no lab of the name {hosts}; `lab.py up 3` makes one\n"
+    )
+    lab("up", 1, name=hosts).check()  # and a new one can be made
+
+
+def keepers(name: str) -> list[int]:
+    """unshare, and the keeper, its child."""
+    lines = {int(p.name): p / "cmdline" for p in Path("/proc").glob("[0-9]*")}
+    mark = f"--name {name} keep ".replace(" ", "\0")
+    return sorted(process for process, line in lines.items() if mark in line.read_text())
+
+
+def test_mistakes_are_one_sentence(hosts):
+    for args, says in (
+        (("up", 2), f"{hosts} is up already; `lab.py down` ends it"),
+        (("cut", 3), "there is no host 3: they are 0 to 2"),
+        (("exec", 9, "--", "true"), "there is no host 9: they are 0 to 2"),
+    ):
+        result = lab(*args, name=hosts)
+        assert (result.returncode, result.output) == (2, f"lab.py: error: {says}\n")
+    for args, says in (
+        (("slow", 1, "fast"), "'fast' is no rate such as 100mbit or 1gbit"),
+        (("up", 0), "invalid choice: 0"),
+    ):
+        result = lab(*args, name=hosts)
+        assert result.returncode == 2
+        assert says in result.output.splitlines()[-1]
+
+
+def test_what_is_missing_is_said():
+    missing = {"PATH": "/nonexistent", "LAB": "none"}
+    result = subprocess.run(
+        [sys.executable, LAB, "up", "2"], env=missing, capture_output=True, text=True, timeout=30
+    )
+    assert result.returncode == 2
+    assert result.stderr == (
+        "lab.py: error: a lab needs unshare and nsenter and ip and tc: "
+        "apt install iproute2 util-linux\n"
+    )
+
+
+# ---- jobs on several hosts
+
+
+def launch(*args, name: str, **more: str) -> Job:
+    return Job([sys.executable, LAUNCH, *args], LAB=name, **more)
+
+
+def test_a_job_on_three_hosts(hosts):
+    with launch("--lab", 3, HELLO, name=hosts) as job:
+        said = job.wait(120).check().output
+    for rank in range(3):
+        assert f": hello from rank {rank} of 3" in said
+    # The table of rank 0: each rank is on a host of its own.
+    table = re.findall(r"^host\d: +(\d)  +0  +3  gloo +(host\d)", said, re.MULTILINE)
+    assert sorted(rank for rank, _ in table) == ["0", "1", "2"]
+    assert {host for _, host in table} == {"host0", "host1", "host2"}
+
+
+FAILS_ON_HOST1 = """
+import socket, time
+print("here", flush=True)
+if socket.gethostname() == "host1":
+    raise ValueError("a mistake on this host")
+time.sleep(1000)
+"""
+
+
+def test_when_one_host_fails_all_end(hosts, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS_ON_HOST1)
+    with launch("--lab", 3, script, name=hosts) as job:
+        result = job.wait(120)
+        assert not job.kill()  # nobody was left
+    assert result.returncode == 1
+    assert "host1: ValueError: a mistake on this host" in re.sub(r"\[rank\d\]: ", "", result.output)
+    assert "launch.py: host1 has ended with status 1" in result.output
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("Ctrl-C", 130), ("an agent is killed", 137), ("a cable is cut", 1)]
+)
+def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
+    script = tmp_path / "trains.py"
+    script.write_text(
+        "from datetime import timedelta\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=timedelta(seconds=5))\n"
+        "print('in the job', flush=True)\n"
+        "while True:\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    with launch("--lab", 2, script, name=hosts) as job:
+        job.wait_until(lambda: job.output.count("in the job") == 2, 60)
+        if end == "Ctrl-C":
+            job.process.send_signal(signal.SIGINT)
+        elif end == "a cable is cut":
+            lab("cut", 1, name=hosts).check()
+        else:
+            rank1 = next(p for p in job.ranks() if p.environ()["RANK"] == "1")
+            rank1.parent().kill()
+        result = job.wait(120)
+        assert not job.kill()
+    assert result.returncode == status
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        (None, "hosts.txt: No such file or directory"),
+        ("# none yet\n", "hosts.txt names no host"),
+        ("a\nb # the second\na\n", "hosts.txt names a more than once"),
+    ],
+)
+def test_mistakes_in_the_list_of_hosts_are_one_sentence(tmp_path, file, says):
+    hosts = tmp_path / "hosts.txt"
+    if file is not None:
+        hosts.write_text(file)
+    with Job([sys.executable, LAUNCH, hosts, HELLO]) as job:
+        result = job.wait(30)
+    assert result.returncode == 2
+    assert result.output == f"launch.py: error: {tmp_path}/{says}\n"
