@@ -84,9 +84,10 @@ def test_a_name_that_cannot_be_had_is_one_sentence(modules, capsys, name, says):
     assert (says or "nccl is ") in error
 
 
-@pytest.mark.parametrize(
-    "directory", ["ddp_basics", "fsdp_basics", "t5_finetuning", "transformer_basics"]
-)
+TEMPLATES = ["ddp_basics", "fsdp_basics", "t5_finetuning", "transformer_basics"]
+
+
+@pytest.mark.parametrize("directory", TEMPLATES)
 def test_a_wrong_flag_ends_before_anything_is_made(directory, tmp_path):
     args = ["--backend", "switch_nowhere", "--output-dir", tmp_path / "run"]
     args += {"t5_finetuning": ["--data-dir", tmp_path / "data"]}.get(directory, [])
@@ -95,6 +96,19 @@ def test_a_wrong_flag_ends_before_anything_is_made(directory, tmp_path):
     says = "train.py: error: --backend: " + NOWHERE.format("switch_nowhere") + " registers it\n"
     assert result.output == says
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("directory", TEMPLATES)
+def test_the_flag_reaches_the_group(modules, directory, tmp_path):
+    """Each train.py hands it on: a backend for GPUs alone is refused where the job begins."""
+    modules("switch_gpu", registering("switch_gpu", ["cuda"]))
+    args = ["--backend", "switch_gpu", "--device", "cpu"]
+    if directory == "t5_finetuning":  # else it would write the default ones first
+        args += ["--train-file", tmp_path / "a", "--eval-file", tmp_path / "b"]
+    result = warm.run(ROOT / directory / "train.py", *args, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2
+    says = "train.py: error: backend switch_gpu is for cuda, this job is on cpu\n"
+    assert result.output == says
 
 
 def test_a_wrong_flag_is_said_once_by_all_ranks():
@@ -163,7 +177,10 @@ def same_run(folder, other) -> None:
         assert torch.equal(saved[name], tensor), name
 
 
-@pytest.mark.parametrize("matrix", SLICES)
+@pytest.mark.parametrize(
+    "matrix",
+    [pytest.param(m, marks=pytest.mark.slow) if m == "gpt_equivalence" else m for m in SLICES],
+)
 def test_a_slice_of_the_matrix_equals_one_process(shm, matrix, tmp_path):
     script, ranks = ROOT / "tests/workers/equivalence_slice.py", SLICES[matrix][0]
     warm.run(script, matrix, tmp_path / "found", ranks=ranks, DISTRIBUTED_BACKEND="shm").check()
