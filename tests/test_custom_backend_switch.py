@@ -97,9 +97,12 @@ def test_a_wrong_flag_ends_before_anything_is_made(directory, tmp_path):
 
 
 @pytest.mark.parametrize("directory", TEMPLATES)
-def test_the_flags_reach_the_group(directory):
+def test_the_flags_reach_the_group(directory, tmp_path):
     joining, train = ROOT / "tests/workers/joining.py", ROOT / directory / "train.py"
-    result = warm.run(joining, train, "--device", "cpu", "--timeout", 77, "--backend", "gloo")
+    flags = ["--device", "cpu", "--timeout", 77, "--backend", "gloo"]
+    if directory == "t5_finetuning":  # else it would write the default ones first
+        flags += ["--train-file", tmp_path / "a", "--eval-file", tmp_path / "b"]
+    result = warm.run(joining, train, *flags)
     assert result.output.splitlines()[-1] == "cpu, 77.0 s, gloo"
 
 
@@ -169,7 +172,10 @@ def same_run(folder, other) -> None:
         assert torch.equal(saved[name], tensor), name
 
 
-@pytest.mark.parametrize("matrix", SLICES)
+@pytest.mark.parametrize(
+    "matrix",
+    [pytest.param(m, marks=pytest.mark.slow) if m == "gpt_equivalence" else m for m in SLICES],
+)
 def test_a_slice_of_the_matrix_equals_one_process(shm, matrix, tmp_path):
     script, ranks = ROOT / "tests/workers/equivalence_slice.py", SLICES[matrix][0]
     warm.run(script, matrix, tmp_path / "found", ranks=ranks, DISTRIBUTED_BACKEND="shm").check()
