@@ -42,12 +42,12 @@ MEETING = [
 
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch) -> list[list[str]]:
-    """The texts of each picture that was shown; none of them may lie upon another one's box."""
+    """The texts of each picture that was shown."""
     pictures = []
 
     def show(figure):
         texts = [text for ax in figure.axes for text in ax.texts]
-        pictures.append([text.get_text() for text in texts])
+        pictures.append([text.get_text() for text in texts if text.get_text()])  # arrows have ""
         figures.page._render(figure)  # refuses small letters, and closes it
 
     monkeypatch.setattr(figures, "show", show)
@@ -127,7 +127,7 @@ FORMULAS = {"all read all": (1, 3), "each its part": (1, 1.5)}
 
 def test_traffic_refuses_exchanged_labels(drawn):
     inside.traffic(COUNTED, FORMULAS)
-    assert drawn == [["4 "], ["2.5 "]] or drawn == [["4 ", "2.5 "]]
+    assert drawn == [["4 ", "2.5 "]]
     wrong = dict(zip(COUNTED, reversed(COUNTED.values()), strict=True))
     with pytest.raises(AssertionError, match="all read all: counted"):
         inside.traffic(wrong, FORMULAS)

@@ -16,10 +16,10 @@ def all_reduce(messages: Sequence) -> None:
     Raises AssertionError if the layers do not call each other in a chain, or if the script's own
     thread completes the operation.
     """
-    messages = sorted(messages, key=lambda message: message.at)
-    way = [m for m in messages if m.what.startswith(("all_reduce()", "allreduce()", "c10d."))]
-    way += [m for m in messages if m.what.startswith(("gloo:", "nccl:"))]
-    assert len(way) == 4, "a call of each layer is needed"
+    # At equal times an answer comes last: the profiler's clock is right to some 50 us only.
+    messages = sorted(messages, key=lambda message: (message.at, message.what == "tensors, Work"))
+    calls = ("all_reduce()", "allreduce()", "c10d.", ("gloo:", "nccl:"))
+    way = [next(m for m in messages if m.what.startswith(call)) for call in calls]
     for upper, lower in pairwise(way):
         assert upper.receiver == lower.sender, f"{lower.sender} was not called by {upper.sender}"
     (done,) = [m for m in messages if m.receiver == "Future"]
