@@ -203,6 +203,7 @@ def launch(*args, name: str, **more: str) -> Job:
     return Job([sys.executable, LAUNCH, *args], LAB=name, **more)
 
 
+@pytest.mark.slow
 def test_a_job_on_three_hosts(hosts):
     with launch("--lab", 3, HELLO, name=hosts) as job:
         said = job.wait(120).check().output
@@ -223,6 +224,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 def test_when_one_host_fails_all_end(hosts, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(FAILS_ON_HOST1)
@@ -234,6 +236,7 @@ def test_when_one_host_fails_all_end(hosts, tmp_path):
     assert "launch.py: host1 has ended with status 1" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status"), [("Ctrl-C", 130), ("an agent is killed", 137), ("a cable is cut", 1)]
 )
