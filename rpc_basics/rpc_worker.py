@@ -1,0 +1,91 @@
+"""Join a job of remote calls under torchrun, and leave it, also when another worker is gone.
+
+    with rpc_worker(timeout=60) as worker:
+        if worker.rank == 0:
+            rpc.rpc_sync(worker.name_of(1), work)
+
+A worker that has nothing to do itself goes to the end of the block, and answers calls there.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from arguments import UserError, fail
+from torch.distributed import rpc
+
+
+@dataclass(frozen=True)
+class RpcWorker:
+    rank: int
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        return self.name_of(self.rank)
+
+    @staticmethod
+    def name_of(rank: int) -> str:
+        """What the worker of this rank is called by the others."""
+        return f"worker{rank}"
+
+
+@contextmanager
+def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterator[RpcWorker]:
+    """Join the job that torchrun describes in the environment; without torchrun, a job of one.
+
+    timeout: seconds. How long to wait for the others at the beginning and at the end, and for the
+        answer to a call that names no time-out of its own.
+    threads: that answer calls. One that itself waits for a call is busy meanwhile.
+    least: with fewer workers the program ends with one sentence and exit status 2.
+    """
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    worker = RpcWorker(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    if worker.world_size < least:
+        fail(f"needs {least} workers or more, not {worker.world_size}: --nproc_per_node={least}")
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=threads, rpc_timeout=timeout)
+    rpc.init_rpc(
+        worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options
+    )
+    try:
+        yield worker
+    except UserError as error:
+        fail(str(error))
+    leave(worker, timeout)
+
+
+ENDED = set()  # the workers that have said that they need nothing any more
+CHANGED = threading.Condition()  # holds whoever reads or changes it
+
+
+def leave(worker: RpcWorker, timeout: float) -> None:
+    """Answer calls until all workers have come here, then shut down together.
+
+    Raises RuntimeError as soon as one is gone that has not come here. rpc.shutdown() alone would
+    wait for it without end; rpc.shutdown(timeout=60) would not, but would also leave after a minute
+    those who are still at work and want answers.
+    """
+    others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
+    try:
+        for other in others:
+            rpc.rpc_sync(other, note_end, args=(worker.name,), timeout=timeout)
+        while others - ENDED:
+            with CHANGED:
+                CHANGED.wait_for(lambda: others <= ENDED, timeout=1)
+            for other in others - ENDED:  # is it still there? Else the call raises
+                rpc.rpc_sync(other, note_end, args=(worker.name,), timeout=timeout)
+    except RuntimeError as error:
+        rpc.shutdown(graceful=False)
+        raise RuntimeError(f"{other} is gone, {worker.name} leaves without it") from error
+    rpc.shutdown(timeout=timeout)  # all are here: this takes a moment
+
+
+def note_end(name: str) -> None:
+    """Called by `name`, once it has only to answer."""
+    with CHANGED:
+        ENDED.add(name)
+        CHANGED.notify_all()
