@@ -55,7 +55,7 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
         yield worker
     except UserError as error:
         fail(str(error))
-    leave(worker, timeout)
+    leave(worker, timeout)  # not in a "finally": after an exception the process ends at once
 
 
 ENDED = set()  # the workers that have said that they need nothing any more
@@ -78,8 +78,7 @@ def leave(worker: RpcWorker, timeout: float) -> None:
                 CHANGED.wait_for(lambda: others <= ENDED, timeout=1)
             for other in others - ENDED:  # is it still there? Else the call raises
                 rpc.rpc_sync(other, note_end, args=(worker.name,), timeout=timeout)
-    except RuntimeError as error:
-        rpc.shutdown(graceful=False)
+    except RuntimeError as error:  # no shutdown then: it would wait for calls that still run here
         raise RuntimeError(f"{other} is gone, {worker.name} leaves without it") from error
     rpc.shutdown(timeout=timeout)  # all are here: this takes a moment
 

@@ -34,7 +34,7 @@ def test_a_worker_killed_in_the_middle_of_a_call():
         assert f"RuntimeError: worker2 is gone, {name} leaves without it" in result.output
 
 
-def test_a_worker_that_fails():
+def test_a_worker_that_fails_while_it_answers_a_call():
     *others, failed = run("raises", timeout=20)
     assert failed.returncode == 1, failed.output
     assert "worker2 cannot go on" in failed.output

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -31,9 +32,21 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+CALLED = threading.Event()
+
+
 def raises(worker) -> None:
+    """Worker 2 fails, while a call of worker 0 is still running in it."""
+    if worker.rank == 0:
+        rpc.rpc_async("worker2", stay)
     if worker.rank == 2:
+        assert CALLED.wait(20)
         raise ValueError("worker2 cannot go on")
+
+
+def stay() -> None:
+    CALLED.set()
+    time.sleep(600)  # longer than the test
 
 
 def late(worker) -> None:
