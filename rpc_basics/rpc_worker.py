@@ -38,7 +38,8 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
 
     timeout: seconds. How long to wait for the others at the beginning and at the end, and for the
         answer to a call that names no time-out of its own.
-    threads: that answer calls. One that itself waits for a call is busy meanwhile.
+    threads: that answer calls. One that itself waits for a call is busy meanwhile; if all are,
+        not even a time-out ends it.
     least: with fewer workers the program ends with one sentence and exit status 2.
     """
     if "RANK" not in os.environ:
@@ -70,17 +71,25 @@ def leave(worker: RpcWorker, timeout: float) -> None:
     those who are still at work and want answers.
     """
     others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
-    try:
-        for other in others:
-            rpc.rpc_sync(other, note_end, args=(worker.name,), timeout=timeout)
-        while others - ENDED:
-            with CHANGED:
-                CHANGED.wait_for(lambda: others <= ENDED, timeout=1)
-            for other in others - ENDED:  # is it still there? Else the call raises
-                rpc.rpc_sync(other, note_end, args=(worker.name,), timeout=timeout)
-    except RuntimeError as error:  # no shutdown then: it would wait for calls that still run here
-        raise RuntimeError(f"{other} is gone, {worker.name} leaves without it") from error
+    gone = tell(others, worker.name, timeout)
+    while not gone and not others <= ENDED:
+        with CHANGED:
+            CHANGED.wait_for(lambda: others <= ENDED, timeout=1)
+        gone = tell(others, worker.name, timeout)  # now and then: are they still there?
+    if gone:  # no shutdown then: it would wait for functions that still run here for others
+        raise RuntimeError(f"{worker.name} leaves before the end: no answer from {', '.join(gone)}")
     rpc.shutdown(timeout=timeout)  # all are here: this takes a moment
+
+
+def tell(others: set[str], name: str, timeout: float) -> list[str]:
+    """Tell the others that `name` is at its end; returns those that do not answer."""
+    gone = []
+    for other in sorted(others):
+        try:
+            rpc.rpc_sync(other, note_end, args=(name,), timeout=timeout)
+        except RuntimeError:
+            gone.append(other)
+    return gone
 
 
 def note_end(name: str) -> None:

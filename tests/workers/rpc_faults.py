@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "rpc_basics"))
@@ -14,7 +15,8 @@ from torch.distributed import rpc
 
 
 def main() -> None:
-    with rpc_worker(timeout=float(sys.argv[2])) as worker:
+    timeout, threads = float(sys.argv[2]), int(sys.argv[3])
+    with rpc_worker(timeout, threads) as worker:
         globals()[sys.argv[1]](worker)
     print("left", flush=True)
 
@@ -56,6 +58,30 @@ def late(worker) -> None:
         while time.monotonic() < begin + float(sys.argv[2]) + 1:
             calls += rpc.rpc_sync("worker1", int, args=(1,))
         print("all calls answered", flush=True)
+
+
+def impatient(worker) -> None:
+    """Worker 1 is at its end, and gives shutdown() a second; worker 0 still needs it."""
+    if worker.rank == 1:
+        with suppress(RuntimeError):
+            rpc.shutdown(timeout=1)
+        os._exit(0)
+    begin = time.monotonic()
+    try:
+        while time.monotonic() < begin + 20:
+            rpc.rpc_sync("worker1", int, args=(1,))
+        print("always answered", flush=True)
+    except RuntimeError:
+        print("no answer any more", flush=True)
+
+
+def nested(worker) -> None:
+    """A call that calls back: with one thread nobody is left to answer it, or to end it in time."""
+    print("the answer is", rpc.rpc_sync("worker0", call_back), flush=True)
+
+
+def call_back() -> int:
+    return rpc.rpc_sync("worker0", int, args=(42,), timeout=1)
 
 
 if __name__ == "__main__":
