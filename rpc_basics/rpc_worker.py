@@ -9,6 +9,7 @@ A worker that has nothing to do itself goes to the end of the block, and answers
 
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,21 +55,23 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
     )
     try:
         yield worker
-    except UserError as error:
-        fail(str(error))
-    leave(worker, timeout)  # not in a "finally": after an exception the process ends at once
+        wait_for_all(worker, timeout)
+    except BaseException as error:
+        leave_alone(error)
+        if isinstance(error, UserError):
+            fail(str(error))
+        raise
+    rpc.shutdown(timeout=timeout)  # all are at their end: this takes a moment
 
 
 ENDED = set()  # the workers that have said that they need nothing any more
 CHANGED = threading.Condition()  # holds whoever reads or changes it
 
 
-def leave(worker: RpcWorker, timeout: float) -> None:
-    """Answer calls until all workers have come here, then shut down together.
+def wait_for_all(worker: RpcWorker, timeout: float) -> None:
+    """Answer calls until all workers have come here.
 
-    Raises RuntimeError as soon as one is gone that has not come here. rpc.shutdown() alone would
-    wait for it without end; rpc.shutdown(timeout=60) would not, but would also leave after a minute
-    those who are still at work and want answers.
+    Raises RuntimeError if one of them is gone. rpc.shutdown() alone would wait for it without end.
     """
     others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
     gone = tell(others, worker.name, timeout)
@@ -76,9 +79,8 @@ def leave(worker: RpcWorker, timeout: float) -> None:
         with CHANGED:
             CHANGED.wait_for(lambda: others <= ENDED, timeout=1)
         gone = tell(others, worker.name, timeout)  # now and then: are they still there?
-    if gone:  # no shutdown then: it would wait for functions that still run here for others
+    if gone:
         raise RuntimeError(f"{worker.name} leaves before the end: no answer from {', '.join(gone)}")
-    rpc.shutdown(timeout=timeout)  # all are here: this takes a moment
 
 
 def tell(others: set[str], name: str, timeout: float) -> list[str]:
@@ -97,3 +99,20 @@ def note_end(name: str) -> None:
     with CHANGED:
         ENDED.add(name)
         CHANGED.notify_all()
+
+
+def leave_alone(error: BaseException, seconds: float = 5) -> None:
+    """Leave at once, because of `error`: the others find out when they call.
+
+    A process that ends without any shutdown may abort. But shutdown waits for the functions that
+    run here for others: after `seconds` we do not, and the process ends with status 1.
+    """
+
+    def give_up() -> None:
+        traceback.print_exception(error)
+        os._exit(1)
+
+    limit = threading.Timer(seconds, give_up)
+    limit.start()
+    rpc.shutdown(graceful=False)
+    limit.cancel()

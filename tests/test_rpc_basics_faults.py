@@ -51,10 +51,12 @@ def test_those_who_wait_at_the_end_answer_for_as_long_as_they_are_needed():
     assert "left\n" in second.check().output
 
 
-def test_shutdown_with_a_timeout_leaves_those_who_still_work():
-    first, _ = run("impatient", timeout=20, ranks=2)
-    assert "no answer any more" in first.output
-    assert "no answer from worker1" in first.output
+def test_a_mistake_of_the_users():
+    told, *others = run("mistaken", timeout=20)
+    assert told.returncode == 2, told.output
+    assert told.output.endswith("error: there is no such file\n")
+    assert "Traceback" not in told.output
+    assert {other.returncode for other in others} == {1}
 
 
 def test_a_call_that_calls_back_needs_a_second_thread():

@@ -5,11 +5,11 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "rpc_basics"))
 
+from arguments import UserError
 from rpc_worker import rpc_worker
 from torch.distributed import rpc
 
@@ -46,6 +46,12 @@ def raises(worker) -> None:
         raise ValueError("worker2 cannot go on")
 
 
+def mistaken(worker) -> None:
+    """Worker 0 finds a mistake of the user's."""
+    if worker.rank == 0:
+        raise UserError("there is no such file")
+
+
 def stay() -> None:
     CALLED.set()
     time.sleep(600)  # longer than the test
@@ -58,21 +64,6 @@ def late(worker) -> None:
         while time.monotonic() < begin + float(sys.argv[2]) + 1:
             calls += rpc.rpc_sync("worker1", int, args=(1,))
         print("all calls answered", flush=True)
-
-
-def impatient(worker) -> None:
-    """Worker 1 is at its end, and gives shutdown() a second; worker 0 still needs it."""
-    if worker.rank == 1:
-        with suppress(RuntimeError):
-            rpc.shutdown(timeout=1)
-        os._exit(0)
-    begin = time.monotonic()
-    try:
-        while time.monotonic() < begin + 20:
-            rpc.rpc_sync("worker1", int, args=(1,))
-        print("always answered", flush=True)
-    except RuntimeError:
-        print("no answer any more", flush=True)
 
 
 def nested(worker) -> None:
