@@ -8,6 +8,7 @@ A worker that has nothing to do itself goes to the end of the block, and answers
 """
 
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
         yield worker
         wait_for_all(worker, timeout)
     except BaseException as error:
+        if not isinstance(error, UserError):  # said now: torchrun may end this process any moment
+            print(f"{worker.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         leave_alone(error)
         if isinstance(error, UserError):
             fail(str(error))
