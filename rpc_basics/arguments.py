@@ -1,0 +1,84 @@
+"""Command lines that speak once per job, not once per rank, and check each value where it is read.
+
+parser = ArgumentParser(description="...")
+parser.add_argument("--steps", type=at_least(1), default=100)
+"""
+
+import argparse
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+class UserError(ValueError):
+    """A mistake of the user's: reported as one sentence, without a traceback."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose errors and whose --help appear once."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message.removeprefix("argument "))
+
+    def print_help(self, file=None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            super().print_help(file)
+
+    def make_folder(self, flag: str, folder: Path | None) -> None:
+        """Make `folder`, which `flag` named, unless it is there or None; else an error."""
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.error(f"{flag} {folder} cannot be made: {error.strerror}")
+
+
+def fail(message: str) -> NoReturn:
+    """Print `message` once per node and exit with status 2.
+
+    Every rank meets the same mistake: local rank 0 speaks. The others wait to be stopped by
+    torchrun, because the first rank to leave makes it stop the rest, spoken or not.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(30)
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+# Types for add_argument: each returns a function that reads a text, or says what it should be.
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An integer that is not below `least`."""
+    return _number(int, lambda value: value >= least, f"an integer of at least {least}")
+
+
+def above(limit: float) -> Callable[[str], float]:
+    """A finite number greater than `limit`."""
+    return _number(float, lambda value: limit < value < math.inf, f"a number above {limit:g}")
+
+
+def between(least: float, most: float) -> Callable[[str], float]:
+    """A number from `least` to `most`, both included; `most` may be infinite."""
+    says = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+    return _number(float, lambda value: least <= value <= most, f"a number {says}")
+
+
+def _number(kind: type, is_right: Callable, says: str) -> Callable:
+    def read(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not is_right(value):
+            raise argparse.ArgumentTypeError(f"must be {says}, not {text}")
+        return value
+
+    return read

@@ -1,0 +1,74 @@
+"""A worker of remote calls that dies, fails or is slow: the others notice, and all processes end.
+
+The workers are started one by one: torchrun would end them all with the first that fails.
+"""
+
+import re
+import sys
+from contextlib import ExitStack
+
+import pytest
+import torch.distributed as dist
+import warm
+from helpers import ROOT, Job, Result, torchrun
+
+pytestmark = pytest.mark.slow  # each launch of workers takes some seconds
+
+WORKER = ROOT / "tests/workers/rpc_faults.py"
+
+
+def run(what: str, timeout: float, ranks: int = 3) -> list[Result]:
+    """timeout: of each call, in seconds."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        jobs = []
+        for rank in range(ranks):
+            command = [sys.executable, WORKER, what, timeout, 16]
+            told = warm.environment(rank, ranks, store)
+            jobs.append(stack.enter_context(Job(command, **told)))
+        return [job.wait(60) for job in jobs]
+
+
+def test_a_worker_killed_in_the_middle_of_a_call():
+    first, second, third = run("killed", timeout=20)
+    assert third.returncode == -9
+    assert "the call ended with a RuntimeError" in first.output
+    for result, name in ((first, "worker0"), (second, "worker1")):
+        assert result.returncode == 1, result.output
+        assert re.search(rf"RuntimeError: {name} leaves .* no answer from .*worker2", result.output)
+
+
+def test_a_worker_that_fails_while_it_answers_a_call():
+    *others, failed = run("raises", timeout=20)
+    assert failed.returncode == 1, failed.output
+    assert "worker2 cannot go on" in failed.output
+    for result in others:
+        assert result.returncode == 1, result.output
+        assert re.search(r"RuntimeError: .* no answer from .*worker2", result.output)
+
+
+def test_those_who_wait_at_the_end_answer_for_as_long_as_they_are_needed():
+    first, second = run("late", timeout=2, ranks=2)
+    assert "all calls answered\nleft\n" in first.check().output
+    assert "left\n" in second.check().output
+
+
+def test_a_mistake_of_the_users():
+    told, *others = run("mistaken", timeout=20)
+    assert told.returncode == 2, told.output
+    assert told.output.endswith("error: there is no such file\n")
+    assert "Traceback" not in told.output
+    assert {other.returncode for other in others} == {1}
+
+
+def test_a_call_that_calls_back_needs_a_second_thread():
+    output = warm.run(WORKER, "nested", 20, 2, timeout=60).check().output
+    assert "the answer is 42\nleft\n" in output
+    with pytest.raises(TimeoutError, match="in call_back"):  # its own time-out is one second
+        warm.run(WORKER, "nested", 2, 1, timeout=12)
+
+
+def test_under_torchrun_a_failure_ends_the_job():
+    result = torchrun(WORKER, "raises", 20, 16, ranks=3, timeout=60)
+    assert result.returncode == 1
+    assert "worker2: ValueError: worker2 cannot go on" in result.output
