@@ -1,9 +1,9 @@
 """Our shared-memory backend against Gloo, against torch's floor, and against the memory's limit.
 
-    python benchmarks/backend.py                # all of it, half an hour; writes results/backend.md
+    python benchmarks/backend.py                # all of it, 20 minutes; writes results/backend.md
     python benchmarks/backend.py --repeats 3 --parts latency bandwidth --no-write   # a quick look
 
-latency    small messages; the floor is a backend that does nothing. Two ranks, then four
+latency    small messages; the floor is a backend that does nothing. 2, 4 and 8 ranks
 busy       the same for two ranks while other processes keep all cores busy
 bandwidth  1 to 64 MB; the limit is `t.mul_(1.)`, which reads and writes every number once
 training   DDP, FSDP2 and tensor parallelism by hand, on a GPT and on a wide MLP
@@ -118,7 +118,7 @@ def latency(groups: dict, repeats: int) -> dict:
     sides = {}
     for name, call in calls.items():
         for backend, group in groups.items():
-            count = 100 if backend == "gloo" else 2000
+            count = (100 if backend == "gloo" else 2000) * 2 // world_size
             here = partial(call, group=group) if call is not there_and_back else None
             here = here or partial(there_and_back, group)
             sides[f"{name}, {backend}"] = partial(seconds_per_call, here, count)
@@ -127,7 +127,7 @@ def latency(groups: dict, repeats: int) -> dict:
 
 def latency_text(repeats: int) -> list[str]:
     sections = []
-    for ranks in (2, 4):
+    for ranks in (2, 4, 8):
         found = run("latency", ranks, repeats)
         sections += [f"## {ranks} ranks: small messages", latency_table(found)]
     return sections
