@@ -7,6 +7,7 @@
 A worker that has nothing to do itself goes to the end of the block, and answers calls there.
 """
 
+import itertools
 import os
 import sys
 import threading
@@ -14,7 +15,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch.distributed as dist
 from arguments import UserError, fail
 from torch.distributed import rpc
 
@@ -50,6 +53,7 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
     worker = RpcWorker(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if worker.world_size < least:
         fail(f"needs {least} workers or more, not {worker.world_size}: --nproc_per_node={least}")
+    store = meet(worker, timedelta(seconds=timeout))  # rank 0's is the server: to be kept
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=threads, rpc_timeout=timeout)
     rpc.init_rpc(
         worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options
@@ -65,6 +69,32 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
             fail(str(error))
         raise
     rpc.shutdown(timeout=timeout)  # all are at their end: this takes a moment
+    del store
+
+
+JOBS = itertools.count()  # this process can join one job after the other
+
+
+def meet(worker: RpcWorker, limit: timedelta) -> dist.Store:
+    """Wait until all workers are there; init_rpc alone would wait for half an hour.
+
+    Raises RuntimeError if one is missing. Two workers of one rank, and a port that something else
+    has, are mistakes of the user's: one sentence, exit status 2.
+    """
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        store = dist.PrefixStore(f"rpc_worker_{next(JOBS)}", store)
+        if store.add(worker.name, 1) > 1:
+            fail(f"there is a {worker.name} already: two processes have RANK={worker.rank}")
+        store.wait([worker.name_of(rank) for rank in range(worker.world_size)], limit)
+        return store
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            fail(f"{place} is in use: choose another MASTER_PORT")
+        seconds = limit.total_seconds()
+        message = f"{worker.name} waited {seconds:g} s at {place} for {worker.world_size} workers"
+        raise RuntimeError(message) from error
 
 
 ENDED = set()  # the workers that have said that they need nothing any more
