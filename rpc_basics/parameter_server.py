@@ -14,15 +14,14 @@ values and make a table; --plot draws it.
 import argparse
 import itertools
 import os
-import queue
 import time
-from functools import partial
 from pathlib import Path
 
 import one_process
 import server_checkpoint
 import torch
-from arguments import ArgumentParser, above, at_least, between, fail
+from arguments import ArgumentParser, UserError, above, at_least, between, fail
+from calls_in_flight import as_they_end, is_there
 from compression import KINDS, Compressor, size_of
 from parameter_server_plot import plot, print_head, print_means, print_row
 from parameter_shard import MODES, Settings, Shard
@@ -39,119 +38,11 @@ def main() -> None:
     args = parse_args()
     check_role(args)
     torch.set_num_threads(1)  # the workers are what runs side by side
-    servers = range(args.servers)
-    with rpc_worker(args.timeout, least=args.servers + 1, required=servers) as worker:
+    least, servers = args.servers + 1, range(args.servers)
+    threads = 16 + int(os.environ.get("WORLD_SIZE", "1"))  # a synchronous push holds one until all
+    with rpc_worker(args.timeout, threads, least, required=servers) as worker:  # have come
         if worker.rank == 0:  # the first server also starts the runs; the others wait for calls
             run_all(args, worker)
-
-
-def run_all(args: argparse.Namespace, worker: RpcWorker) -> None:
-    """One run for each combination of what is to be compared, and a row about each."""
-    rows = []
-    seeds = range(args.seed, args.seed + args.seeds)
-    combinations = itertools.product(args.mode, args.pull_every, args.compress, seeds)
-    print_head()
-    for mode, pull_every, compress, seed in combinations:
-        if mode == "sync" and pull_every > min(args.pull_every):
-            continue  # its trainers always have the newest parameters
-        settings = Settings(
-            data=args.data,
-            mode=mode,
-            steps=args.steps,
-            batch_size=args.batch_size,
-            lr=args.lr,
-            momentum=args.momentum,
-            pull_every=1 if mode == "sync" else pull_every,
-            max_staleness=args.max_staleness,
-            compress=compress,
-            seed=seed,
-            trainers=tuple(range(args.servers, worker.world_size)),
-            slow=args.slow,
-            patience=args.patience,
-            save=args.save and str(args.save),
-            save_every=args.save_every,
-        )
-        rows.append(run(settings, args.servers))
-        print_row(rows[-1])
-        if args.compare and mode == "sync":
-            one_process.compare(settings, rows[-1]["vector"], rows[-1]["gradients"])
-    if args.seeds > 1:
-        print_means(rows)
-    if args.plot:
-        plot(rows, args.plot)
-
-
-def run(settings: Settings, number_of_servers: int) -> dict:
-    """Train; returns what there is to say about it."""
-    task = load_task(settings.data)
-    model = task.make_model(settings.seed)
-    parts = parameters_to_vector(model.parameters()).detach().tensor_split(number_of_servers)
-    states = saved_states(settings, number_of_servers)
-    servers = [
-        rpc.remote(RpcWorker.name_of(k), Shard, args=(k, parts[k], settings, states[k]))
-        for k in range(number_of_servers)
-    ]
-    begin = time.perf_counter()
-    reports = start_trainers(servers, settings, [len(part) for part in parts])
-    seconds = time.perf_counter() - begin
-    vector = torch.cat([server.rpc_sync().pull()[1] for server in servers])
-    vector_to_parameters(vector, model.parameters())
-    gradients = [server.rpc_sync().gradients() for server in servers]
-    version, stalenesses, refused = servers[0].rpc_sync().counts()
-    pushes = sum(report["pushes"] for report in reports)
-    return {
-        "settings": settings,
-        "version": version,
-        "accuracy": task.accuracy(model),
-        "stalenesses": stalenesses,
-        "refused": refused,
-        "seconds": seconds,
-        "bytes": sum(report["bytes"] for report in reports) / max(1, pushes),  # of one push
-        "vector": vector,
-        "gradients": {v: torch.cat([of[v] for of in gradients]) for v in gradients[0]},
-    }
-
-
-def start_trainers(servers: list[rpc.RRef], settings: Settings, lengths: list[int]) -> list[dict]:
-    """Have each trainer train, until all have ended or are gone; returns what they report."""
-    ended = queue.SimpleQueue()
-    for rank in settings.trainers:
-        call = rpc.rpc_async(
-            RpcWorker.name_of(rank), train, args=(servers, settings, rank, lengths), timeout=0
-        )  # without a time-out: it lasts as long as the training
-        call.add_done_callback(partial(note, ended, rank))
-    left, reports = set(settings.trainers), []
-    while left:
-        try:  # once one has come to the end, the others are a step away from it
-            rank, call = ended.get(timeout=settings.patience if reports else None)
-        except queue.Empty:
-            print(
-                f"no end of {', '.join(map(RpcWorker.name_of, left))}: not waited for", flush=True
-            )
-            break
-        left.remove(rank)
-        try:
-            reports.append(call.wait())
-        except RuntimeError:
-            if is_there(rank, settings.patience):
-                raise  # its own error, and not its end
-            print(f"worker{rank} is gone: {len(left)} trainer(s) left", flush=True)
-            for server in servers:
-                server.rpc_sync().give_up(rank)
-    if not reports:
-        raise RuntimeError("no trainer is left")
-    return reports
-
-
-def note(ended: queue.SimpleQueue, rank: int, call: torch.futures.Future) -> None:
-    ended.put((rank, call))
-
-
-def is_there(rank: int, timeout: float) -> bool:
-    try:
-        return rpc.rpc_sync(RpcWorker.name_of(rank), bool, args=(1,), timeout=timeout)
-    except RuntimeError:
-        return False
 
 
 def train(servers: list[rpc.RRef], settings: Settings, rank: int, lengths: list[int]) -> dict:
@@ -192,6 +83,107 @@ def share_of_batch(task: Task, settings: Settings, rank: int, number: int) -> tu
         inputs, labels = task.batch(settings.batch_size, settings.seed, number)
         return inputs[part::parts], labels[part::parts]
     return task.batch(settings.batch_size // parts, settings.seed, number, rank)
+
+
+def start_trainers(servers: list[rpc.RRef], settings: Settings, lengths: list[int]) -> list[dict]:
+    """Have each trainer train, until all have ended or are gone; returns what they report."""
+    calls = {
+        rank: rpc.rpc_async(
+            RpcWorker.name_of(rank), train, args=(servers, settings, rank, lengths), timeout=0
+        )  # without a time-out: it lasts as long as the training
+        for rank in settings.trainers
+    }
+    reports = {}
+    gone = set()
+    for rank, call in as_they_end(calls, settings.patience):
+        try:
+            reports[rank] = call.wait()
+        except RuntimeError:
+            for number in range(len(servers)):
+                if not is_there(number, settings.patience):
+                    raise RuntimeError(f"worker{number}, a server, is gone") from None
+            if is_there(rank, settings.patience):
+                raise  # its own error, and not its end
+            gone.add(rank)
+            left = len(settings.trainers) - len(gone)
+            print(f"worker{rank} is gone: {left} trainer(s) left", flush=True)
+            for server in servers:
+                server.rpc_sync().give_up(rank)
+    if not reports:
+        raise RuntimeError("no trainer is left")
+    for rank in set(calls) - set(reports) - gone:
+        print(f"worker{rank} does not come to its end, and is not waited for", flush=True)
+    return list(reports.values())
+
+
+def run(settings: Settings, number_of_servers: int) -> dict:
+    """Train; returns what there is to say about it."""
+    task = load_task(settings.data)
+    model = task.make_model(settings.seed)
+    parts = parameters_to_vector(model.parameters()).detach().tensor_split(number_of_servers)
+    states = saved_states(settings, number_of_servers)
+    servers = [
+        rpc.remote(RpcWorker.name_of(k), Shard, args=(k, parts[k], settings, states[k]))
+        for k in range(number_of_servers)
+    ]
+    begin = time.perf_counter()
+    reports = start_trainers(servers, settings, [len(part) for part in parts])
+    seconds = time.perf_counter() - begin
+    vector = torch.cat([server.rpc_sync().pull()[1] for server in servers])
+    vector_to_parameters(vector, model.parameters())
+    gradients = [server.rpc_sync().gradients() for server in servers]
+    version, stalenesses, refused = servers[0].rpc_sync().counts()
+    pushes = sum(report["pushes"] for report in reports)
+    return {
+        "settings": settings,
+        "version": version,
+        "accuracy": task.accuracy(model),
+        "stalenesses": stalenesses,
+        "refused": refused,
+        "seconds": seconds,
+        "bytes": sum(report["bytes"] for report in reports) / max(1, pushes),  # of one push
+        "vector": vector,
+        "gradients": {v: torch.cat([of[v] for of in gradients]) for v in gradients[0]},
+    }
+
+
+def run_all(args: argparse.Namespace, worker: RpcWorker) -> None:
+    """One run for each combination of what is to be compared, and a row about each."""
+    trainers = tuple(range(args.servers, worker.world_size))
+    if args.batch_size < len(trainers):
+        raise UserError(f"--batch-size {args.batch_size} is too small for {len(trainers)} trainers")
+    rows = []
+    seeds = range(args.seed, args.seed + args.seeds)
+    combinations = itertools.product(args.mode, args.pull_every, args.compress, seeds)
+    print_head()
+    for mode, pull_every, compress, seed in combinations:
+        if mode == "sync" and pull_every > min(args.pull_every):
+            continue  # its trainers always have the newest parameters
+        settings = Settings(
+            data=args.data,
+            mode=mode,
+            steps=args.steps,
+            batch_size=args.batch_size,
+            lr=args.lr,
+            momentum=args.momentum,
+            pull_every=1 if mode == "sync" else pull_every,
+            max_staleness=args.max_staleness,
+            compress=compress,
+            seed=seed,
+            trainers=trainers,
+            slow=args.slow,
+            patience=args.patience,
+            save=args.save and str(args.save),
+            save_every=args.save_every,
+        )
+        rows.append(run(settings, args.servers))
+        print_row(rows[-1])
+        if args.compare and mode == "sync":
+            one_process.compare(settings, rows[-1]["vector"], rows[-1]["gradients"])
+    if args.seeds > 1:
+        print_means(rows)
+    if args.plot:
+        plot(rows, args.plot)
 
 
 def saved_states(settings: Settings, servers: int) -> list[dict | None]:

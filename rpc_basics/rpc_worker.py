@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 from arguments import UserError, fail
@@ -62,7 +63,9 @@ def rpc_worker(
     if worker.world_size < least:
         fail(f"needs {least} workers or more, not {worker.world_size}: --nproc_per_node={least}")
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=threads, rpc_timeout=timeout, init_method="attempt://"
+        num_worker_threads=threads,
+        rpc_timeout=timeout,
+        init_method=f"attempt://?timeout={timeout}",  # see meet()
     )
     rpc.init_rpc(
         worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options
@@ -84,12 +87,13 @@ def rpc_worker(
             raise  # else one died in this very moment, and was not needed any more
 
 
-def meet(_url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
-    """Where the workers of this attempt meet: torchrun --max-restarts begins another one.
+def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
+    """The store of this attempt. torchrun --max-restarts begins another one in the same store.
 
-    init_rpc by itself would read the addresses of the workers before.
+    There init_rpc by itself would read the addresses of the workers before.
     """
-    store = meeting_point(timedelta(minutes=5))
+    timeout = float(parse_qs(urlparse(url).query)["timeout"][0])
+    store = meeting_point(timedelta(seconds=timeout))
     yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -112,7 +116,7 @@ def wait_for_all(
     needed = others if required is None else {worker.name_of(rank) for rank in required}
     # First of all: who is there? Only then, and now and then: we are at the end.
     for message in itertools.chain([note_gone], itertools.repeat(note_end)):
-        silent = ask(others - GONE, timeout, message, GONE, worker.name)
+        silent = ask(others - GONE, timeout, message, set(GONE), worker.name)
         # Those who leave without one that is gone do not wait for each other: one that has said
         # that it is at its end may have left.
         missed = silent & needed if required is None else silent & needed - ENDED

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import server_checkpoint
 import torch
 import torch.distributed as dist
 import warm
@@ -139,6 +140,20 @@ def test_a_shard_goes_on_without_a_trainer_and_takes_it_back(capfd):
     assert shard.pull() == (2, torch.tensor([-2.0]))
 
 
+def test_servers_continue_from_a_version_that_all_have(tmp_path):
+    state = {"values": torch.ones(1), "settings": {"lr": 0.1}}
+    for server, versions in ((0, (5, 10, 15)), (1, (5, 10))):  # killed before its third save
+        for version in versions:
+            server_checkpoint.save(tmp_path, server, version, state)
+    assert server_checkpoint.newest(tmp_path, 2) == 10
+    assert server_checkpoint.newest(tmp_path, 1) == 15
+    assert server_checkpoint.newest(tmp_path, 3) == 0
+    assert len(saved(tmp_path)) == 2  # the first was deleted
+    assert torch.equal(
+        server_checkpoint.load(tmp_path, 1, 10, {"lr": 0.1})["values"], torch.ones(1)
+    )
+
+
 # ---- bad input
 
 
@@ -146,6 +161,7 @@ def test_a_shard_goes_on_without_a_trainer_and_takes_it_back(capfd):
     ("ranks", "args", "says"),
     [
         (2, ["--servers", 2], "needs 3 workers or more, not 2: --nproc_per_node=3"),
+        (4, ["--batch-size", 2], "--batch-size 2 is too small for 3 trainers"),
         (1, ["--role", "boss"], "--role: invalid choice: 'boss'"),
         (1, ["--role", "trainer"], "--role trainer: rank 0 is a server; servers are the first 1"),
         (1, ["--patience", 40], "--patience 40 must be at most half of --timeout 60"),
@@ -201,17 +217,22 @@ def test_a_trainer_that_is_killed_and_the_others_go_on(mode, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_ends_all(tmp_path):
-    with started_by_hand("--save", tmp_path, "--save-every", 5, "--slow", 0.05, ranks=3) as jobs:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_server_that_is_killed_ends_all(victim, tmp_path):
+    args = ("--servers", 2, "--save", tmp_path, "--save-every", 5, "--slow", 0.05)
+    with started_by_hand(*args) as jobs:
         jobs[0].wait_until(lambda: saved(tmp_path), 90)
-        jobs[0].process.kill()
+        jobs[victim].process.kill()
         begin = time.monotonic()
-        _, *trainers = [job.wait(40) for job in jobs]
+        results = [job.wait(40) for job in jobs]
     assert time.monotonic() - begin < 30
-    for rank, trainer in enumerate(trainers, 1):
-        assert trainer.returncode == 1
-        says = f"worker{rank}: RuntimeError: worker{rank} leaves before the end: no answer from"
-        assert f"{says} worker0" in trainer.output
+    assert results[victim].returncode == -9
+    for rank in {0, 1, 2, 3} - {victim}:
+        assert results[rank].returncode == 1
+        says = f"worker{rank} leaves before the end: no answer from worker0"
+        if rank == 0:
+            says = "worker0: RuntimeError: worker1, a server, is gone"
+        assert says in results[rank].output
 
 
 @pytest.mark.slow
