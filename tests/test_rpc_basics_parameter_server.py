@@ -138,6 +138,7 @@ def test_a_shard_goes_on_without_a_trainer_and_takes_it_back(capfd):
     assert not shard.push(2, 0, [torch.ones(1)], 4)  # too late
     assert shard.push(2, 1, [torch.ones(1)], 4)  # back; now trainer 1 does not come
     assert shard.pull() == (2, torch.tensor([-2.0]))
+    assert shard.trainers == {2}
 
 
 def test_servers_continue_from_a_version_that_all_have(tmp_path):
