@@ -48,13 +48,16 @@ bench: check ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/fsdp.py
 	.venv/bin/python benchmarks/gpt.py
 	.venv/bin/python benchmarks/backend.py
+	.venv/bin/python benchmarks/rpc.py
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py
 
-# Anew whenever a requirements file has changed. The empty file says what is installed.
+# Anew whenever a requirements file has changed. The empty file says what is installed. Ray is an
+# extra: where there is none for this Python, what needs it says so, and its tests are skipped.
 $(INSTALLED): $(wildcard requirements*.txt) | .venv/bin/pip
 	.venv/bin/python -m pip install -r $(REQUIREMENTS)
+	-.venv/bin/python -m pip install -r requirements-clusters.txt
 	@rm -f .venv/installed-*
 	@touch $@
 

@@ -93,6 +93,7 @@ def test_copies_that_differ_are_caught(tmp_path, monkeypatch):
 
 
 TRACKERS = {"wandb", "mlflow"}  # --tracker imports them, and says so where they are missing
+EXTRAS = {"ray"}  # of requirements-clusters.txt, where it could be installed
 
 
 @functools.cache
@@ -104,7 +105,7 @@ def allowed_modules() -> set[str]:
         for module, distributions in metadata.packages_distributions().items()
         if names & {normal(distribution) for distribution in distributions}
     }
-    return modules | TRACKERS | set(sys.stdlib_module_names)
+    return modules | TRACKERS | EXTRAS | set(sys.stdlib_module_names)
 
 
 def normal(distribution: str) -> str:
@@ -735,6 +736,7 @@ def install(requirements: str) -> str:
     return f"python -m pip install -r {requirements}"
 
 
+EXTRA = install("requirements-clusters.txt")
 CHECK = "python check_environment.py"
 PYTEST = "python -m pytest -n 2"
 TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
@@ -742,16 +744,16 @@ TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
 
 def test_make_demo(project):
     status, calls, output = make(project, "demo")
-    first = ["python_stand_in -m venv .venv", install("requirements.txt"), CHECK, TRAIN]
+    first = ["python_stand_in -m venv .venv", install("requirements.txt"), EXTRA, CHECK, TRAIN]
     assert (status, calls) == (0, first)
     assert "00_start_here.ipynb" in output.splitlines()[-3]
     assert make(project, "demo")[1] == [CHECK, TRAIN]  # nothing is installed twice
     os.utime(project / "requirements-common.txt")
-    assert make(project, "demo")[1] == [install("requirements.txt"), CHECK, TRAIN]
-    small = [install("requirements-cpu.txt"), CHECK, TRAIN]
+    assert make(project, "demo")[1] == [install("requirements.txt"), EXTRA, CHECK, TRAIN]
+    small = [install("requirements-cpu.txt"), EXTRA, CHECK, TRAIN]
     assert make(project, "demo", "REQUIREMENTS=requirements-cpu.txt")[1] == small
     assert make(project, "demo")[1] == [CHECK, TRAIN]  # the choice is remembered
-    back = [install("requirements.txt"), CHECK, TRAIN]
+    back = [install("requirements.txt"), EXTRA, CHECK, TRAIN]
     assert make(project, "demo", "REQUIREMENTS=requirements.txt")[1] == back
 
 
@@ -783,7 +785,7 @@ def test_make_other_targets(project):
     assert make(project, "quick")[1] == [CHECK, f"{PYTEST} -m not slow"]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
-    names = ("collectives", "ddp", "fsdp", "gpt", "backend")
+    names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc")
     benchmarks = [f"python benchmarks/{name}.py" for name in names]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     status, calls, output = make(project)

@@ -1,0 +1,49 @@
+"""The parameter server of Ray actors: equal to one process, and no process of Ray's is left."""
+
+import importlib.util
+import re
+import sys
+import tempfile
+
+import psutil
+import pytest
+from helpers import ROOT, Job, python
+
+SCRIPT = ROOT / "rpc_basics/ray_parameter_server.py"
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="needs Ray: pip install -r requirements-clusters.txt",
+)
+
+
+@needs_ray
+@pytest.mark.slow  # Ray starts half a dozen processes
+def test_actors_train_as_one_process_does():
+    """The tolerance: fp32 means of two gradients, after 20 steps. What moved, moved by over 0.1."""
+    with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
+        # Ray writes a token to HOME, and sockets and logs to the other.
+        with Job([sys.executable, SCRIPT], HOME=folder, RAY_TMPDIR=folder) as job:
+            output = job.wait(120).check().output
+            # Its last processes end a moment after the driver.
+            left = psutil.wait_procs(job.processes(), timeout=20)[1]
+        assert not left, f"{left}\n{output}"
+    moved = re.search(r"2,410 parameters, moved by up to ([\d.e+-]+)", output)[1]
+    difference = re.search(r"largest difference to one process: ([\d.e+-]+)", output)[1]
+    assert float(moved) > 0.1
+    assert float(difference) < 1e-6
+
+
+@needs_ray
+def test_trainers_that_do_not_divide_the_batch():
+    result = python(SCRIPT, "--trainers", 7, timeout=60)
+    assert result.returncode == 2
+    assert result.output.endswith("error: 120 images do not divide among 7 trainers\n")
+
+
+def test_without_ray_one_sentence_says_how_to_get_it(tmp_path):
+    (tmp_path / "ray.py").write_text("raise ImportError\n")
+    result = python(SCRIPT, timeout=60, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2
+    says = "error: Ray is not installed: pip install -r requirements-clusters.txt\n"
+    assert result.output.endswith(says)
+    assert "Traceback" not in result.output
