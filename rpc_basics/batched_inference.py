@@ -18,7 +18,7 @@ import time
 import cartpole
 import torch
 from arguments import ArgumentParser, above, at_least
-from calls_in_flight import as_they_end, is_there
+from calls_in_flight import as_they_end
 from rpc_worker import RpcWorker, rpc_worker
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -64,6 +64,8 @@ class Agent:
         somebody sets it. No thread waits here meanwhile.
         """
         with self.lock:
+            if observer not in self.observers:
+                raise ValueError(f"worker{observer} did not answer, and was given up")
             self.asked[observer] = states
             mine = self.answers.then(lambda answers: answers.value()[observer])
             self.answer_if_all_have_asked()
@@ -162,14 +164,14 @@ def learn(args: argparse.Namespace, worker: RpcWorker) -> None:
             calls[observer] = rpc.rpc_async(RpcWorker.name_of(observer), play, args=told)
         lengths = {}
         for observer, call in as_they_end(calls):
-            try:
+            if call:
                 lengths[observer] = call.wait()
-            except RuntimeError:
-                if is_there(observer, args.timeout):
-                    raise  # its own error, and not its end
+            else:
                 print(f"worker{observer} is gone, the others go on", flush=True)
                 agents[agent_of[observer]].rpc_sync().remove(observer)
                 observers.remove(observer)
+        if not observers:
+            raise RuntimeError("no observer is left")
         # Each agent from the games of its own observers; all take the same step.
         gradients = []
         for k, agent in enumerate(agents):

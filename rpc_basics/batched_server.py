@@ -164,7 +164,9 @@ def start_all(worker: RpcWorker, function, *args, **more) -> None:
         )
         for rank in range(1, worker.world_size)
     }
-    for _, call in as_they_end(calls):
+    for rank, call in as_they_end(calls):
+        if call is None:
+            raise RuntimeError(f"worker{rank} is gone, and the update waits for it")
         call.wait()
 
 

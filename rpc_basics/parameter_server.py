@@ -20,7 +20,7 @@ from pathlib import Path
 import one_process
 import server_checkpoint
 import torch
-from arguments import ArgumentParser, UserError, above, at_least, between, fail
+from arguments import ArgumentParser, above, at_least, between, fail
 from calls_in_flight import as_they_end, is_there
 from compression import KINDS, Compressor, size_of
 from parameter_server_plot import plot, print_head, print_means, print_row
@@ -36,7 +36,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 @record
 def main() -> None:
     args = parse_args()
-    check_role(args)
+    check_roles(args)
     torch.set_num_threads(1)  # the workers are what runs side by side
     least, servers = args.servers + 1, range(args.servers)
     threads = 16 + int(os.environ.get("WORLD_SIZE", "1"))  # a synchronous push holds one until all
@@ -93,27 +93,27 @@ def start_trainers(servers: list[rpc.RRef], settings: Settings, lengths: list[in
         )  # without a time-out: it lasts as long as the training
         for rank in settings.trainers
     }
-    reports = {}
-    gone = set()
-    for rank, call in as_they_end(calls, settings.patience):
-        try:
-            reports[rank] = call.wait()
-        except RuntimeError:
-            for number in range(len(servers)):
-                if not is_there(number, settings.patience):
-                    raise RuntimeError(f"worker{number}, a server, is gone") from None
-            if is_there(rank, settings.patience):
-                raise  # its own error, and not its end
-            gone.add(rank)
-            left = len(settings.trainers) - len(gone)
-            print(f"worker{rank} is gone: {left} trainer(s) left", flush=True)
+    reports = []
+    for rank, call in as_they_end(calls):
+        if call:
+            reports.append(report_of(call, len(servers)))
+        else:
+            print(f"worker{rank} is gone: the others go on", flush=True)
             for server in servers:
                 server.rpc_sync().give_up(rank)
     if not reports:
         raise RuntimeError("no trainer is left")
-    for rank in set(calls) - set(reports) - gone:
-        print(f"worker{rank} does not come to its end, and is not waited for", flush=True)
-    return list(reports.values())
+    return reports
+
+
+def report_of(call: torch.futures.Future, servers: int) -> dict:
+    try:
+        return call.wait()
+    except RuntimeError:  # of a trainer that is there: because of a server?
+        for number in range(servers):
+            if not is_there(number, timeout=5):
+                raise RuntimeError(f"worker{number}, a server, is gone") from None
+        raise
 
 
 def run(settings: Settings, number_of_servers: int) -> dict:
@@ -150,8 +150,6 @@ def run(settings: Settings, number_of_servers: int) -> dict:
 def run_all(args: argparse.Namespace, worker: RpcWorker) -> None:
     """One run for each combination of what is to be compared, and a row about each."""
     trainers = tuple(range(args.servers, worker.world_size))
-    if args.batch_size < len(trainers):
-        raise UserError(f"--batch-size {args.batch_size} is too small for {len(trainers)} trainers")
     rows = []
     seeds = range(args.seed, args.seed + args.seeds)
     combinations = itertools.product(args.mode, args.pull_every, args.compress, seeds)
@@ -198,11 +196,15 @@ def saved_states(settings: Settings, servers: int) -> list[dict | None]:
     return [server_checkpoint.load(folder, k, version, settings.identity()) for k in range(servers)]
 
 
-def check_role(args: argparse.Namespace) -> None:
-    rank = int(os.environ.get("RANK", "0"))
+def check_roles(args: argparse.Namespace) -> None:
+    """Before joining: what does not fit, each worker finds for itself."""
+    rank, world_size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
     role = "server" if rank < args.servers else "trainer"
     if args.role not in (None, role):
         fail(f"--role {args.role}: rank {rank} is a {role}; servers are the first {args.servers}")
+    trainers = world_size - args.servers
+    if args.batch_size < trainers:
+        fail(f"--batch-size {args.batch_size} is too small for {trainers} trainers")
 
 
 def parse_args() -> argparse.Namespace:

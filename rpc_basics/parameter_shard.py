@@ -98,8 +98,7 @@ class Shard:
 
     def wait_for_the_others(self, version: int) -> None:
         self.update_if_all_are_here()
-        updated = lambda: self.version > version  # noqa: E731
-        while not self.changed.wait_for(updated, self.settings.patience):
+        while not self.changed.wait_for(lambda: self.version > version, self.settings.patience):
             for late in self.trainers - set(self.arrived):
                 self.give_up(late)
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import parse_qs, urlparse
@@ -62,6 +62,8 @@ def rpc_worker(
     worker = RpcWorker(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if worker.world_size < least:
         fail(f"needs {least} workers or more, not {worker.world_size}: --nproc_per_node={least}")
+    with suppress(RuntimeError):  # an earlier job of this process has done it
+        dist.register_rendezvous_handler("attempt", meet)
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=threads,
         rpc_timeout=timeout,
@@ -115,8 +117,6 @@ def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
 
 
 JOBS = itertools.count()  # this process can join one job after the other
-dist.register_rendezvous_handler("attempt", meet)
-
 ENDED = set()  # the workers that have said that they need nothing any more
 GONE = set()  # those that did not answer somebody
 CHANGED = threading.Condition()  # holds whoever reads or changes them
@@ -132,6 +132,8 @@ def wait_for_all(
     """
     others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
     needed = others if required is None else {worker.name_of(rank) for rank in required}
+    # A dead one's silence may last as long as the time-out: where it does not matter, be short.
+    timeout = timeout if required is None else min(timeout, 5)
     # First of all: who is there? Only then, and now and then: we are at the end.
     for message in itertools.chain([note_gone], itertools.repeat(note_end)):
         silent = ask(others - GONE, timeout, message, set(GONE), worker.name)
