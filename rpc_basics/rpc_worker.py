@@ -7,15 +7,20 @@
 A worker that has nothing to do itself goes to the end of the block, and answers calls there.
 """
 
+import itertools
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import parse_qs, urlparse
 
+import torch.distributed as dist
 from arguments import UserError, fail
+from runtime import meeting_point
 from torch.distributed import rpc
 
 
@@ -35,7 +40,12 @@ class RpcWorker:
 
 
 @contextmanager
-def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterator[RpcWorker]:
+def rpc_worker(
+    timeout: float = 60,
+    threads: int = 16,
+    least: int = 1,
+    required: Collection[int] | None = None,
+) -> Iterator[RpcWorker]:
     """Join the job that torchrun describes in the environment; without torchrun, a job of one.
 
     timeout: seconds. How long to wait for the others at the beginning and at the end, and for the
@@ -43,6 +53,8 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
     threads: that answer calls. One that itself waits for a call is busy meanwhile; if all are,
         not even a time-out ends it.
     least: with fewer workers the program ends with one sentence and exit status 2.
+    required: ranks without which the job has failed; None: all. If another one is gone, those left
+        end as if it had never been there.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
@@ -50,13 +62,17 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
     worker = RpcWorker(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if worker.world_size < least:
         fail(f"needs {least} workers or more, not {worker.world_size}: --nproc_per_node={least}")
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=threads, rpc_timeout=timeout)
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=threads,
+        rpc_timeout=timeout,
+        init_method=f"attempt://?timeout={timeout}",  # see meet()
+    )
     rpc.init_rpc(
         worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options
     )
     try:
         yield worker
-        wait_for_all(worker, timeout)
+        wait_for_all(worker, timeout, required)
     except BaseException as error:
         if not isinstance(error, UserError):  # said now: torchrun may end this process any moment
             print(f"{worker.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -64,42 +80,78 @@ def rpc_worker(timeout: float = 60, threads: int = 16, least: int = 1) -> Iterat
         if isinstance(error, UserError):
             fail(str(error))
         raise
-    rpc.shutdown(timeout=timeout)  # all are at their end: this takes a moment
+    try:  # all are at their end: this takes a moment. But it would wait for one that is gone
+        rpc.shutdown(graceful=not GONE, timeout=timeout)
+    except RuntimeError:
+        if required is None:
+            raise  # else one died in this very moment, and was not needed any more
 
+
+def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
+    """The store of this attempt. torchrun --max-restarts begins another one in the same store.
+
+    There init_rpc by itself would read the addresses of the workers before.
+    """
+    timeout = float(parse_qs(urlparse(url).query)["timeout"][0])
+    store = meeting_point(timedelta(seconds=timeout))
+    yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+dist.register_rendezvous_handler("attempt", meet)
 
 ENDED = set()  # the workers that have said that they need nothing any more
-CHANGED = threading.Condition()  # holds whoever reads or changes it
+GONE = set()  # those that did not answer somebody
+CHANGED = threading.Condition()  # holds whoever reads or changes them
 
 
-def wait_for_all(worker: RpcWorker, timeout: float) -> None:
-    """Answer calls until all workers have come here.
+def wait_for_all(
+    worker: RpcWorker, timeout: float, required: Collection[int] | None = None
+) -> None:
+    """Answer calls until all workers have come here, or are gone and not required.
 
-    Raises RuntimeError if one of them is gone. rpc.shutdown() alone would wait for it without end.
+    Raises RuntimeError if a required one is gone. rpc.shutdown() alone would wait for it without
+    end.
     """
     others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
-    gone = tell(others, worker.name, timeout)
-    while not gone and not others <= ENDED:
-        with CHANGED:
-            CHANGED.wait_for(lambda: others <= ENDED, timeout=1)
-        gone = tell(others, worker.name, timeout)  # now and then: are they still there?
-    if gone:
-        raise RuntimeError(f"{worker.name} leaves before the end: no answer from {', '.join(gone)}")
+    needed = others if required is None else {worker.name_of(rank) for rank in required}
+    # First of all: who is there? Only then, and now and then: we are at the end.
+    for message in itertools.chain([note_gone], itertools.repeat(note_end)):
+        silent = ask(others - GONE, timeout, message, set(GONE), worker.name)
+        # Those who leave without one that is gone do not wait for each other: one that has said
+        # that it is at its end may have left.
+        missed = silent & needed if required is None else silent & needed - ENDED
+        if missed:
+            names = ", ".join(sorted(missed))
+            raise RuntimeError(f"{worker.name} leaves before the end: no answer from {names}")
+        note_gone(silent, worker.name)
+        if message is note_end:
+            with CHANGED:
+                CHANGED.wait_for(lambda: others <= ENDED, timeout=1)
+                if others <= ENDED | GONE:
+                    return
 
 
-def tell(others: set[str], name: str, timeout: float) -> list[str]:
-    """Tell the others that `name` is at its end; returns those that do not answer."""
-    gone = []
+def ask(others: set[str], timeout: float, function: Callable, *args) -> set[str]:
+    """Have each of the others call function(*args); returns those that do not answer."""
+    silent = set()
     for other in sorted(others):
         try:
-            rpc.rpc_sync(other, note_end, args=(name,), timeout=timeout)
+            rpc.rpc_sync(other, function, args=args, timeout=timeout)
         except RuntimeError:
-            gone.append(other)
-    return gone
+            silent.add(other)
+    return silent
 
 
-def note_end(name: str) -> None:
-    """Called by `name`, once it has only to answer."""
+def note_gone(missed: set[str], _name: str) -> None:
+    """Called by `_name`, which misses the others."""
     with CHANGED:
+        GONE.update(missed)
+
+
+def note_end(missed: set[str], name: str) -> None:
+    """Called by `name`, now and then, once it has only to answer."""
+    with CHANGED:
+        GONE.update(missed)
         ENDED.add(name)
         CHANGED.notify_all()
 
