@@ -88,15 +88,33 @@ def rpc_worker(
 
 
 def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
-    """The store of this attempt. torchrun --max-restarts begins another one in the same store.
+    """Where init_rpc meets the others: in the store of this attempt, and not without end.
 
-    There init_rpc by itself would read the addresses of the workers before.
+    torchrun --max-restarts begins another attempt in the same store, where init_rpc by itself
+    would read the addresses of the workers before; and it would wait for half an hour.
+    Raises RuntimeError if a worker is missing. Two workers of one rank, and a port that something
+    else has, are mistakes of the user's: one sentence, exit status 2.
     """
-    timeout = float(parse_qs(urlparse(url).query)["timeout"][0])
-    store = meeting_point(timedelta(seconds=timeout))
-    yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    seconds = float(parse_qs(urlparse(url).query)["timeout"][0])
+    worker = RpcWorker(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    limit = timedelta(seconds=seconds)
+    try:
+        store = meeting_point(limit)
+        here = dist.PrefixStore(f"rpc_worker_{next(JOBS)}", store)
+        launched = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun gives each rank once
+        if here.add(worker.name, 1) > 1 and not launched:
+            fail(f"there is a {worker.name} already: two processes have RANK={worker.rank}")
+        here.wait([worker.name_of(rank) for rank in range(worker.world_size)], limit)
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            fail(f"{place} is in use: choose another MASTER_PORT")
+        message = f"{worker.name} waited {seconds:g} s at {place} for {worker.world_size} workers"
+        raise RuntimeError(message) from error
+    yield store, worker.rank, worker.world_size
 
 
+JOBS = itertools.count()  # this process can join one job after the other
 dist.register_rendezvous_handler("attempt", meet)
 
 ENDED = set()  # the workers that have said that they need nothing any more

@@ -4,12 +4,20 @@ import re
 
 import pytest
 import warm
-from helpers import ROOT
+from helpers import REPEAT, ROOT
 
 SCRIPTS = ROOT / "rpc_basics"
 
 
 # ---- minimal.py
+
+
+@pytest.mark.timeout(100 + 20 * REPEAT)
+def test_every_run_ends():
+    """REPEAT=100 is the proof: what is left of a job when all have left aborts no process."""
+    for turn in range(REPEAT):
+        result = warm.run(SCRIPTS / "minimal.py", ranks=2 + turn % 2, timeout=60)
+        assert result.returncode == 0, f"run {turn}: {result.output}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -4,6 +4,7 @@ The workers are started one by one: torchrun would end them all with the first t
 """
 
 import re
+import socket
 import sys
 from contextlib import ExitStack
 
@@ -20,13 +21,20 @@ WORKER = ROOT / "tests/workers/rpc_faults.py"
 def run(what: str, timeout: float, ranks: int = 3) -> list[Result]:
     """timeout: of each call, in seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return start(what, timeout, [warm.environment(rank, ranks, store) for rank in range(ranks)])
+
+
+def start(what: str, timeout: float, environments: list[dict]) -> list[Result]:
     with ExitStack() as stack:
-        jobs = []
-        for rank in range(ranks):
-            command = [sys.executable, WORKER, what, timeout, 16]
-            told = warm.environment(rank, ranks, store)
-            jobs.append(stack.enter_context(Job(command, **told)))
+        command = [sys.executable, WORKER, what, timeout, 16]
+        jobs = [stack.enter_context(Job(command, **told)) for told in environments]
         return [job.wait(60) for job in jobs]
+
+
+def first_of(ranks: int, port: int) -> dict[str, str]:
+    """The environment of a rank 0 that no torchrun has started: it listens at the port."""
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return {"RANK": "0", "WORLD_SIZE": str(ranks), **place}
 
 
 def test_a_worker_killed_in_the_middle_of_a_call():
@@ -36,6 +44,41 @@ def test_a_worker_killed_in_the_middle_of_a_call():
     for result, name in ((first, "worker0"), (second, "worker1")):
         assert result.returncode == 1, result.output
         assert re.search(rf"RuntimeError: {name} leaves .* no answer from .*worker2", result.output)
+
+
+def test_a_worker_that_does_not_come():
+    (alone,) = start("joins", 2, [first_of(2, port=0)])
+    assert alone.returncode == 1
+    assert re.search("RuntimeError: worker0 waited 2 s at localhost:0 for 2 workers", alone.output)
+
+
+def test_two_workers_of_one_name():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    hosts = [warm.environment(rank, 2, store) | {"LOCAL_RANK": "0"} for rank in (0, 1, 1)]
+    first, *twins = start("joins", 20, hosts)
+    assert first.returncode == 0, first.output
+    joined, refused = sorted(twins, key=lambda result: result.returncode)
+    assert joined.returncode == 0, joined.output
+    assert refused.returncode == 2, refused.output
+    assert refused.output.endswith("error: there is a worker1 already: two processes have RANK=1\n")
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (result,) = start("joins", 20, [first_of(1, port)])
+    assert result.returncode == 2, result.output
+    assert f"error: localhost:{port} is in use: choose another MASTER_PORT\n" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_answers_that_are_too_large():
+    first, second = run("too_much", timeout=20, ranks=2)
+    assert "1000000000000000: " in first.check().output
+    assert "can't allocate memory" in first.output
+    assert re.search(r"268435456: .*timeout", first.output)
+    assert "then [0.0, 0.0]\nleft\n" in first.output
+    assert "left\n" in second.check().output
 
 
 def test_a_worker_that_fails_while_it_answers_a_call():

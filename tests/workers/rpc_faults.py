@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "rpc_basics"))
 
+import torch
 from arguments import UserError
 from rpc_worker import rpc_worker
 from torch.distributed import rpc
@@ -64,6 +65,25 @@ def late(worker) -> None:
         while time.monotonic() < begin + float(sys.argv[2]) + 1:
             calls += rpc.rpc_sync("worker1", int, args=(1,))
         print("all calls answered", flush=True)
+
+
+def too_much(worker) -> None:
+    """Answers that no memory could hold, and that cannot be here in time."""
+    if worker.rank == 0:
+        for size, timeout in ((10**15, 20), (2**28, 0.01)):
+            try:
+                rpc.rpc_sync("worker1", zeros, args=(size,), timeout=timeout)
+            except RuntimeError as error:
+                print(f"{size}: {error}", flush=True)
+        print("then", rpc.rpc_sync("worker1", zeros, args=(2,)).tolist(), flush=True)
+
+
+def zeros(size: int) -> torch.Tensor:
+    return torch.zeros(size)
+
+
+def joins(worker) -> None:
+    print(f"{worker.name} is there", flush=True)
 
 
 def nested(worker) -> None:

@@ -1,0 +1,81 @@
+"""Pictures of chapter 23: calls over time, how stale gradients are, and what that does."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import figures
+
+
+def calls(ran: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """A row per way of calling: when the function ran on each worker, in seconds.
+
+    ran: way -> (begin, end) of worker1, worker2, ... Raises AssertionError if calls of rpc_sync ran
+    at the same time, or none of rpc_async: then the labels are exchanged.
+    """
+    together = {}
+    for way, times in ran.items():
+        ordered = sorted(times)
+        together[way] = any(a[1] > b[0] for a, b in pairwise(ordered))
+    assert not together["rpc_sync"], "two calls of rpc_sync ran at the same time"
+    assert together["rpc_async"], "calls of rpc_async ran one after the other"
+    rows, colours = {}, {}
+    for way in ("rpc_sync", "rpc_async"):
+        times = ran[way]
+        zero = min(begin for begin, _ in times)
+        for k, (begin, end) in enumerate(times, 1):
+            colours[f"worker{k}"] = figures.COLOURS[k]
+            span = figures.Span(begin - zero, end - zero, f"worker{k}")
+            rows[f"{way}, worker{k}"] = [span]
+    figures.timeline(rows, colours)
+
+
+def staleness(pushes: Sequence[tuple[int, int]]) -> None:
+    """How many pushes of each trainer were how stale.
+
+    pushes: (trainer, staleness), in the order in which they came. Raises AssertionError where a
+    staleness is not the number of pushes by others since this trainer's last one.
+    """
+    last = {}
+    for k, (trainer, stale) in enumerate(pushes):
+        if trainer in last:
+            others = k - last[trainer] - 1
+            assert stale == others, f"push {k} is {others} pushes old, and not {stale}"
+        last[trainer] = k
+    most = max(stale for _, stale in pushes)
+    trainers = sorted(last)
+    figure, axes = figures.panels(len(trainers), 2.4, sharex=True)
+    for ax, trainer in zip(axes, trainers, strict=True):
+        stales = [stale for who, stale in pushes if who == trainer]
+        ax.hist(stales, bins=range(most + 2), align="left", color=figures.COLOURS[trainer])
+        mean = sum(stales) / len(stales)
+        ax.axvline(mean, color="0.3", linestyle="--")
+        ax.set(title=f"trainer {trainer}: {len(stales)} pushes, mean {mean:.1f}")
+        ax.set(xlabel="staleness", yscale="log")
+    axes[0].set_ylabel("pushes")
+    figures.show(figure)
+
+
+def accuracy(
+    stale: Sequence[int], accuracies: Mapping[float, Sequence[float]], limit: Callable
+) -> None:
+    """Accuracy over staleness, a line per learning rate; and over the rate in units of its limit.
+
+    accuracies: rate -> a value per staleness. limit: staleness -> largest rate. Raises
+    AssertionError if a larger rate bears more staleness: then rates are exchanged.
+    """
+    bears = []
+    for _, row in sorted(accuracies.items()):
+        good = [s for s, value in zip(stale, row, strict=True) if value > 0.75]
+        bears.append(max(good, default=-1))
+    assert bears == sorted(bears, reverse=True), f"larger rates bear more staleness: {bears}"
+    figure, (left, right) = figures.panels(2, 3.2, sharey=True)
+    for rate, row in accuracies.items():
+        left.plot([s + 1 for s in stale], row, "o-", label=f"rate {rate:g}")
+        right.plot([rate / limit(s) for s in stale], row, "o-", label=f"rate {rate:g}")
+    left.set(xscale="log", xlabel="staleness", ylabel="accuracy after 200 updates", ylim=(0, 1))
+    left.set_xticks([s + 1 for s in stale], [str(s) for s in stale], minor=False)
+    left.minorticks_off()
+    right.axvline(1, color="0.5", linestyle="--")
+    right.set(xscale="log", xlabel="rate / limit of the formula")
+    left.legend()
+    figures.show(figure)

@@ -1,0 +1,50 @@
+"""Pictures of chapter 23 refuse data under a wrong label."""
+
+import sys
+
+import matplotlib.pyplot as plt
+import pytest
+from helpers import ROOT
+
+sys.path.insert(0, str(ROOT / "notebooks"))
+
+from figures import rpc
+
+ONE_BY_ONE, TOGETHER = [(0, 1), (2, 3), (4, 5)], [(0.1, 1), (0, 1), (0.2, 2)]
+PUSHES = [(1, 0), (1, 0), (2, 2), (1, 1), (2, 1)]
+STALE = (0, 1, 2)
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def test_right_data_is_drawn():
+    rpc.calls({"rpc_async": TOGETHER, "rpc_sync": ONE_BY_ONE})
+    rpc.staleness(PUSHES)
+    rpc.accuracy(STALE, {0.1: (0.9, 0.9, 0.9), 1.0: (0.9, 0.2, 0.1)}, lambda s: 1 / (s + 1))
+
+
+@pytest.mark.parametrize(
+    "ran",
+    [
+        {"rpc_sync": TOGETHER, "rpc_async": ONE_BY_ONE},
+        {"rpc_sync": TOGETHER, "rpc_async": TOGETHER},
+        {"rpc_sync": ONE_BY_ONE, "rpc_async": ONE_BY_ONE},
+    ],
+)
+def test_exchanged_calls_are_refused(ran):
+    with pytest.raises(AssertionError, match="ran "):
+        rpc.calls(ran)
+
+
+def test_staleness_of_another_trainer_is_refused():
+    with pytest.raises(AssertionError, match="push 4 is 1 pushes old, and not 2"):
+        rpc.staleness([*PUSHES[:-1], (2, 2)])
+
+
+def test_exchanged_rates_are_refused():
+    with pytest.raises(AssertionError, match="larger rates bear more staleness"):
+        rpc.accuracy(STALE, {1.0: (0.9, 0.9, 0.9), 0.1: (0.9, 0.2, 0.1)}, lambda s: 1)
