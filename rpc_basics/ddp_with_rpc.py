@@ -6,8 +6,6 @@
 The first ranks are trainers, the last ones servers. With two servers the table is cut by rows. Look
 at what travels: sums of rows one way, their gradients the other, never the table. And at the
 differences to one process: one backward reaches the dense layers here and the rows over there.
-
-Each pixel of a digit is a word, "brightness 7 at place 12": 64 words an image, 1,088 in all.
 """
 
 import argparse
@@ -20,19 +18,24 @@ import torch.nn.functional as F
 from arguments import ArgumentParser, UserError, above, at_least
 from rpc_worker import RpcWorker, rpc_worker
 from runtime import distributed_worker
-from sklearn.datasets import load_digits
+from table_of_words import (
+    BATCH,
+    OPTIMIZERS,
+    WIDTH,
+    WORDS,
+    build_dense,
+    build_optimizer,
+    cuts,
+    difference,
+    read_digits,
+    some_rows,
+    whole_table,
+    words_here,
+)
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-
-OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),
-    "adamw": (torch.optim.AdamW, {"lr": 3e-3}),
-}
-PIXELS, LEVELS, WIDTH = 64, 17, 24
-WORDS = PIXELS * LEVELS
-BATCH = 120  # images, of all trainers
 
 
 @record
@@ -123,10 +126,8 @@ class Table:
         """words_BP: (images, pixels), int64; returns the sums of their rows, (images, WIDTH)."""
         futures = []
         for shard, first, last in zip(self.shards, self.limits, self.limits[1:], strict=False):
-            here = (words_BP >= first) & (words_BP < last)  # each server is sent its own words
-            counts = here.sum(dim=1)
-            begins = counts.cumsum(0) - counts  # where an image's words begin
-            futures.append(shard.rpc_async().sums(words_BP[here] - first, begins))  # all at work
+            own = words_here(words_BP, first, last)  # each server is sent its own words
+            futures.append(shard.rpc_async().sums(*own))  # all are at work
         return torch.stack([future.wait() for future in futures]).sum(dim=0)
 
     def step(self, contexts: list[int]) -> None:
@@ -149,9 +150,7 @@ class Shard:
     """A server's rows of the table, and their optimizer."""
 
     def __init__(self, number: int, servers: int, optimizer: str):
-        first, last = cuts(servers)[number : number + 2]
-        rows = whole_table().weight.detach()[first:last].clone()
-        self.bag = nn.EmbeddingBag.from_pretrained(rows, freeze=False, mode="sum")
+        self.bag = some_rows(*cuts(servers)[number : number + 2])
         self.optimizer = build_optimizer(optimizer, self.bag)
         self.sent = 0
 
@@ -182,41 +181,6 @@ OWN = []  # in a server: its shard
 def own_shard() -> Shard:
     """Called by rpc.remote: what it returns stays here, the caller gets a reference."""
     return OWN[0]
-
-
-def cuts(servers: int) -> list[int]:
-    """Where the parts of the table begin, and where the last one ends."""
-    return [WORDS * k // servers for k in range(servers + 1)]
-
-
-# The same first values wherever they are made.
-
-
-def whole_table() -> nn.EmbeddingBag:
-    torch.manual_seed(0)
-    return nn.EmbeddingBag.from_pretrained(0.1 * torch.randn(WORDS, WIDTH), False, mode="sum")
-
-
-def build_dense() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 10))
-
-
-def build_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
-    kind, options = OPTIMIZERS[name]
-    return kind(module.parameters(), **options)
-
-
-def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Words, (images, PIXELS), and classes, (images,), both int64."""
-    images, labels = load_digits(return_X_y=True)
-    brightness = torch.tensor(images).long()  # 0 to 16
-    return brightness * PIXELS + torch.arange(PIXELS), torch.tensor(labels)
-
-
-def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The largest of all elements, absolute."""
-    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The synchronous parameter server again, as Ray actors: the same final parameters.
+"""The synchronous parameter_server.py again, as Ray actors: the same batches, the same parameters.
 
     pip install -r requirements-clusters.txt
     python rpc_basics/ray_parameter_server.py
@@ -14,30 +14,28 @@ import os
 import time
 
 import torch
-import torch.nn.functional as F
 from arguments import ArgumentParser, above, at_least, fail
-from sklearn.datasets import load_digits
-from torch import nn
+from tasks import gradient_of, load_task
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-BATCH = 120  # of all trainers
+BATCH, SEED = 120, 0  # images of all trainers; of the first values and of the batches
 
 
 class Server:
     """Owns the parameters. An ordinary class: Ray puts an object of it into a process."""
 
     def __init__(self):
-        self.model = build_model()
-        self.optimizer = build_optimizer(self.model)
+        model = load_task("digits").make_model(SEED)
+        self.vector = parameters_to_vector(model.parameters()).detach().requires_grad_()
+        self.optimizer = torch.optim.SGD([self.vector], lr=0.1, momentum=0.9)
 
     def pull(self) -> torch.Tensor:
-        """All parameters as one row, (parameters,), fp32."""
-        return parameters_to_vector(self.model.parameters()).detach()
+        """All parameters in one row, (parameters,), fp32."""
+        return self.vector.detach()
 
     def step(self, *gradients: torch.Tensor) -> torch.Tensor:
         """gradients: of the trainers, (parameters,) each; returns the new parameters."""
-        mean = torch.stack(gradients).mean(dim=0)
-        vector_to_gradients(mean, self.model)
+        self.vector.grad = torch.stack(gradients).mean(dim=0)
         self.optimizer.step()
         return self.pull()
 
@@ -45,14 +43,15 @@ class Server:
 class Trainer:
     def __init__(self, number: int, trainers: int):
         self.number, self.trainers = number, trainers
-        self.model = build_model()
-        self.images, self.labels = read_digits()
+        self.task = load_task("digits")
+        self.model = self.task.make_model(SEED)
 
     def gradient(self, vector: torch.Tensor, step: int) -> torch.Tensor:
         """Of this trainer's part of the batch, with these parameters."""
         vector_to_parameters(vector, self.model.parameters())
-        rows = batch(step)[self.number :: self.trainers]
-        return gradient(self.model, self.images[rows], self.labels[rows])
+        images, labels = self.task.batch(BATCH, SEED, step)
+        part = slice(self.number, None, self.trainers)
+        return gradient_of(self.model, images[part], labels[part])[0]
 
 
 def train(args: argparse.Namespace, ray) -> torch.Tensor:
@@ -83,55 +82,22 @@ def main() -> None:
     options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "warning"}
     with ray.init("local", num_cpus=args.trainers, **options):  # a cluster of our own; ends here
         trained = train(args, ray)
-    alone = train_alone(args.steps)
-    moved = (alone - parameters_to_vector(build_model().parameters())).abs().max().item()
-    difference = (trained - alone).abs().max().item()
-    print(f"{len(alone):,} parameters, moved by up to {moved:.1e}")
-    print(f"largest difference to one process: {difference:.1e}")
+    first, alone = Server().pull().clone(), train_alone(args.steps)
+    print(f"{len(alone):,} parameters, moved by up to {(alone - first).abs().max():.1e}")
+    print(f"largest difference to one process: {(trained - alone).abs().max():.1e}")
 
 
 def train_alone(steps: int) -> torch.Tensor:
-    """The same training in this process."""
-    model, (images, labels) = build_model(), read_digits()
-    optimizer = build_optimizer(model)
+    """The same training in this process: plain torch, the whole batch."""
+    task = load_task("digits")
+    model = task.make_model(SEED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
-        rows = batch(step)
-        vector_to_gradients(gradient(model, images[rows], labels[rows]), model)
+        images, labels = task.batch(BATCH, SEED, step)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
     return parameters_to_vector(model.parameters()).detach()
-
-
-def build_model() -> nn.Module:
-    """With the same first values wherever it is made."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-
-
-def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def gradient(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(model(images), labels)
-    return parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
-
-
-def vector_to_gradients(vector: torch.Tensor, model: nn.Module) -> None:
-    parameters = list(model.parameters())
-    pieces = vector.split([parameter.numel() for parameter in parameters])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        parameter.grad = piece.view_as(parameter)
-
-
-def batch(step: int) -> torch.Tensor:
-    """The rows of this step's batch, (BATCH,), int64: the same in every process."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(1437, (BATCH,), generator=generator)
-
-
-def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    images, labels = map(torch.tensor, load_digits(return_X_y=True))
-    return (images / 16).float(), labels
 
 
 def parse_args() -> argparse.Namespace:

@@ -61,6 +61,20 @@ def test_ddp_with_rpc_says_what_does_not_work(ranks, arguments, says):
     assert "Traceback" not in result.output
 
 
+# ---- sharded_embedding.py
+
+
+@pytest.mark.parametrize(("ranks", "optimizer"), [(1, "sgd"), (2, "adamw"), (3, "sgd")])
+def test_table_cut_over_the_ranks(ranks, optimizer):
+    """1,088 rows do not divide by three."""
+    command = (SCRIPTS / "sharded_embedding.py", "--optimizer", optimizer)
+    output = warm.run(*command, ranks=ranks, timeout=60).check().output
+    check_training(output, tensors=5)
+    gradient, parameter = differences(output)
+    assert gradient < TOLERANCE[optimizer][0], output
+    assert parameter < TOLERANCE[optimizer][1], output
+
+
 # ---- rnn_over_workers.py
 
 
