@@ -92,6 +92,7 @@ def fail(sentence: str):
 def look(fleet: "Fleet", args) -> list[str]:
     """Sentences, each with the name of a host, a link or a device."""
     names, found = [host.rpartition("@")[2] for host in fleet.hosts], []
+    fleet.all("clock", seconds=15)  # all are there, and awake
     offsets = []
     for i in range(len(names)):  # the way there and back is short, so halve what it took
         before = time.time()
@@ -223,7 +224,6 @@ class Fleet:
         ]
         for reader in self.readers:
             reader.start()
-        self.all("clock", seconds=15)
 
     def read(self, number: int, agent: subprocess.Popen) -> None:
         for line in agent.stdout:

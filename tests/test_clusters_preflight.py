@@ -9,29 +9,22 @@ import subprocess
 import sys
 from collections import Counter
 
-import psutil
 import pytest
 import torch
 from helpers import ROOT, Job, clean_environment
 
+sys.path.insert(0, str(ROOT / "clusters"))
+import preflight_verdict as verdict
+
+sys.path.remove(str(ROOT / "clusters"))
+
 CLUSTERS = ROOT / "clusters"
 LAB = CLUSTERS / "lab.py"
-sys.path.insert(0, str(CLUSTERS))
-from preflight_verdict import (
-    broken_links,
-    differing,
-    rounds,
-    slow_devices,
-    slow_links,
-    wrong_clocks,
-)
-
-sys.path.remove(str(CLUSTERS))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 1000])
 def test_each_pair_meets_once_in_as_many_rounds_as_hosts(count):
-    plan = rounds(count)
+    plan = verdict.rounds(count)
     assert len(plan) <= count
     for pairs in plan:
         assert len({host for pair in pairs for host in pair}) == 2 * len(pairs)
@@ -54,7 +47,7 @@ def test_one_slow_host_and_one_slow_link_of_a_thousand():
         if 417 in pair:
             values[pair] /= 10
     values[5, 6] = 20.0
-    found = slow_links(hosts, values, 0.6, lambda v: f"{v:.0f} MB/s")
+    found = verdict.slow_links(hosts, values, 0.6, lambda v: f"{v:.0f} MB/s")
     assert found == [
         "h417: its link is slow: 10 MB/s to any host, the best pair 100 MB/s",
         "h5 - h6: the link is slow: 20 MB/s, the best pair 100 MB/s",
@@ -62,37 +55,45 @@ def test_one_slow_host_and_one_slow_link_of_a_thousand():
 
 
 def test_three_hosts_are_enough_to_know_which_one_is_slow():
-    found = slow_links(["a", "b", "c"], {(0, 1): 100.0, (0, 2): 9.0, (1, 2): 9.0}, 0.6, str)
+    found = verdict.slow_links(["a", "b", "c"], {(0, 1): 100.0, (0, 2): 9.0, (1, 2): 9.0}, 0.6, str)
     assert found == ["c: its link is slow: 9.0 to any host, the best pair 100.0"]
-    assert slow_links(["a"], {}, 0.6, str) == []
-    assert slow_links(["a", "b"], {(0, 1): 1.0}, 0.6, str) == []
+    assert verdict.slow_links(["a"], {}, 0.6, str) == []
+    assert verdict.slow_links(["a", "b"], {(0, 1): 1.0}, 0.6, str) == []
 
 
 def test_hosts_that_cannot_be_reached():
     errors = {(0, 1): "timed out", (1, 2): "timed out", (1, 3): "timed out"}
-    assert broken_links(["a", "b", "c", "d"], errors) == [
+    assert verdict.broken_links(["a", "b", "c", "d"], errors) == [
         "b: no connection with any host: timed out"
     ]
-    assert broken_links(["a", "b", "c"], {(0, 2): "refused"}) == ["a - c: no connection: refused"]
-    assert broken_links(["a", "b"], {(0, 1): "refused"}) == ["a - b: no connection: refused"]
+    assert verdict.broken_links(["a", "b", "c"], {(0, 2): "refused"}) == [
+        "a - c: no connection: refused"
+    ]
+    assert verdict.broken_links(["a", "b"], {(0, 1): "refused"}) == [
+        "a - b: no connection: refused"
+    ]
 
 
 def test_the_odd_one_out():
     two, three = {"torch": "2.15.0", "GPUs": ["H"] * 8}, {"torch": "2.13.0", "GPUs": ["H"] * 7}
-    assert differing(["a", "b", "c"], [two, three, two]) == [
+    assert verdict.differing(["a", "b", "c"], [two, three, two]) == [
         "b: torch 2.13.0, the others have 2.15.0",
         "b: GPUs 7 x H, the others have 8 x H",
     ]
-    assert differing(["a", "b"], [two, two]) == []
-    assert differing(["a", "b"], [{"CUDA": None}, {"CUDA": "13.2"}]) == [
+    assert verdict.differing(["a", "b"], [two, two]) == []
+    assert verdict.differing(["a", "b"], [{"CUDA": None}, {"CUDA": "13.2"}]) == [
         "hosts differ in CUDA: a none, b 13.2"
     ]
 
 
 def test_clocks_and_devices():
-    assert wrong_clocks(["a", "b", "c"], [50.0, 50.2, 140.1]) == ["c: its clock is 90 s ahead"]
-    assert wrong_clocks(["a", "b", "c"], [0.0, -60.0, 0.1]) == ["b: its clock is 60 s behind"]
-    found = slow_devices(["a", "b"], [[9e9, 7e14, 7e14], [3e9, 7e14, 1e14]], 0.6)
+    assert verdict.wrong_clocks(["a", "b", "c"], [50.0, 50.2, 140.1]) == [
+        "c: its clock is 90 s ahead"
+    ]
+    assert verdict.wrong_clocks(["a", "b", "c"], [0.0, -60.0, 0.1]) == [
+        "b: its clock is 60 s behind"
+    ]
+    found = verdict.slow_devices(["a", "b"], [[9e9, 7e14, 7e14], [3e9, 7e14, 1e14]], 0.6)
     assert found == [
         "b: its processor is slow: 3.0 GFLOP/s a core, the best processor 9.0",
         "b: its GPU 1 is slow: 100.0 TFLOP/s, the best GPU 700.0",
@@ -162,7 +163,7 @@ def test_what_is_wrong_is_named(lab, tmp_path):
     version = tmp_path / "version.py"
     version.write_text(f"{there.read_text()}\n__version__ = '2.9.9'\n")
 
-    lab.run("slow", 2, "20mbit")
+    lab.run("slow", 2, "50mbit")
     lab.on(0, "mount", "--bind", paths["processor"], paths["site"])
     lab.on(1, "mount", "--bind", version, there)
     lab.on(1, "mount", "--bind", paths["clock"], paths["site"])

@@ -151,6 +151,7 @@ def test_what_is_given_for_containers_comes_before_the_ranks(cluster, tmp_path):
     assert sorted(log.read_text().splitlines()) == ["0: yes 0", "1: yes 1"]
 
 
+@pytest.mark.slow
 def test_sweep(cluster, tmp_path):
     runs, script = tmp_path / "runs.txt", tmp_path / "tell.py"
     runs.write_text("--lr 1e-3\n--lr 2e-3 --seed 3\n")
