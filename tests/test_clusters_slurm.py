@@ -141,6 +141,19 @@ def test_interactive(cluster, tmp_path):
     assert told == [f"host{1 + rank // 2} {rank} {rank % 2} 4 2 host1 1" for rank in range(4)]
 
 
+def test_from_any_launcher(cluster, tmp_path):
+    any_launcher, script = ROOT / "clusters/from_any_launcher.py", tmp_path / "tell.py"
+    script.write_text(TELL.replace(" OMP_NUM_THREADS", ""))
+    salloc = ("salloc", "--nodes=2", "--ntasks=3", "--cpus-per-task=1")
+    said = cluster.run(*salloc, "srun", "python", any_launcher, script).check().output
+    told = sorted(line for line in said.splitlines() if line.startswith("host"))
+    assert told == ["host1 0 0 3 2 host1", "host1 1 1 3 2 host1", "host2 2 0 3 1 host1"]
+    log = tmp_path / "log"  # in a batch script nobody is a rank
+    job = ("--nodes=2", "--ntasks-per-node=1", f"--wrap=python {any_launcher}")
+    assert cluster.finish(*job, output=log) == 0
+    assert log.read_text().startswith("started by nobody: RANK=0 WORLD_SIZE=1 ")
+
+
 def test_what_is_given_for_containers_comes_before_the_ranks(cluster, tmp_path):
     """There is no container engine here: another program stands where one would, with arguments."""
     script, log = tmp_path / "tell.py", tmp_path / "log"
