@@ -33,6 +33,8 @@ GRACE = 40  # seconds; an agent gives its ranks 30 to save what they have
 def main() -> None:
     args = parse_args()
     hosts = [f"host{i}" for i in range(args.lab)] if args.lab else read_hosts(args)
+    if not args.lab:
+        ask(hosts)
     job = uuid.uuid4().hex[:8]  # two jobs that meet at one port must not be taken for one
     torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
     torchrun += [f"--nproc-per-node={args.nproc_per_node}", f"--rdzv-id={job}"]
@@ -89,6 +91,19 @@ def read_hosts(args) -> list[str]:
 def fail(sentence: str):
     print(f"launch.py: error: {sentence}", file=sys.stderr)
     sys.exit(2)
+
+
+def ask(hosts: list[str]) -> None:
+    """End the program, before anything runs anywhere, if one of the hosts cannot be reached."""
+    command = [word for word in SSH if word != "-tt"]
+    calls = [
+        subprocess.Popen([*command, host, "true"], stderr=subprocess.PIPE, text=True)
+        for host in hosts
+    ]
+    for host, call in zip(hosts, calls, strict=True):
+        said = call.communicate()[1].strip().splitlines()
+        if call.returncode:
+            fail(f"{host} cannot be reached: {said[-1] if said else 'ssh does not say why'}")
 
 
 def plain(host: str) -> str:

@@ -1,0 +1,92 @@
+"""Who am I? Rank, world size and meeting point, whoever started this process.
+
+    srun python clusters/from_any_launcher.py ddp_basics/train.py
+    mpirun python clusters/from_any_launcher.py ddp_basics/train.py
+    python clusters/from_any_launcher.py                # says what is known here, and who says it
+
+PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which
+torchrun sets. Every other launcher tells the same under names of its own. As a command this file
+sets the six and becomes the script; to do it within a script: os.environ.update(who_am_i()).
+"""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+
+# rank, world size, local rank, local world size. A launcher has started us if all of its names are
+# there. Inner ones first: Slurm's are there, too, when mpirun has started us within its job.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": [f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Intel MPI, too
+    # A batch script is process 0 as well; only what srun has started has a step's tasks.
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "Kubernetes": ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),  # an Indexed Job, a rank in each pod
+}
+
+
+def who_am_i(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The six variables that PyTorch reads; of one process alone if no launcher is found.
+
+    MASTER_ADDR and MASTER_PORT are kept where they are set. Raises ValueError, in one sentence,
+    where nothing tells the address of rank 0's host, or the numbers cannot be true.
+    """
+    launcher = launched_by(env)
+    rank, size, *local = [env[name] for name in LAUNCHERS.get(launcher, ())] or ["0", "1"]
+    local_rank, local_size = local or ["0", "1"]
+    if launcher == "Slurm":
+        local_size = tasks_of_node(local_size, int(env.get("SLURM_NODEID", 0)))
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if not (rank + size).isdigit() or not int(rank) < int(size):
+        raise ValueError(f"{launcher} says rank {rank} of {size}, which cannot be")
+    if not address and size == local_size:
+        address = "127.0.0.1"
+    elif not address and launcher == "Slurm":
+        address = first_host(env["SLURM_STEP_NODELIST"])
+    elif not address and launcher == "Kubernetes":  # train-3.service... -> train-0.service...
+        address = re.sub(r"^(.*)-\d+(?=\.|$)", r"\1-0", socket.getfqdn(), count=1)
+    elif not address:
+        raise ValueError(f"{launcher} does not tell where rank 0 runs: set MASTER_ADDR to its host")
+    job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE", "").split(".")[0]  # one for all
+    port = port or str(20000 + int(job) % 10000 if job.isdigit() else 29500)
+    values = (rank, size, local_rank, local_size, address, port)
+    return dict(zip((*LAUNCHERS["torchrun"], "MASTER_ADDR", "MASTER_PORT"), values, strict=True))
+
+
+def launched_by(env: Mapping[str, str]) -> str:
+    found = (name for name, names in LAUNCHERS.items() if all(x in env for x in names))
+    return next(found, "nobody")
+
+
+def tasks_of_node(counts: str, node: int) -> str:
+    """The number for a node in a list such as 4(x2),3: four on each of two nodes, three on one."""
+    each = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [count for count, times in each for _ in range(int(times or 1))][node]
+
+
+def first_host(nodes: str) -> str:
+    """The first of a list such as gpu[07-09,12],cpu1: gpu07."""
+    prefix, number, suffix = re.match(r"([^,\[]*)(?:\[([^],-]+)[^]]*\]([^,\[]*))?", nodes).groups()
+    return prefix + (number or "") + (suffix or "")
+
+
+def main() -> None:
+    try:
+        told = who_am_i()
+        if len(sys.argv) > 1 and not os.path.isfile(sys.argv[1]):
+            raise ValueError(f"there is no script {sys.argv[1]} in {os.getcwd()}")
+    except ValueError as error:
+        print(f"from_any_launcher.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if len(sys.argv) == 1:
+        words = " ".join(f"{name}={value}" for name, value in told.items())
+        print(f"started by {launched_by(os.environ)}: {words}")
+        sys.exit()
+    os.environ.update(told)
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])  # the same process: signals reach it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# A Slurm cluster on this machine, to try things on: a login node, two compute nodes, two partitions.
+#
+#     clusters/slurm/test_cluster.sh COMMAND ...   # start it, run the command on the login node, end it
+#     clusters/slurm/test_cluster.sh bash          # a shell in which sinfo, sbatch, srun, squeue work
+#
+# The daemons are Slurm's own (Debian: apt install slurm-wlm munge), on hosts of ../lab.py: host0 is
+# the login node and runs slurmctld; host1 and host2 compute. Root only. Its files are in a temporary
+# folder; whatever runs on the hosts ends with it. Exit status: the command's; 2 if there is no cluster.
+set -u
+clusters=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export LAB=${LAB:-slurm}
+
+fail() {
+    echo "test_cluster.sh: error: $1" >&2
+    exit 2
+}
+lab() { "${PYTHON:-python3}" "$clusters/lab.py" "$@"; }
+
+[ $# -gt 0 ] || fail "a command is needed, such as sinfo or bash"
+PATH=$PATH:/usr/sbin
+for tool in slurmctld slurmd munged; do
+    command -v $tool >/dev/null || fail "there is no $tool here: apt install slurm-wlm munge"
+done
+[ "$(id -u)" = 0 ] || fail "the daemons of Slurm need root"
+
+folder=$(mktemp -d "${TMPDIR:-/tmp}/slurm.XXXXXX")
+trap 'lab down; rm -rf "$folder"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+chmod 755 "$folder"
+lab up 3 >/dev/null || { trap 'rm -rf "$folder"' EXIT; exit 2; } # perhaps another one has this name
+
+export SLURM_CONF=$folder/slurm.conf
+cat >"$SLURM_CONF" <<END
+ClusterName=test
+SlurmctldHost=host0
+SlurmUser=root
+StateSaveLocation=$folder/state
+SlurmdSpoolDir=$folder/%n
+SlurmctldPidFile=$folder/slurmctld.pid
+SlurmdPidFile=$folder/%n.pid
+SlurmctldLogFile=$folder/slurmctld.log
+SlurmdLogFile=$folder/%n.log
+AuthType=auth/munge
+# A requeued job waits until its old credential has expired: 120 s by default, 5 at least.
+AuthInfo=socket=$folder/munge.socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
+KillWait=10
+# A node says that it has four processors, whatever this machine has.
+SlurmdParameters=config_overrides
+NodeName=host[1-2] CPUs=4 RealMemory=4000
+# Jobs of the partition "urgent" push those of "main" back to the queue.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 MaxTime=60 GraceTime=30
+PartitionName=urgent Nodes=ALL PriorityTier=2 MaxTime=60 PreemptMode=OFF
+END
+mkdir "$folder/state"
+dd if=/dev/urandom of="$folder/munge.key" bs=128 count=1 status=none
+chmod 400 "$folder/munge.key"
+# One munged serves all: the hosts have their own networks, and one file system.
+lab exec 0 -- munged --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
+    --pid-file="$folder/munge.pid" --log-file="$folder/munge.log" --seed-file="$folder/munge.seed" \
+    || fail "munged does not start: $(tail -n 1 "$folder/munge.log")"
+lab exec 0 -- slurmctld || fail "slurmctld does not start: $(tail -n 1 "$folder/slurmctld.log")"
+for node in 1 2; do
+    lab exec $node -- slurmd || fail "slurmd does not start: $(tail -n 1 "$folder/host$node.log")"
+done
+for _ in $(seq 200); do # until both nodes have reported
+    [ "$(lab exec 0 -- sinfo --noheader --partition=main --states=idle --format=%D 2>&1)" = 2 ] && ready=yes && break
+    sleep 0.05
+done
+[ "${ready:-}" ] || fail "the nodes do not report: $(tail -n 1 "$folder/slurmctld.log")"
+
+lab exec 0 -- "$@"

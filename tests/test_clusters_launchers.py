@@ -1,0 +1,163 @@
+"""clusters/from_any_launcher.py: what each launcher sets, and what is made of it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, Job, clean_environment
+
+sys.path.insert(0, str(ROOT / "clusters"))
+from from_any_launcher import first_host, launched_by, tasks_of_node, who_am_i
+
+sys.path.remove(str(ROOT / "clusters"))
+
+SCRIPT = ROOT / "clusters/from_any_launcher.py"
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM = {
+    "SLURM_JOB_ID": "412",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[07-09],cpu1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1378025473",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = dict(zip(NAMES, ["2", "4", "0", "2", "10.0.0.1", "4711"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "told"),
+    [
+        ({}, "nobody", "0 1 0 1 127.0.0.1 29500"),
+        (TORCHRUN, "torchrun", "2 4 0 2 10.0.0.1 4711"),
+        (SLURM, "Slurm", "5 7 1 2 gpu07 20412"),
+        (SLURM | {"SLURM_NODEID": "3", "SLURM_LOCALID": "0"}, "Slurm", "5 7 0 1 gpu07 20412"),
+        (OPEN_MPI | {"MASTER_ADDR": "a"}, "Open MPI", "3 4 1 2 a 25473"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "Open MPI", "3 4 1 4 127.0.0.1 25473"),
+        (MPICH, "MPICH", "1 2 1 2 127.0.0.1 29500"),
+        (MPICH | {"MASTER_ADDR": "b", "MASTER_PORT": "1"}, "MPICH", "1 2 1 2 b 1"),
+        # One within the other: the inner one has started us.
+        (SLURM | OPEN_MPI | {"MASTER_ADDR": "a"}, "Open MPI", "3 4 1 2 a 20412"),
+        (SLURM | TORCHRUN, "torchrun", "2 4 0 2 10.0.0.1 4711"),
+        # srun --mpi=pmi2 sets PMI_RANK and no local rank
+        (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}, "Slurm", "5 7 1 2 gpu07 20412"),
+    ],
+)
+def test_each_launcher(env, launcher, told):
+    assert launched_by(env) == launcher
+    assert " ".join(who_am_i(env)[name] for name in NAMES) == told
+
+
+def test_a_batch_script_is_no_rank():
+    """Slurm sets SLURM_PROCID=0 there, too, beside the number of tasks that srun would start."""
+    batch = {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_PROCID": "0"}
+    assert launched_by(batch) == "nobody"
+    assert who_am_i(batch)["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("train-3", "train-0"),
+        ("my-job-12.pods.ns.svc.cluster.local", "my-job-0.pods.ns.svc.cluster.local"),
+    ],
+)
+def test_kubernetes(monkeypatch, name, first):
+    monkeypatch.setattr(socket, "getfqdn", lambda: name)
+    env = {"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "4"}
+    told = who_am_i(env)
+    assert launched_by(env) == "Kubernetes"
+    assert [told[name] for name in NAMES] == ["3", "4", "0", "1", first, "29500"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("host0", "host0"),
+        ("a,b", "a"),
+        ("host[1-2]", "host1"),
+        ("n[3,5-9]", "n3"),
+        ("gpu-a[007-012],x", "gpu-a007"),
+        ("rack[1-2]-ib,x", "rack1-ib"),
+    ],
+)
+def test_first_of_a_list_of_hosts(nodes, first):
+    assert first_host(nodes) == first
+    if shutil.which("scontrol"):  # as Slurm itself reads it
+        command = ["scontrol", "show", "hostnames", nodes]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert done.returncode or done.stdout.split()[0] == first
+
+
+def test_tasks_of_each_node():
+    assert [tasks_of_node("4(x2),3,12", node) for node in range(4)] == ["4", "4", "3", "12"]
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (OPEN_MPI, "Open MPI does not tell where rank 0 runs: set MASTER_ADDR to its host"),
+        (MPICH | {"PMI_RANK": "2"}, "MPICH says rank 2 of 2, which cannot be"),
+        (TORCHRUN | {"WORLD_SIZE": "two"}, "torchrun says rank 2 of two, which cannot be"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(env, says):
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        who_am_i(env)
+    command = [sys.executable, SCRIPT]
+    done = subprocess.run(
+        command, env=clean_environment(**env), capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"from_any_launcher.py: error: {says}\n"
+
+
+def test_the_script_is_the_same_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print(os.getpid(), os.environ['RANK'], *sys.argv[1:])")
+    with Job([sys.executable, SCRIPT, script, "--epochs", "5"], **MPICH) as job:
+        said = job.wait(30).check().output
+        assert said == f"{job.process.pid} 1 --epochs 5\n"
+    with Job([sys.executable, SCRIPT, tmp_path / "none.py"]) as job:
+        result = job.wait(30)
+    assert result.returncode == 2
+    assert result.output == (
+        f"from_any_launcher.py: error: there is no script {tmp_path}/none.py in {os.getcwd()}\n"
+    )
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="no ssh here")
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        ("none.invalid", "none.invalid cannot be reached: ssh: Could not resolve hostname"),
+        ("localhost", "localhost cannot be reached: "),  # nobody listens there, or lets us in
+    ],
+)
+def test_a_host_that_cannot_be_reached(tmp_path, host, says):
+    hosts, config = tmp_path / "hosts.txt", tmp_path / ".ssh/config"
+    hosts.write_text(f"{host}\n")
+    config.parent.mkdir()
+    launch = [sys.executable, ROOT / "clusters/torchrun/launch.py", hosts, SCRIPT]
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    # ssh itself, to a port where certainly nobody listens: a test must not log in anywhere
+    (bin / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F none -p 1 "$@"\n')
+    (bin / "ssh").chmod(0o755)
+    with Job(launch, PATH=f"{bin}:{os.environ['PATH']}") as job:
+        result = job.wait(60)
+        assert not job.kill()
+    assert result.returncode == 2
+    assert result.output.count("\n") == 1
+    assert result.output.startswith(f"launch.py: error: {says}")

@@ -1,0 +1,286 @@
+"""clusters/slurm/: jobs on a real Slurm of a login node and two compute nodes, see lab.py."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import warm
+from helpers import ROOT, Job, Result, clean_environment, learned
+
+SLURM = ROOT / "clusters/slurm"
+LAB = ROOT / "clusters/lab.py"
+TRAIN = ROOT / "ddp_basics/train.py"
+MISSING = [
+    tool
+    for tool in ("slurmctld", "slurmd", "munged")
+    if not shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin")
+]
+
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="Slurm's daemons need root"),
+    pytest.mark.skipif(bool(MISSING), reason=f"no {MISSING} here: apt install slurm-wlm munge"),
+]
+
+
+class Cluster:
+    """Runs commands on the login node, in a folder where the jobs leave their output."""
+
+    def __init__(self, name: str, conf: str, folder: Path):
+        self.name, self.folder = name, folder
+        self.environment = clean_environment(LAB=name, SLURM_CONF=conf, PATH=path())
+
+    def run(self, *command, timeout: float = 60, cwd: Path = ROOT) -> Result:
+        done = subprocess.run(
+            [sys.executable, LAB, "exec", "0", "--", *map(str, command)],
+            cwd=cwd,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        return Result(done.returncode, done.stdout)
+
+    def submit(self, *args, output: Path) -> str:
+        """The number of a job."""
+        return self.run("sbatch", "--parsable", f"--output={output}", *args).check().output.strip()
+
+    def finish(self, *args, output: Path, timeout: float = 120) -> int:
+        """Run a job to its end; its exit status. (sbatch --wait looks every ten seconds.)"""
+        job = self.submit(*args, output=output)
+        self.wait_until(lambda: self.state(job, "JobState") in ENDED, output, timeout=timeout)
+        return int(self.state(job, "ExitCode").split(":")[0])
+
+    def state(self, job: str, what: str) -> str:
+        shown = self.run("scontrol", "show", "job", job).check().output
+        return re.search(rf"{what}=(\S+)", shown)[1]
+
+    def wait_until(self, condition: Callable[[], object], *logs: Path, timeout: float = 120):
+        until = time.monotonic() + timeout
+        while not (value := condition()):
+            said = "\n".join(log.read_text() for log in logs if log.exists())
+            assert time.monotonic() < until, self.run("squeue").output + said[-6000:]
+            time.sleep(0.05)
+        return value
+
+    def idle(self) -> bool:
+        return not self.run("squeue", "--noheader").check().output
+
+
+def path() -> str:
+    """Where the jobs find this Python as "python", and its torchrun."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    name, say = f"slurm{os.getpid()}", 'echo "conf $SLURM_CONF"; exec sleep 1000'
+    command = [SLURM / "test_cluster.sh", "sh", "-c", say]
+    with Job(command, LAB=name, PYTHON=sys.executable) as job:
+        try:
+            conf = job.wait_until(lambda: re.search(r"^conf (.+)\n", job.output), 60)[1]
+        except AssertionError:
+            if re.search("a lab needs|no hosts could be made", job.output):
+                pytest.skip(job.output.strip())
+            raise
+        yield Cluster(name, conf, tmp_path_factory.mktemp("jobs"))
+        job.process.terminate()
+        for process in job.processes():
+            if process.name() == "sleep":
+                process.kill()
+        assert job.wait(30).returncode == 143
+        assert not job.kill()  # daemons and jobs have ended with it
+        assert not Path(conf).parent.exists()
+
+
+@pytest.fixture
+def cluster(running):
+    yield running
+    running.run("scancel", "--user=root")
+    running.wait_until(running.idle)
+
+
+def test_a_partition_that_does_not_exist(cluster):
+    result = cluster.run("sbatch", "--partition=gpu", SLURM / "train.sbatch", TRAIN)
+    assert result.returncode == 1  # sbatch says it itself
+    assert "sbatch: error: invalid partition specified: gpu\n" in result.output
+
+
+@pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
+def test_a_script_that_does_not_exist(cluster, file, tmp_path):
+    log = tmp_path / "log"
+    assert cluster.finish(SLURM / file, "ddp_basics/tain.py", output=log) == 2
+    assert log.read_text() == (
+        f"{file}: error: there is no script 'ddp_basics/tain.py' in {ROOT}\n"
+    )
+
+
+TELL = """
+import os, socket
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS"
+print(socket.gethostname(), *(os.environ[name] for name in names.split()))
+"""
+
+
+def test_interactive(cluster, tmp_path):
+    """What a batch script does, it does within salloc as well."""
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
+    salloc = ("salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
+    said = cluster.run(*salloc, "bash", SLURM / "train_srun.sbatch", script).check().output
+    told = sorted(line for line in said.splitlines() if line.startswith("host"))
+    assert told == [f"host{1 + rank // 2} {rank} {rank % 2} 4 2 host1 1" for rank in range(4)]
+
+
+def test_from_any_launcher(cluster, tmp_path):
+    any_launcher, script = ROOT / "clusters/from_any_launcher.py", tmp_path / "tell.py"
+    script.write_text(TELL.replace(" OMP_NUM_THREADS", ""))
+    salloc = ("salloc", "--nodes=2", "--ntasks=3", "--cpus-per-task=1")
+    said = cluster.run(*salloc, "srun", "python", any_launcher, script).check().output
+    told = sorted(line for line in said.splitlines() if line.startswith("host"))
+    assert told == ["host1 0 0 3 2 host1", "host1 1 1 3 2 host1", "host2 2 0 3 1 host1"]
+    log = tmp_path / "log"  # in a batch script nobody is a rank
+    job = ("--nodes=2", "--ntasks-per-node=1", f"--wrap=python {any_launcher}")
+    assert cluster.finish(*job, output=log) == 0
+    assert log.read_text().startswith("started by nobody: RANK=0 WORLD_SIZE=1 ")
+
+
+def test_what_is_given_for_containers_comes_before_the_ranks(cluster, tmp_path):
+    """There is no container engine here: another program stands where one would, with arguments."""
+    script, log = tmp_path / "tell.py", tmp_path / "log"
+    script.write_text("import os; print(os.environ['INSIDE'], os.environ['RANK'])")
+    given = ("env", "SRUN_ARGS=--label", "WRAP=env INSIDE=yes", "sbatch", f"--output={log}")
+    cluster.run(*given, SLURM / "train_srun.sbatch", script).check()
+    cluster.wait_until(cluster.idle, log)
+    assert sorted(log.read_text().splitlines()) == ["0: yes 0", "1: yes 1"]
+
+
+@pytest.mark.slow
+def test_sweep(cluster, tmp_path):
+    runs, script = tmp_path / "runs.txt", tmp_path / "tell.py"
+    runs.write_text("--lr 1e-3\n--lr 2e-3 --seed 3\n")
+    script.write_text("import sys; print(sys.argv[1:])")
+    sweep = ("--array=1-3%2", SLURM / "sweep.sbatch", runs, script, "--epochs", 1)
+    job = cluster.submit(*sweep, output=tmp_path / "log%a")
+    cluster.wait_until(cluster.idle)
+    states = re.findall(r"JobState=(\S+)", cluster.run("scontrol", "show", "job", job).output)
+    assert sorted(states) == ["COMPLETED", "COMPLETED", "FAILED"]  # there is no line 3
+    assert (tmp_path / "log3").read_text() == (
+        "sweep.sbatch: error: needs --array, a file with line 3, and a script\n"
+    )
+    for number, words in ((1, "'--lr', '1e-3'"), (2, "'--lr', '2e-3', '--seed', '3'")):
+        said = (tmp_path / f"log{number}").read_text()
+        assert f"['--epochs', '1', {words}]" in said
+
+
+@pytest.mark.slow
+def test_torchrun_on_each_node(cluster, tmp_path):
+    log = tmp_path / "log"
+    hello = (SLURM / "train.sbatch", ROOT / "collectives/hello_world.py")
+    assert cluster.finish(*hello, output=log) == 0, log.read_text()
+    table = re.findall(r"^ +(\d)  +0  +2  gloo +(host\d)", log.read_text(), re.MULTILINE)
+    assert table == [("0", "host1"), ("1", "host2")] or table == [("0", "host2"), ("1", "host1")]
+
+
+@pytest.mark.slow
+def test_a_world_that_does_not_divide(cluster, tmp_path):
+    log = tmp_path / "log"
+    job = (SLURM / "train_srun.sbatch", TRAIN, "--batch-size", 65)
+    assert cluster.finish(*job, output=log) == 2
+    assert "--batch-size 65 does not divide into 2 equal parts" in log.read_text()
+    assert not of_jobs(cluster)
+
+
+def of_jobs(cluster: Cluster) -> list[psutil.Process]:
+    """Processes of Python on the nodes."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        here = environment.get("SLURM_CONF") == cluster.environment["SLURM_CONF"]
+        if here and "SLURM_PROCID" in environment and process.name().startswith("python"):
+            found.append(process)
+    return found
+
+
+# train.py, which does not go on from step 30 before it is asked to stop, the first time.
+WAITS = """
+import os, runpy, sys, time
+sys.path.insert(0, {directory!r})
+import train
+agreed = train.StopRequests.agreed
+def wait(stop, step):
+    if step == 30 and "SLURM_RESTART_COUNT" not in os.environ:
+        print("at step 30", flush=True)
+        until = time.monotonic() + 120
+        while not stop.asked and time.monotonic() < until:
+            time.sleep(0.01)
+        stop.next_look = step
+    return agreed(stop, step)
+train.StopRequests.agreed = wait
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_jobs_that_lose_their_nodes_continue_bit_for_bit(cluster, tmp_path):
+    """One whose time is nearly up, under torchrun; one that gives way to another, without."""
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS.format(directory=str(TRAIN.parent)))
+    args = ("--epochs", 2, "--log-every", 1, "--output-dir")
+    logs = {name: tmp_path / f"{name}.log" for name in ("time", "urgent")}
+    torchrun = ("--partition=urgent", "--cpus-per-task=1", SLURM / "train.sbatch", script)
+    srun = ("--cpus-per-task=2", SLURM / "train_srun.sbatch", script)
+    jobs = {
+        "time": cluster.submit(*torchrun, *args, tmp_path / "time", output=logs["time"]),
+        "urgent": cluster.submit(*srun, *args, tmp_path / "urgent", output=logs["urgent"]),
+    }
+    for log in logs.values():
+        cluster.wait_until(lambda: "at step 30" in text(log), *logs.values())  # noqa: B023
+    # Less than the two minutes of --signal are left now. Slurm notes that within 30 s.
+    minutes = int(cluster.state(jobs["time"], "RunTime").split(":")[1])
+    set_limit = ("scontrol", "update", f"JobId={jobs['time']}")
+    cluster.run(*set_limit, f"TimeLimit={minutes + 2}").check()
+    urgent = ("--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3")
+    cluster.submit(*urgent, "--wrap=true", output=Path("/dev/null"))
+    whole = tmp_path / "whole"
+    warm.run(TRAIN, *args, whole, ranks=2).check()
+    cluster.wait_until(lambda: cluster.state(jobs["time"], "Restarts") == "1", logs["time"])
+    cluster.run(*set_limit, "TimeLimit=60").check()
+    for name, job in jobs.items():
+        cluster.wait_until(lambda: cluster.state(job, "JobState") in ENDED, logs[name])  # noqa: B023
+        said = logs[name].read_text()
+        assert cluster.state(job, "JobState") == "COMPLETED", said[-6000:]
+        assert cluster.state(job, "Restarts") == "1"
+        assert "stopped by SIGTERM after step 30 of 44" in said
+        assert learned(tmp_path / name) == learned(whole)
+        ends = [folder / "checkpoints/step_00000044.pt" for folder in (tmp_path / name, whole)]
+        one, other = (torch.load(end, weights_only=True)["model"] for end in ends)
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
+
+
+def text(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+def test_what_is_missing_is_said(tmp_path):
+    for tool in ("dirname", "bash"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    command = ["bash", SLURM / "test_cluster.sh"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert said.returncode == 2
+    assert said.stderr == "test_cluster.sh: error: a command is needed, such as sinfo or bash\n"
