@@ -43,7 +43,7 @@ def staleness(pushes: Sequence[tuple[int, int]]) -> None:
         last[trainer] = k
     most = max(stale for _, stale in pushes)
     trainers = sorted(last)
-    figure, axes = figures.panels(len(trainers), 2.4, sharex=True)
+    figure, axes = figures.panels(len(trainers), 2.4, sharex=True, sharey=True)
     for ax, trainer in zip(axes, trainers, strict=True):
         stales = [stale for who, stale in pushes if who == trainer]
         ax.hist(stales, bins=range(most + 2), align="left", color=figures.COLOURS[trainer])
@@ -51,6 +51,7 @@ def staleness(pushes: Sequence[tuple[int, int]]) -> None:
         ax.axvline(mean, color="0.3", linestyle="--")
         ax.set(title=f"trainer {trainer}: {len(stales)} pushes, mean {mean:.1f}")
         ax.set(xlabel="staleness", yscale="log")
+        ax.minorticks_off()
     axes[0].set_ylabel("pushes")
     figures.show(figure)
 
