@@ -61,6 +61,7 @@ def train(args, rank: int, world_size: int) -> bool:
     file = args.output_dir / "state.pt" if args.output_dir else None
     log = (args.output_dir / "log.jsonl").open("a") if file and rank == 0 else None
     first = load(file, model, optimizer) if file and file.exists() else 0
+    check_all_equal(args, first)
     my_parts = range(rank, PARTS, world_size)
     if rank == 0:
         print(f"{world_size} rank(s), from step {first} of {args.steps}", flush=True)
@@ -96,6 +97,18 @@ def train(args, rank: int, world_size: int) -> bool:
     return True
 
 
+def check_all_equal(args, first: int) -> None:
+    """End the job if ranks mean different runs, or have found different states of it."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, f"{args.steps} steps from {first} in {args.output_dir}")
+    runs = sorted(set(everyone))
+    if len(runs) > 1:
+        sys.exit(
+            f"elastic_train.py: error: not one job: {' and '.join(runs)}: two jobs with one "
+            "--rdzv-id, or a disk that does not show all hosts the same"
+        )
+
+
 def load_data() -> tuple[Tensor, Tensor]:
     """1,797 images (64 float32 in [0, 1] each) and their labels (int64)."""
     images, labels = load_digits(return_X_y=True)
@@ -117,11 +130,15 @@ def save(file: Path, model, optimizer, step: int) -> None:
     """A kill or a full disk leaves the old file or the new one, never a part."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     temporary = file.with_suffix(".tmp")
-    with temporary.open("wb") as out:
-        torch.save(state, out)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, file)
+    try:
+        with temporary.open("wb") as out:
+            torch.save(state, out)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, file)
+    except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save reports a full disk
+        temporary.unlink(missing_ok=True)
+        sys.exit(f"elastic_train.py: error: cannot write {file}, it is as it was: {error}")
 
 
 def load(file: Path, model, optimizer) -> int:
