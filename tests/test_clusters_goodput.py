@@ -1,12 +1,14 @@
 """clusters/goodput.py: the formulas against an exact optimum, dice, and killed processes."""
 
+import json
 import math
 import re
 import statistics
 import sys
+from itertools import pairwise
 
 import pytest
-from helpers import ROOT, python
+from helpers import ROOT, Job, python, torchrun_command
 
 sys.path.insert(0, str(ROOT / "clusters"))
 from goodput import daly, goodput, random_failures, replay, young
@@ -14,6 +16,7 @@ from goodput import daly, goodput, random_failures, replay, young
 sys.path.remove(str(ROOT / "clusters"))
 
 SCRIPT = ROOT / "clusters/goodput.py"
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else restarts meet old addresses
 
 
 def best(save: float, mtbf: float) -> float:
@@ -80,6 +83,53 @@ def test_processes_that_are_killed_agree():
     measured, on_paper, _ = (float(number) for number in re.findall(r"([\d.]+)%", said))
     assert kills == len(random_failures(1.0, 4, seed=0)) > 0
     assert on_paper / 2 < measured <= on_paper
+
+
+SLOWLY = """
+import runpy, sys, time
+from torch.optim import SGD
+step = SGD.step
+def slowly(*args, **more):
+    time.sleep(0.05)
+    return step(*args, **more)
+SGD.step = slowly
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_agrees(tmp_path):
+    """200 steps, saved every 20; twice a rank is killed halfway between two saves. replay() is told
+    when, and how long a step and a restart took. It may be wrong by the last interval, because
+    steps do not all take equally long."""
+    script, path = tmp_path / "slowly.py", tmp_path / "log.jsonl"
+    script.write_text(SLOWLY.format(script=str(ROOT / "clusters/elastic_train.py")))
+    args = ("--steps", 200, "--save-every", 20, "--output-dir", tmp_path)
+    with Job(torchrun_command(script, *args, options=("--max-restarts=2",)), **FRESH_STORE) as job:
+        for step in (50, 130):
+            job.wait_until(
+                lambda step=step: path.exists() and f'"step": {step},' in path.read_text()
+            )
+            job.ranks()[1].kill()
+        job.wait(200).check()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    ordinary, restarts, failures = [], [], []
+    for last, line in pairwise(lines):
+        pause = line["time"] - last["time"]
+        if line["step"] == last["step"] + 1:
+            ordinary.append(pause)
+        else:
+            restarts.append(pause)
+            failures.append(last["time"])
+    step = statistics.mean(ordinary)
+    begin, end = lines[0]["time"] - step, lines[-1]["time"] + step / 2
+    restart = statistics.mean(restarts) - step
+    interval, failures = 20 * step, [failure - begin for failure in failures]
+    assert len(failures) == 2
+    assert abs(replay(failures, interval, 0, restart, end - begin) - 200 / 20) <= 1
+    assert len(lines) - 200 <= 2 * 20  # steps done twice
+    print(f"step {step:.3f} s, restarts {restarts} s, goodput {200 * step / (end - begin):.1%}")
 
 
 def test_the_table():
