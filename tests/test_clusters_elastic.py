@@ -104,6 +104,7 @@ class Hosts:
 
     def __init__(self, name: str, folder):
         self.name, self.folder, self.agents, self.all = name, folder, {}, []
+        self.seen = []
         # Each step takes 0.2 s while the file is there: time for something to happen.
         (folder / "hold").touch()
         hold = (
@@ -149,14 +150,12 @@ class Hosts:
         raise AssertionError(f"no {steps} steps of {ranks} ranks in {timeout} s\n{said}")
 
     def errors(self) -> list[str]:
-        """What the ranks have said when they failed, without addresses and times."""
-        found = []
-        for job in self.all:
-            for line in re.findall(
-                r"^(?:\[rank\d\]: )?(\w*Error: .*|\w+\.py: error.*)", job.output, re.MULTILINE
-            ):
-                found.append(re.sub(r"\[[^]]*\]", "[...]", line))
-        return found
+        """The last lines of the tracebacks of ranks since the last call, without addresses."""
+        pattern = r"^(?:\[rank\d\]: )?(\w*Error: .*|\w+\.py: error.*)"
+        found = [x for job in self.all for x in re.findall(pattern, job.output, re.MULTILINE)]
+        new = [re.sub(r"\[[^]]*\]", "[...]", line) for line in found if line not in self.seen]
+        self.seen += found
+        return new
 
     def end(self) -> None:
         """Let the job run to its end at full speed."""
@@ -196,7 +195,8 @@ def one_process(tmp_path_factory):
 
 def reported(hosts: Hosts, what: str, since: float, line: dict) -> None:
     print(f"{what}: {line['time'] - since:.1f} s to the next step, {line['step']}")
-    print("   ", *hosts.errors(), sep="\n    ")
+    for line in hosts.errors():
+        print(f"    {line}")
 
 
 @pytest.mark.slow
