@@ -195,8 +195,8 @@ def one_process(tmp_path_factory):
 
 def reported(hosts: Hosts, what: str, since: float, line: dict) -> None:
     print(f"{what}: {line['time'] - since:.1f} s to the next step, {line['step']}")
-    for line in hosts.errors():
-        print(f"    {line}")
+    for said in hosts.errors():
+        print(f"    {said}")
 
 
 @pytest.mark.slow
