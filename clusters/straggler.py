@@ -1,0 +1,170 @@
+"""Name the rank that all others wait for, while they train: four lines in a training loop.
+
+    torchrun --standalone --nproc_per_node=2 clusters/straggler.py                    # nobody
+    torchrun --standalone --nproc_per_node=2 clusters/straggler.py --slow-rank 1      # rank 1
+
+In a job of N ranks a slow one makes all slow, and nobody can tell who it was: each step ends
+with a collective, and the fast ranks wait in it for the slow one. Look at the table at the end: "a
+whole step" takes equally long on all ranks. What differs is the time from the end of one collective
+to the beginning of the next, in which a rank depends on nobody: its own work.
+
+To use it, copy the class; the loop tells where it waits for others:
+
+    store, _, _ = next(dist.rendezvous("env://"))
+    watch = StragglerWatch(store, rank, world_size, device)
+    for images, labels in loader:
+        loss = F.cross_entropy(ddp_model(images), labels)
+        with watch.waiting():
+            loss.backward()  # DDP's all-reduces are in here
+        optimizer.step()
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+
+
+class StragglerWatch:
+    """Compares each rank's own work, the median of some seconds; rank 0 prints who is slow.
+
+    store: that all ranks reach. It is told one short text per rank and look; no rank waits for
+        another's: rank 0 takes what is there.
+    device: of the model. On a GPU the times are those of its stream, and it is not held up.
+    every: seconds between two looks; a look also needs five steps.
+    factor: slow is who takes so many times as long as the median rank in two looks in succession,
+        because anybody may have a bad moment. He is named after 2 to 3 times `every`.
+    """
+
+    def __init__(self, store, rank, world_size, device="cpu", every=10.0, factor=1.2):
+        self.store, self.rank, self.every, self.factor = store, rank, every, factor
+        self.keys = [f"straggler_{other}" for other in range(world_size)]
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.slow, self.named = {}, set()
+        self.marks = [self._now()]  # own work begins, ends, begins, ends, ..., begins
+        self.next_look = time.monotonic() + every
+
+    @contextmanager
+    def waiting(self):
+        """Around what may wait for other ranks: the first collective of a step up to the last.
+
+        Under DDP that is backward(): a slow processor or loader shows before it all the same. (With
+        BatchNorm, DDP sends buffers in the forward pass: then it goes around that, too.) FSDP
+        gathers in the forward pass, too: there it goes around both, and only what is slow in
+        loading and in the optimizer is seen. (preflight.py finds a slow GPU.)
+        """
+        self.marks.append(self._now())
+        yield
+        self.marks.append(self._now())
+        if len(self.marks) > 10 and time.monotonic() >= self.next_look:
+            self._look()
+
+    def _now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()  # when the GPU comes to this place in its stream
+        return event
+
+    def _look(self) -> None:
+        mine = statistics.median(own_work(self.marks))
+        self.marks = self.marks[-1:]
+        self.next_look = time.monotonic() + self.every
+        self.store.set(self.keys[self.rank], f"{mine} {socket.gethostname()}")
+        if self.rank == 0 and self.store.check(self.keys):  # else some have not looked yet
+            texts = [text.decode().split() for text in self.store.multi_get(self.keys)]
+            self._compare([float(seconds) for seconds, _ in texts], [host for _, host in texts])
+
+    def _compare(self, seconds: list[float], hosts: list[str]) -> None:
+        before, self.slow = self.slow, slow_ranks(seconds, self.factor)
+        for rank in sorted(before.keys() & self.slow.keys() - self.named):
+            print(
+                f"straggler: rank {rank} on {hosts[rank]} takes {seconds[rank] * 1e3:.1f} ms a step"
+                f" for its own work, {self.slow[rank]:.1f} times the median rank: all wait for it",
+                flush=True,
+            )
+        for rank in sorted(self.named - before.keys() - self.slow.keys()):
+            print(f"straggler: rank {rank} on {hosts[rank]} keeps up again", flush=True)
+            self.named.remove(rank)
+        self.named |= before.keys() & self.slow.keys()
+
+
+def own_work(marks: list) -> list[float]:
+    """Seconds from each beginning to the end that follows it: numbers, or events of a GPU."""
+    if not isinstance(marks[0], float):
+        marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(marks[::2], marks[1::2], strict=False)]
+    return [b - a for a, b in zip(marks[::2], marks[1::2], strict=False)]
+
+
+def slow_ranks(seconds: list[float], factor: float) -> dict[int, float]:
+    """{rank: how many times the median rank's time it takes}, of those at `factor` or above.
+
+    The lower median: of two ranks it is the faster one, with whom the other is compared.
+    """
+    usual = statistics.median_low(seconds)
+    return {rank: t / usual for rank, t in enumerate(seconds) if t >= factor * usual}
+
+
+# ---- the demonstration
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    watch = StragglerWatch(store, rank, world_size, every=args.every)
+    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    own, whole = [], []
+    for _ in range(args.steps):
+        began = time.perf_counter()
+        if rank == args.slow_rank:
+            time.sleep(args.sleep)  # as if its disk were slow
+        loss = model(torch.randn(32, 256)).square().mean()
+        own.append(time.perf_counter() - began)
+        with watch.waiting():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole.append(time.perf_counter() - began)
+    show_table(rank, world_size, statistics.median(own), statistics.median(whole))
+    del model
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show_table(rank: int, world_size: int, own: float, whole: float) -> None:
+    lines = [None] * world_size
+    line = f"{rank:4}  {socket.gethostname():12} {own * 1e3:9.1f} {whole * 1e3:15.1f}"
+    dist.all_gather_object(lines, line)
+    if rank == 0:
+        print("\nrank  host          own work    a whole step    (median, ms)", *lines, sep="\n")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slow-rank", type=int, help="makes this one slow")
+    parser.add_argument("--sleep", type=float, default=0.03, help="by so many seconds a step")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("it needs other ranks: torchrun --standalone --nproc_per_node=2 straggler.py")
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.slow_rank is not None and not 0 <= args.slow_rank < world_size:
+        parser.error(f"there is no rank {args.slow_rank} in a job of {world_size}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

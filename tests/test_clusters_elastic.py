@@ -1,0 +1,330 @@
+"""clusters/elastic_train.py: any number of ranks computes the same, while hosts come and go."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import warm
+from helpers import ROOT, TORCHRUN, Job, clean_environment, python
+
+LAB = ROOT / "clusters/lab.py"
+SCRIPT = ROOT / "clusters/elastic_train.py"
+
+
+def log(folder) -> list[dict]:
+    path = folder / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def state(folder) -> dict:
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+def assert_same_run(actual, expected, tolerance: float) -> None:
+    """Each loss, the parameters, the momentum: what is left of all gradients. In fp32 sums in
+    another order differ in the last bits, which steps let grow."""
+    losses, right = ({line["step"]: line["loss"] for line in log(f)} for f in (actual, expected))
+    assert losses == pytest.approx(right, abs=tolerance)
+    a, b = state(actual), state(expected)
+    assert a["step"] == b["step"]
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=tolerance
+    )
+
+
+def test_any_number_of_ranks_computes_the_same(tmp_path):
+    """5 ranks have 3, 3, 2, 2 and 2 of the 12 parts."""
+    for ranks in (1, 5):
+        args = ("--steps", 30, "--output-dir", tmp_path / str(ranks))
+        warm.run(SCRIPT, *args, ranks=ranks, timeout=120).check()
+    assert_same_run(tmp_path / "5", tmp_path / "1", tolerance=1e-5)
+
+
+WRAPPER = """
+import os, resource, runpy, signal, sys, time
+sys.argv[0] = {script!r}
+{before}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def wrapped(tmp_path, before: str):
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(WRAPPER.format(script=str(SCRIPT), before=before))
+    return wrapper
+
+
+def test_a_full_disk_keeps_the_state_before(tmp_path):
+    """A limit on the size of files stands in for it."""
+    args = ("--output-dir", tmp_path)
+    warm.run(SCRIPT, *args, "--steps", 20, timeout=120).check()
+    before = (tmp_path / "state.pt").read_bytes()
+    limit = (
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+    )
+    result = warm.run(wrapped(tmp_path, limit), *args, "--steps", 40, timeout=120)
+    assert result.returncode == 1
+    assert f"elastic_train.py: error: cannot write {tmp_path}/state.pt, it is as it was:" in (
+        result.output
+    )
+    assert (tmp_path / "state.pt").read_bytes() == before
+    assert not (tmp_path / "state.tmp").exists()
+
+
+def test_ranks_of_two_jobs_do_not_train_together(tmp_path):
+    """What two jobs with one --rdzv-id come to: an agent takes the other's rank into its job."""
+    other = 'sys.argv += ["--steps", "40" + os.environ["RANK"]]'
+    result = warm.run(wrapped(tmp_path, other), ranks=2, timeout=120)
+    assert result.returncode == 1
+    assert (
+        "elastic_train.py: error: not one job: 400 steps from 0 in None and 401 steps from 0 in "
+        "None: two jobs with one --rdzv-id"
+    ) in result.output
+
+
+def test_more_ranks_than_parts(tmp_path):
+    result = python(SCRIPT, timeout=60, WORLD_SIZE="13")
+    assert result.returncode == 2
+    assert "elastic_train.py: error: a step has 12 parts: at most so many ranks" in result.output
+
+
+# ---- hosts of the lab
+
+
+class Hosts:
+    """Three hosts, and a job that has an agent on those of them that there are."""
+
+    def __init__(self, name: str, folder):
+        self.name, self.folder, self.agents, self.all = name, folder, {}, []
+        self.seen = []
+        # Each step takes 0.2 s while the file is there: time for something to happen.
+        (folder / "hold").touch()
+        hold = (
+            "from torch.optim import SGD\n"
+            "step = SGD.step\n"
+            "def slowly(*args, **more):\n"
+            f"    time.sleep(0.2 * os.path.exists({str(folder / 'hold')!r}))\n"
+            "    return step(*args, **more)\n"
+            "SGD.step = slowly"
+        )
+        self.script = wrapped(folder, hold)
+
+    def lab(self, *args) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, LAB, "--name", self.name, *map(str, args)],
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def start(self, host: int, *more, restarts: int = 100) -> Job:
+        torchrun = [*TORCHRUN, "--nnodes=1:3", "--nproc-per-node=1", f"--max-restarts={restarts}"]
+        torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29500", "--rdzv-id=elastic"]
+        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+        command = [sys.executable, LAB, "--name", self.name, "exec", host, "--"]
+        command += [*torchrun, f"--rdzv-conf={conf}", self.script]
+        command += ["--output-dir", self.folder / "run", "--timeout", 10, *more]
+        self.agents[host] = Job(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        self.all.append(self.agents[host])
+        return self.agents[host]
+
+    def wait_for(self, ranks: int, steps: int = 5, since: float = 0, timeout: float = 120) -> dict:
+        """Until this many ranks have done so many steps; the first of them."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            lines = [x for x in log(self.folder / "run") if x["time"] > since]
+            lines = [x for x in lines if x["ranks"] == ranks]
+            if len(lines) >= steps:
+                return lines[0]
+            time.sleep(0.05)
+        said = "\n".join(f"host{i}: {job.output[-4000:]}" for i, job in self.agents.items())
+        raise AssertionError(f"no {steps} steps of {ranks} ranks in {timeout} s\n{said}")
+
+    def errors(self) -> list[str]:
+        """The last lines of the tracebacks of ranks since the last call, without addresses."""
+        pattern = r"^(?:\[rank\d\]: )?(\w*Error: .*|\w+\.py: error.*)"
+        found = [x for job in self.all for x in re.findall(pattern, job.output, re.MULTILINE)]
+        new = [re.sub(r"\[[^]]*\]", "[...]", line) for line in found if line not in self.seen]
+        self.seen += found
+        return new
+
+    def end(self) -> None:
+        """Let the job run to its end at full speed."""
+        (self.folder / "hold").unlink()
+        for job in self.agents.values():
+            job.wait(120).check()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    hosts = Hosts(f"elastic{os.getpid()}", tmp_path)
+    made = hosts.lab("up", 3)
+    if made.returncode == 2 and re.search("a lab needs|no hosts could be made", made.stderr):
+        pytest.skip(made.stderr.strip())
+    assert made.returncode == 0, made.stderr
+    yield hosts
+    for job in hosts.all:
+        job.kill()
+        job.log.close()
+    hosts.lab("down")
+
+
+def wait_until(condition, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Where one process has trained that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("one_process")
+    python(SCRIPT, "--output-dir", folder, timeout=200).check()
+    return folder
+
+
+def reported(hosts: Hosts, what: str, since: float, line: dict) -> None:
+    print(f"{what}: {line['time'] - since:.1f} s to the next step, {line['step']}")
+    for said in hosts.errors():
+        print(f"    {said}")
+
+
+@pytest.mark.slow
+def test_hosts_come_and_go(hosts, tmp_path, one_process):
+    """One host begins, two join, one is lost; each loss and the end are those of one process."""
+    hosts.start(0)
+    hosts.wait_for(ranks=1)
+    for host in (1, 2):
+        since = time.time()
+        hosts.start(host)
+        reported(hosts, f"host{host} joins", since, hosts.wait_for(ranks=host + 1))
+    steps = [line["step"] for line in log(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))  # to join costs no step: they are saved first
+    since = time.time()
+    hosts.agents.pop(1).kill()  # agent and rank at once
+    reported(hosts, "host1 is lost", since, hosts.wait_for(ranks=2, since=since))
+    hosts.end()
+    lines = log(tmp_path / "run")
+    assert {line["ranks"] for line in lines} == {1, 2, 3}
+    # Those since the last save, which is never longer ago.
+    repeated = len(lines) - len({line["step"] for line in lines})
+    assert repeated <= 20
+    assert_same_run(tmp_path / "run", one_process, tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_killed_ranks_agents_and_hosts_cost_time_only(hosts, tmp_path, one_process):
+    """One job on two hosts, and one kill -9 after the other."""
+    hosts.start(0)
+    hosts.start(1)
+    hosts.wait_for(ranks=2)
+
+    since = time.time()
+    rank = next(
+        p for job in hosts.agents.values() for p in job.ranks() if p.environ()["RANK"] == "1"
+    )
+    rank.kill()
+    reported(hosts, "a rank is killed", since, hosts.wait_for(ranks=2, since=since))
+
+    # Its rank goes on without it. A new agent joins: all leave together, the orphan too.
+    (orphan,) = hosts.agents[1].ranks()
+    since = time.time()
+    orphan.parent().kill()
+    hosts.wait_for(ranks=2, since=since)
+    assert orphan.is_running()
+    hosts.start(1)
+    wait_until(lambda: not orphan.is_running())
+    reported(
+        hosts,
+        "an agent is killed, and started anew",
+        since,
+        hosts.wait_for(ranks=2, since=time.time()),
+    )
+
+    # Where the agents meet: without it they cannot agree on anything, and the job ends.
+    since = time.time()
+    hosts.agents.pop(0).kill()
+    other = hosts.agents.pop(1)
+    result = other.wait(120)
+    print(f"the first host is killed: the other agent ends after {time.time() - since:.1f} s")
+    assert result.returncode == 1
+    assert "RendezvousConnectionError: The connection to the C10d store has failed" in result.output
+    assert not other.kill()  # nor is its rank left
+    hosts.start(0)
+    hosts.start(1)
+    since = time.time()
+    reported(hosts, "the same commands again", since, hosts.wait_for(ranks=2, since=since))
+    hosts.end()
+    assert_same_run(tmp_path / "run", one_process, tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_two_jobs_with_one_id(hosts, tmp_path, one_process):
+    """The second one's agent joins the first one's job: its ranks find out before they train. An
+    agent that has no restarts left closes the rendezvous for all, so both jobs end."""
+    hosts.start(0)
+    hosts.wait_for(ranks=1)
+    since = time.time()
+    hosts.start(1, "--steps", 500, restarts=0)
+    assert [job.wait(120).returncode for job in hosts.all] == [1, 1]
+    print(f"another job comes: both end after {time.time() - since:.1f} s")
+    said = [job.output for job in hosts.all]
+    assert "elastic_train.py: error: not one job: 400 steps from" in "".join(said)
+    assert "RendezvousClosedError" in said[0]
+    assert state(tmp_path / "run")["step"] == log(tmp_path / "run")[-1]["step"]  # nothing lost
+    hosts.agents.clear()
+    hosts.start(0)
+    hosts.end()
+    assert_same_run(tmp_path / "run", one_process, tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_a_link_and_a_host_that_stand_still_cost_time_only(hosts, tmp_path, one_process):
+    """A collective waits 10 s for the missing: --timeout."""
+    agents = [hosts.start(0), hosts.start(1)]
+    hosts.wait_for(ranks=2)
+
+    def attempts() -> int:
+        return sum(job.output.count("rank(s), from step") for job in agents)
+
+    before, since = attempts(), time.time()
+    hosts.lab("cut", 1)
+    time.sleep(5)  # the fault itself
+    hosts.lab("heal", 1)
+    reported(hosts, "a cable is cut for 5 s", since, hosts.wait_for(ranks=2, since=since + 5))
+    assert attempts() == before  # TCP sends again what was lost: nobody notices
+
+    frozen = agents[1].processes()
+    since = time.time()
+    for process in frozen:
+        process.send_signal(signal.SIGSTOP)
+    reported(hosts, "a host is frozen", since, hosts.wait_for(ranks=1, since=since))
+    since = time.time()
+    for process in frozen:
+        process.send_signal(signal.SIGCONT)
+    reported(hosts, "it thaws", since, hosts.wait_for(ranks=2, since=since))
+
+    hosts.lab("cut", 1)
+    since = time.time()
+    reported(hosts, "a cable is cut", since, hosts.wait_for(ranks=1, since=since))
+    hosts.lab("heal", 1)
+    since = time.time()
+    reported(hosts, "it is healed", since, hosts.wait_for(ranks=2, since=since))
+
+    for line in ("ip route add blackhole 10.77.0.1/32", "ip -6 route add blackhole fd77::1/128"):
+        hosts.lab("exec", 1, "--", *line.split())
+    since = time.time()
+    reported(hosts, "host1 hears and is not heard", since, hosts.wait_for(ranks=1, since=since))
+    hosts.agents.pop(1).kill()
+    hosts.end()
+    assert_same_run(tmp_path / "run", one_process, tolerance=1e-4)
