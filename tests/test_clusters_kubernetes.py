@@ -319,14 +319,15 @@ class Hosts:
         return Job([*lab, *pod.command()], app, **environment)
 
     def start_all(self, these: list[Pod], app: Path, stack: ExitStack) -> list[Job]:
-        """The last pod first, in time before anybody knows where the others are."""
-        started = {}
-        for pod in reversed(these):
+        """They start before the Service knows them, as it happens: their agents ask again."""
+        jobs = []
+        for pod in these:
             self.become(pod.index, pod, [])
-            started[pod.index] = stack.enter_context(self.start(pod, app))
+            jobs.append(stack.enter_context(self.start(pod, app)))
+        jobs[-1].wait_until(lambda: "cannot be retrieved" in jobs[-1].output, 60)
         for pod in these:
             self.become(pod.index, pod, these)
-        return [started[pod.index] for pod in these]
+        return jobs
 
 
 def address(pod: Pod) -> str:
