@@ -1,0 +1,450 @@
+"""clusters/kubernetes/: manifests against their schemas; what their pods run, on hosts of the lab.
+
+No Kubernetes runs here. What it would do with a manifest is written out below, in few lines: names
+of pods, their variables, rules for failed ones. A host of the lab then stands in for each pod.
+"""
+
+import copy
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+from helpers import ROOT, Job, learned
+
+yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
+
+KUBERNETES = ROOT / "clusters/kubernetes"
+LAB = ROOT / "clusters/lab.py"
+TRAIN = ROOT / "ddp_basics/train.py"
+MANIFESTS = ["job.yaml", "jobset.yaml", "trainjob.yaml"]
+VERSION = "1.37"  # of Kubernetes, whose schemas are taken
+MISSING = [
+    name
+    for name in ("kubernetes_validate", "kubeflow_trainer_api")
+    if importlib.util.find_spec(name) is None
+]
+needs_schemas = pytest.mark.skipif(
+    bool(MISSING), reason=f"no {MISSING} here: pip install -r requirements-clusters.txt"
+)
+each_manifest = pytest.mark.parametrize("file", MANIFESTS)
+
+
+def documents(file: str) -> dict[str, dict]:
+    """Those of a manifest, by their kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all((KUBERNETES / file).read_text())}
+
+
+# ---- what the schemas say
+
+
+def mistakes(document: dict) -> str:
+    """What is wrong with it, as the published schema has it; nothing if it fits."""
+    import kubeflow_trainer_api.models as kubeflow
+    import kubernetes_validate
+
+    kinds = {
+        "JobSet": kubeflow.JobsetV1alpha2JobSet,
+        "TrainJob": kubeflow.TrainerV1alpha1TrainJob,
+        "TrainingRuntime": kubeflow.TrainerV1alpha1TrainingRuntime,
+    }
+    try:
+        if document["kind"] in kinds:
+            read = kinds[document["kind"]].from_dict(document).to_dict()
+            return "" if read == document else "it has fields that the schema does not know"
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    except ValueError as error:  # of pydantic
+        return str(error)
+    except kubernetes_validate.ValidationError as error:
+        return error.message
+    return ""
+
+
+@needs_schemas
+@pytest.mark.parametrize("file", [*MANIFESTS, "runs.yaml"])
+def test_manifests_fit_their_schemas(file):
+    for kind, document in documents(file).items():
+        assert not mistakes(document), kind
+
+
+@needs_schemas
+@pytest.mark.parametrize(
+    ("file", "kind", "path", "key", "value"),
+    [
+        ("job.yaml", "Job", "spec", "completions", "two"),
+        ("job.yaml", "Job", "spec template spec", "subdomian", "digits"),
+        ("job.yaml", "Job", "spec podFailurePolicy rules 0 onExitCodes", "values", 2),
+        ("job.yaml", "Service", "spec", "clusterIp", "None"),
+        ("jobset.yaml", "JobSet", "spec replicatedJobs 0 template spec", "backofLimit", 0),
+        ("trainjob.yaml", "TrainJob", "spec trainer", "numNodes", "two"),
+        ("trainjob.yaml", "TrainJob", "spec trainer", "script", "train.py"),
+        ("trainjob.yaml", "TrainingRuntime", "spec mlPolicy torch", "numProcPerNode", 1),
+    ],
+)
+def test_a_mistake_is_caught(file, kind, path, key, value):
+    document = documents(file)[kind]
+    place = document
+    for step in path.split():
+        place = place[int(step) if step.isdigit() else step]
+    place[key] = value
+    assert mistakes(document)
+
+
+# ---- what Kubernetes, JobSet and Kubeflow Trainer make of a manifest
+
+
+@dataclass
+class Pod:
+    hostname: str
+    service: str
+    index: int
+    job: dict  # the spec of the Job that it belongs to
+    more: dict = field(default_factory=dict)  # to the environment of its container
+
+    @property
+    def spec(self) -> dict:
+        return self.job["template"]["spec"]
+
+    @property
+    def container(self) -> dict:
+        (container,) = self.spec["containers"]
+        return container
+
+    def environment(self) -> dict[str, str]:
+        told = {"JOB_COMPLETION_INDEX": str(self.index)}  # the Job controller's
+        for variable in self.container.get("env", []):
+            value = variable.get("value")
+            if value is None:
+                resource = variable["valueFrom"]["resourceFieldRef"]["resource"]
+                value = self.container["resources"]["limits"][resource.removeprefix("limits.")]
+            told[variable["name"]] = str(value)
+        return told | self.more
+
+    def command(self) -> list[str]:
+        """With $(NAME) replaced as Kubernetes does it, without a shell."""
+        told = self.environment()
+        words = [*self.container["command"], *self.container["args"]]
+        return [re.sub(r"\$\((\w+)\)", lambda name: told[name[1]], word) for word in words]
+
+    def when_failed(self, status: int, disrupted: bool = False) -> str:
+        """The action of the first rule that fits; Count if none does."""
+        for rule in self.job["podFailurePolicy"]["rules"]:
+            codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
+            if codes:
+                assert (codes["containerName"], codes["operator"]) == (self.container["name"], "In")
+            if codes and status in codes["values"]:
+                return rule["action"]
+            if disrupted and {"type": "DisruptionTarget", "status": "True"} in conditions:
+                return rule["action"]
+        return "Count"
+
+
+def pods(file: str) -> list[Pod]:
+    made = documents(file)
+    if "Job" in made:
+        job = made["Job"]["spec"]
+        return pods_of_job(
+            made["Job"]["metadata"]["name"], job["template"]["spec"]["subdomain"], job
+        )
+    if "JobSet" in made:
+        return pods_of_jobset(made["JobSet"])
+    return pods_of_trainjob(made["TrainJob"], made["TrainingRuntime"])
+
+
+def pods_of_job(name: str, service: str, job: dict) -> list[Pod]:
+    assert job["completions"] == job["parallelism"]
+    return [Pod(f"{name}-{i}", service, i, job) for i in range(job["completions"])]
+
+
+def pods_of_jobset(jobset: dict) -> list[Pod]:
+    name, (node,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
+    assert node["replicas"] == 1
+    return pods_of_job(f"{name}-{node['name']}-0", name, node["template"]["spec"])
+
+
+def pods_of_trainjob(trainjob: dict, runtime: dict) -> list[Pod]:
+    name, trainer = trainjob["metadata"]["name"], trainjob["spec"]["trainer"]
+    assert trainjob["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    assert trainjob["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert "torch" in runtime["spec"]["mlPolicy"]
+    (node,) = copy.deepcopy(runtime["spec"]["template"]["spec"]["replicatedJobs"])
+    label = "trainer.kubeflow.org/trainjob-ancestor-step"
+    assert (node["name"], node["template"]["metadata"]["labels"][label]) == ("node", "trainer")
+    job = node["template"]["spec"]
+    job |= {"completions": trainer["numNodes"], "parallelism": trainer["numNodes"]}
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["name"] == "node"
+    container |= {key: trainer[key] for key in ("image", "command", "args")}
+    container["resources"] = trainer["resourcesPerNode"]
+    made = pods_of_jobset(
+        {
+            "metadata": {"name": name},
+            "spec": {
+                "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}]
+            },
+        }
+    )
+    for pod in made:  # what Trainer's torch plugin tells the containers
+        pod.more = {
+            "PET_NNODES": str(trainer["numNodes"]),
+            "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+            "PET_NODE_RANK": str(pod.index),
+            "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+            "PET_MASTER_PORT": "29500",
+        }
+    return made
+
+
+# ---- what no schema knows
+
+
+@each_manifest
+def test_names_and_numbers_agree(file):
+    first, *others = pods(file)
+    spec, container, job = first.spec, first.container, first.job
+    command = first.command()
+    told = {word.split("=")[0]: word.partition("=")[2] for word in command}
+    if file == "trainjob.yaml":
+        told |= {
+            "--nnodes": first.more["PET_NNODES"],
+            "--master-addr": first.more["PET_MASTER_ADDR"],
+        }
+    assert told["--nnodes"] == str(1 + len(others))
+    assert told["--master-addr"] == f"{first.hostname}.{first.service}"
+    assert all((ROOT / word).is_file() for word in command if word.endswith(".py"))
+    # podFailurePolicy is for pods that are never restarted in place; the ranks have 30 s to save.
+    assert spec["restartPolicy"] == "Never"
+    assert spec["terminationGracePeriodSeconds"] > 30
+    assert first.when_failed(1) == "Count"
+    assert first.when_failed(2) == "FailJob"
+    assert first.when_failed(1, disrupted=True) == first.when_failed(143) == "Ignore"
+    # What is mounted is there, and what must stay lies on it.
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    claim = documents("runs.yaml")["PersistentVolumeClaim"]["metadata"]["name"]
+    assert mounts["/app/runs"]["persistentVolumeClaim"]["claimName"] == claim
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    output = f"{container['workingDir']}/{told['--output-dir']}"
+    assert output == "/app/runs/digits"
+    for probe in ("startupProbe", "livenessProbe"):
+        assert f"{output}/metrics.jsonl" in container[probe]["exec"]["command"][-1]
+    if job.get("backoffLimit"):
+        assert file == "job.yaml"
+        service = documents(file)["Service"]
+        assert service["metadata"]["name"] == first.service
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["selector"] == {
+            "batch.kubernetes.io/job-name": documents(file)["Job"]["metadata"]["name"]
+        }
+
+
+def test_the_image_has_what_the_manifests_want():
+    lines = (KUBERNETES / "Dockerfile").read_text().splitlines()
+    said = [line.split() for line in lines if line and not line.startswith("#")]
+    copied = [word for words in said if words[0] == "COPY" for word in words[1:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    ignored = (KUBERNETES / "Dockerfile.dockerignore").read_text().splitlines()
+    assert not {"ddp_basics", "clusters"} & set(ignored)
+    for file in MANIFESTS:
+        first = pods(file)[0]
+        assert ["WORKDIR", first.container["workingDir"]] in said
+        assert ["USER", str(first.spec["securityContext"]["runAsUser"])] in said
+
+
+# ---- the exit status of a pod
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("pass", 0),
+        ("sys.exit(2)", 2),
+        ("raise ValueError('a mistake')", 1),
+        ("os.kill(os.getpid(), 9)", 137),
+    ],
+)
+def test_the_status_is_the_ranks(tmp_path, line, status):
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys\n{line}\n")
+    options = ("--standalone", "--nproc-per-node=1", script)
+    result = warm.run(KUBERNETES / "agent.py", *options, timeout=60)
+    assert result.returncode == status, result.output
+    assert (f"{script} FAILED" in result.output) == bool(status)
+    assert ("ValueError: a mistake" in result.output) == (status == 1)
+
+
+@pytest.mark.slow  # with the one before, whose agent is forked: its ranks are not
+def test_wrong_arguments_are_not_tried_again():
+    options = ("--standalone", "--nproc-per-node=2", TRAIN, "--batch-size=65")
+    result = warm.run(KUBERNETES / "agent.py", *options, timeout=60)
+    assert "--batch-size 65 does not divide into 2 equal parts" in result.output
+    for file in MANIFESTS:
+        assert pods(file)[0].when_failed(result.returncode) == "FailJob", result.output
+
+
+# ---- trainings
+
+
+class Hosts:
+    """Two of the lab, which play pods: their names, their containers' file systems."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def run(self, number: int, *command) -> None:
+        lab = [sys.executable, LAB, "--name", self.name, "exec", str(number), "--"]
+        subprocess.run([*lab, *command], check=True, timeout=60)
+
+    def become(self, number: int, pod: Pod, others: list[Pod]) -> None:
+        """Its own name stands in a pod's /etc/hosts; those of the others come from the Service."""
+        domain = f"{pod.service}.default.svc.cluster.local"
+        lines = ["127.0.0.1 localhost", f"{address(pod)} {pod.hostname}.{domain} {pod.hostname}"]
+        lines += [f"{address(other)} {other.hostname}.{other.service}" for other in others]
+        text = "\n".join(lines)
+        self.run(number, "sh", "-c", f"hostname {pod.hostname}; echo '{text}' > /etc/hosts")
+
+    def start(self, pod: Pod, app: Path) -> Job:
+        # The hosts share two processors: each pod is given one, whatever its limit.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        environment = pod.environment() | {"OMP_NUM_THREADS": "1", "PATH": path, "LAB": self.name}
+        lab = [sys.executable, LAB, "exec", pod.index, "--"]
+        return Job([*lab, *pod.command()], app, **environment)
+
+    def start_all(self, these: list[Pod], app: Path, stack: ExitStack) -> list[Job]:
+        """They start before the Service knows them, as it happens: their agents ask again."""
+        jobs = []
+        for pod in these:
+            self.become(pod.index, pod, [])
+            jobs.append(stack.enter_context(self.start(pod, app)))
+        jobs[-1].wait_until(lambda: "cannot be retrieved" in jobs[-1].output, 60)
+        for pod in these:
+            self.become(pod.index, pod, these)
+        return jobs
+
+
+def address(pod: Pod) -> str:
+    return f"10.77.0.{pod.index + 1}"
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    name = f"kubernetes{os.getpid()}"
+    command = [sys.executable, LAB, "--name", name]
+    made = subprocess.run([*command, "up", "2"], capture_output=True, text=True, timeout=60)
+    if made.returncode == 2 and re.search("a lab needs|no hosts could be made", made.stderr):
+        pytest.skip(made.stderr.strip())
+    assert made.returncode == 0, made.stderr
+    yield Hosts(name)
+    subprocess.run([*command, "down"], check=True, timeout=60)
+
+
+@pytest.fixture
+def app(tmp_path) -> Path:
+    """What /app is in the image, with the volume in it."""
+    folder = tmp_path / "app"
+    folder.mkdir()
+    for name in ("clusters", "ddp_basics"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "runs").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The same training on two ranks of this machine, with nothing in its way."""
+    folder = tmp_path_factory.mktemp("whole")
+    warm.run(TRAIN, "--epochs=2", "--log-every=1", "--output-dir", folder, ranks=2).check()
+    return folder
+
+
+def check_equal(folder: Path, whole: Path) -> None:
+    assert learned(folder) == learned(whole)
+    ends = [each / "checkpoints/step_00000044.pt" for each in (folder, whole)]
+    one, other = (torch.load(end, weights_only=True)["model"] for end in ends)
+    assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def alive(pod: Pod, app: Path) -> bool:
+    """What the kubelet learns from its probe."""
+    command = pod.container["livenessProbe"]["exec"]["command"]
+    command = [word.replace("/app/", f"{app}/") for word in command]
+    return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+
+
+def pods_that_log(file: str) -> list[Pod]:
+    """Each step, not only the last of an epoch."""
+    these = pods(file)
+    these[0].container["args"].append("--log-every=1")  # there is one template for all of them
+    return these
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["jobset.yaml", "trainjob.yaml"])
+def test_a_training(hosts, app, whole, file):
+    these = pods_that_log(file)
+    assert not any(alive(pod, app) for pod in these)
+    with ExitStack() as stack:
+        jobs = hosts.start_all(these, app, stack)
+        for job in jobs:
+            job.wait(90).check()
+            assert not job.kill()
+    check_equal(app / "runs/digits", whole)
+    assert all(alive(pod, app) for pod in these)
+    long_ago = (app / "runs/digits/metrics.jsonl").stat().st_mtime - 20 * 60
+    os.utime(app / "runs/digits/metrics.jsonl", (long_ago, long_ago))
+    assert not any(alive(pod, app) for pod in these)
+
+
+# train.py, which does not go on from step 30 before it is asked to stop, the first time.
+WAITS = """
+import os, sys, time
+sys.path.insert(0, {directory!r})
+import train
+agreed = train.StopRequests.agreed
+def wait(stop, step):
+    if step == 30 and not os.path.exists("runs/preempted"):
+        print("at step 30", flush=True)
+        until = time.monotonic() + 60
+        # Only one pod is asked: the others learn of it from its rank.
+        while os.environ["RANK"] == "1" and not stop.asked and time.monotonic() < until:
+            time.sleep(0.01)
+        stop.next_look = step
+    return agreed(stop, step)
+train.StopRequests.agreed = wait
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_preempted_pod_takes_the_others_along_and_all_continue(hosts, app, whole):
+    (app / "ddp_basics").unlink()
+    (app / "ddp_basics").mkdir()
+    (app / "ddp_basics/train.py").write_text(WAITS.format(directory=str(TRAIN.parent)))
+    these = pods_that_log("job.yaml")
+    with ExitStack() as stack:
+        jobs = hosts.start_all(these, app, stack)
+        jobs[1].wait_until(lambda: "at step 30" in jobs[1].output, 60)
+        agents = [p for p in jobs[1].processes() if p.parent().name() == "nsenter"]
+        assert len(agents) == 1, jobs[1].processes()
+        agents[0].send_signal(signal.SIGTERM)  # as the kubelet does, to a container's process 1
+        statuses = [job.wait(60).returncode for job in jobs]
+        said = jobs[0].output
+        assert statuses == [143, 143], said + jobs[1].output
+        assert not any(job.kill() for job in jobs)
+    assert "stopped by SIGTERM after step 30 of 44: saved to runs/digits/checkpoints" in said
+    # One was the target of a disruption, the other was not: neither counts, both are made anew.
+    assert these[1].when_failed(143, disrupted=True) == these[0].when_failed(143) == "Ignore"
+    (app / "runs/preempted").touch()
+    with ExitStack() as stack:
+        for job in hosts.start_all(these, app, stack):
+            job.wait(90).check()
+            assert not job.kill()
+    check_equal(app / "runs/digits", whole)
