@@ -49,6 +49,7 @@ def compare(args: argparse.Namespace, worker: RpcWorker) -> None:
     by_schedule = PipelineStage(build_stage(worker.rank), worker.rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(by_schedule, args.microbatches, loss_fn=F.cross_entropy)
     stages = []
+    dist.barrier()  # two threads that build at a time would share one random generator
     if worker.rank == 0:
         stages = [rpc.remote(worker.name_of(k), Stage, args=(k,)) for k in range(2)]
         # From now on the references know what they refer to. Before, rpc_async() would call from

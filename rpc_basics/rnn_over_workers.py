@@ -41,9 +41,11 @@ def main() -> None:
 
 def train(args: argparse.Namespace, worker: RpcWorker) -> None:
     embedding = rpc.remote("worker1", Part, args=(build_embedding,))
+    # Waits until it is made. With two workers the decoder is made by the same process, and two
+    # threads that build at a time would share one random generator.
+    parameters = embedding.rpc_sync().references()
     lstm = build_lstm()
     decoder = rpc.remote(worker.name_of(worker.world_size - 1), Part, args=(build_decoder,))
-    parameters = embedding.rpc_sync().references()
     parameters += [rpc.RRef(parameter) for parameter in lstm.parameters()]
     parameters += decoder.rpc_sync().references()
     kind, options = OPTIMIZERS[args.optimizer]
