@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 import report
 import torch
 
+# torch's own tests: what is measured here, and there is no public name for it.
 MODULE = "torch.testing._internal.distributed.distributed_test"
 FOR_GPUS = re.compile("cuda|nccl|gpu|xpu|hpu|accelerator", re.IGNORECASE)
 SIDES = {"gloo": ("gloo", False), "shm": ("shm", False), "shm, gates open": ("shm", True)}
@@ -80,6 +81,8 @@ def run_tests(backend: str, open_gates: bool, only: str) -> dict[str, tuple[str,
         Path(os.environ["TEMP_DIR"], name).mkdir(exist_ok=True)
     if backend == "shm":
         import shm  # noqa: F401 (registers itself)
+
+        # Which backend may what is written there, and nowhere else.
         from torch.testing._internal.common_distributed import DistTestCases
 
         for feature in ("ddp", "subgroup", "plugin", *(["gpu"] if open_gates else [])):

@@ -14,6 +14,12 @@ def differences(output: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
+def check_equals_one_process(output: str, optimizer: str) -> None:
+    gradient, parameter = differences(output)
+    assert gradient < TOLERANCE[optimizer][0], output
+    assert parameter < TOLERANCE[optimizer][1], output
+
+
 def check_training(output: str, tensors: int, steps: int = 5) -> None:
     losses = [float(loss) for loss in re.findall(r"^step .*loss ([\d.]+)", output, re.MULTILINE)]
     assert len(losses) == steps
@@ -40,9 +46,7 @@ def test_table_on_servers_and_dense_layers_under_ddp(ranks, servers, optimizer):
     command = (SCRIPTS / "ddp_with_rpc.py", "--servers", servers, "--optimizer", optimizer)
     output = warm.run(*command, ranks=ranks, timeout=90).check().output
     check_training(output, tensors=5)
-    gradient, parameter = differences(output)
-    assert gradient < TOLERANCE[optimizer][0], output
-    assert parameter < TOLERANCE[optimizer][1], output
+    check_equals_one_process(output, optimizer)
     sums = servers * 120 * 24 * 4  # of each server for each image a row of 24 fp32 numbers
     assert f"a step: {sums:,} bytes of sums, as many of gradients; the table has 104,448" in output
 
@@ -70,9 +74,7 @@ def test_table_cut_over_the_ranks(ranks, optimizer):
     command = (SCRIPTS / "sharded_embedding.py", "--optimizer", optimizer)
     output = warm.run(*command, ranks=ranks, timeout=60).check().output
     check_training(output, tensors=5)
-    gradient, parameter = differences(output)
-    assert gradient < TOLERANCE[optimizer][0], output
-    assert parameter < TOLERANCE[optimizer][1], output
+    check_equals_one_process(output, optimizer)
 
 
 # ---- rnn_over_workers.py
@@ -83,9 +85,7 @@ def test_lstm_between_remote_embedding_and_decoder(ranks, optimizer):
     command = (SCRIPTS / "rnn_over_workers.py", "--optimizer", optimizer)
     output = warm.run(*command, ranks=ranks, timeout=60).check().output
     check_training(output, tensors=7)
-    gradient, parameter = differences(output)
-    assert gradient < TOLERANCE[optimizer][0], output
-    assert parameter < TOLERANCE[optimizer][1], output
+    check_equals_one_process(output, optimizer)
 
 
 def test_rnn_needs_two_workers():
