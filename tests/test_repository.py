@@ -396,7 +396,7 @@ def test_too_much_is_caught(tmp_path):
 
 # --help, of all scripts in one process: importing torch once is enough.
 
-# A minimal.py may do without options; so may what a launcher starts, which hands on those of others.
+# A minimal.py may do without options, and so may what a launcher starts.
 BARE = {"minimal.py", "from_any_launcher.py", "preflight_agent.py", "agent.py"}
 PARSING = [p for p in SCRIPTS if p.name not in BARE or "argparse" in p.read_text()]
 HELP = """
