@@ -53,8 +53,8 @@ def flight_recorder(folder: Path, store: dist.Store, groups=()):
     """When an exception leaves this block on one rank, all ranks write folder/rank_<rank>.
 
     All: a rank that hangs outside of collectives raises nothing, so a thread of each asks the
-    store twice a second whether another rank has failed. store: one that all ranks reach. groups:
-    those in which this rank makes collectives, besides the default one.
+    store four times a second whether another rank has failed. store: one that all ranks reach.
+    groups: those in which this rank makes collectives, besides the default one.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     written = [f"flight_recorder/written_{other}" for other in range(world_size)]
@@ -62,7 +62,7 @@ def flight_recorder(folder: Path, store: dist.Store, groups=()):
 
     def watch() -> None:
         with suppress(RuntimeError):  # the store is gone, and with it the job
-            while not over.wait(0.5):
+            while not over.wait(0.25):
                 if store.check(["flight_recorder/failed"]):
                     write_record(folder / f"rank_{rank}", groups)
                     store.set(written[rank], "")
@@ -75,8 +75,11 @@ def flight_recorder(folder: Path, store: dist.Store, groups=()):
     except Exception:
         with suppress(RuntimeError):
             store.set("flight_recorder/failed", "")
-            # torchrun ends all ranks as soon as one has failed: not before they have written.
-            store.wait(written, timedelta(seconds=10))
+            # torchrun ends all ranks as soon as one has failed: not before they have written. (No
+            # store.wait(): it would keep our own watcher from the store.)
+            deadline = time.monotonic() + 10
+            while not store.check(written) and time.monotonic() < deadline:
+                over.wait(0.1)
         raise
     finally:
         over.set()

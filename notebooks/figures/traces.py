@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
 
 import figures
 
@@ -40,18 +41,43 @@ def step(ranks: Sequence[Mapping], title: str = "", ax=None) -> None:
         parts = [own[name][k] for name in WORK]
         assert parts == sorted(parts), f"rank {rank}: {WORK} are not in this order"
         spans = [figures.Span(*part, name) for name, part in zip(WORK, parts, strict=True)]
-        begin, end = own["backward"][k]
-        computed = max(b for a, b in own["aten"] if begin <= a and b <= end)
-        spans[2:3] = [
-            figures.Span(begin, computed, "backward"),
-            figures.Span(computed, end, "waits"),
-        ]
+        spans[2:3] = backward(*own["backward"][k], own["aten"])
         rows[f"rank {rank} works"] = spans
         first, last = parts[0][0], parts[-1][1]
         rows[f"rank {rank} sends"] = [
             figures.Span(a, b, "network") for a, b in own["wire"] if first <= a and b <= last
         ]
-    figures.timeline(rows, COLOURS, title, ax)
+    alone = ax is None
+    if alone:
+        figure, ax = plt.subplots(figsize=(figures.WIDTH, 2.7))
+    figures.timeline(rows, COLOURS, ax=ax)
+    ax.get_legend().remove()
+    ax.set_title(title, loc="left", pad=8)
+    if alone:
+        legend(ax)
+        figures.show(figure)
+
+
+def legend(ax) -> None:
+    """All kinds of spans in a row below the axis."""
+    handles = [Rectangle((0, 0), 1, 1, facecolor=c, edgecolor="0.35") for c in COLOURS.values()]
+    below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.3)}
+    ax.legend(handles, COLOURS, ncols=len(COLOURS), columnspacing=1.2, **below)
+
+
+def backward(begin: float, end: float, operators: Sequence) -> list[figures.Span]:
+    """A backward cut where, for 3 ms or more, no operator runs: there it waits."""
+    spans, now = [], begin
+    for a, b in [*sorted(span for span in operators if begin <= span[0] < end), (end, end)]:
+        if a - now > 0.003:
+            spans.append(figures.Span(now, a, "waits"))
+        elif spans and spans[-1].kind == "backward":
+            a = spans.pop().start
+        else:
+            a = min(a, now)
+        now = max(now, b)
+        spans.append(figures.Span(a, min(now, end), "backward"))
+    return spans
 
 
 def lengths(ranks: Sequence[Mapping]) -> list[float]:
@@ -77,13 +103,13 @@ def before_after(
     """
     sick, well = fault(before), fault(after)
     assert sick > 2 * well, f"{sick:.4g} before, {well:.4g} after: are they exchanged?"
-    figure, axes = plt.subplots(2, 1, figsize=(figures.WIDTH, 5))
+    figure, axes = plt.subplots(2, 1, figsize=(figures.WIDTH, 5.2))
     longest = max(lengths(run)[middle(run)] for run in (before, after))
     for run, title, ax in zip((before, after), titles, axes, strict=True):
         step(run, title, ax)
         ax.set_xlim(0, 1030 * longest)
     axes[0].set_xlabel("")
-    axes[1].get_legend().remove()
+    legend(axes[1])
     figures.show(figure)
 
 
@@ -126,12 +152,12 @@ def corruption(curves: Mapping[str, Sequence[float]], step: int, every: int) -> 
     styles = ("-", "--", "-.", ":")
     for (what, losses), style in zip(curves.items(), styles, strict=False):
         assert list(losses[:step]) == list(usual[:step]), f"{what} differs before the flip"
-        ax.plot([min(loss, 100) for loss in losses], style, label=what)
+        ax.plot([loss if loss < 100 else 100 for loss in losses], style, label=what)  # or NaN
     ax.axvline(step, color="0.5", linewidth=1)
-    ax.text(step - 0.5, 30, "a bit flips", ha="right", va="center")
+    ax.text(step - 0.5, 10, "a bit flips", ha="right", va="center")
     for look in range(every - 1, len(usual), every):
-        ax.plot([look], [0.006], "^", color="0.3", clip_on=False)
-    ax.text(every - 0.5, 0.008, "checksums are compared", va="bottom")
-    ax.set(yscale="log", xlabel="step", ylabel="loss of both ranks", ylim=(0.006, 100))
-    ax.legend(loc="center right")
+        ax.plot([look], [0.03], "^", color="0.3", clip_on=False)
+    ax.text(every - 1, 0.038, "checksums are compared", va="bottom")
+    ax.set(yscale="log", xlabel="step", ylabel="loss, 100 or more: 100", ylim=(0.03, 110))
+    ax.legend(loc="upper left")
     figures.show(figure)
