@@ -78,6 +78,7 @@ def train(args, rank: int, world_size: int) -> bool:
                 (loss * world_size).backward()
             notes[0] += loss.detach()
         optimizer.step()
+        time.sleep(args.pause)
 
         notes[1] = bool(asked)
         dist.all_reduce(notes)  # the loss of the global batch; and all leave after the same step
@@ -155,6 +156,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, help="state and log; continues what is there")
     parser.add_argument("--save-every", type=int, default=20, help="steps")
     parser.add_argument("--timeout", type=float, default=60, help="seconds, of a collective")
+    parser.add_argument("--pause", type=float, default=0, help="seconds, in each step: to watch it")
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) > PARTS:
         parser.error(f"a step has {PARTS} parts: at most so many ranks")
