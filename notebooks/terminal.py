@@ -37,7 +37,7 @@ class Terminal:
         self.missing = None  # why nothing can run here, once that is known
         self.lab = f"course-{uuid.uuid4().hex[:8]}"  # a lab of its own: lab.py reads $LAB
 
-    def __call__(self, name: str, commands: str, timeout: float = 120) -> str:
+    def __call__(self, name: str, commands: str, timeout: float = 240) -> str:
         """Run `commands`, stop at the first that fails; print and return their output.
 
         name: of the file in recorded/. Raises RuntimeError with the output if a command fails, and
@@ -95,7 +95,7 @@ class Started:
     def running(self) -> bool:
         return self.process.poll() is None
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 120) -> int:
         """The exit status. Raises TimeoutError, with the output, and ends all of it."""
         try:
             return self.process.wait(timeout)
@@ -103,7 +103,7 @@ class Started:
             self.kill()
             raise TimeoutError(f"no end within {timeout} s\n{self.output[-3000:]}") from None
 
-    def wait_until(self, condition: Callable[[], object], timeout: float = 60) -> object:
+    def wait_until(self, condition: Callable[[], object], timeout: float = 120) -> object:
         """The first true value of condition(). Raises if the commands end before, or time is up."""
         until = time.monotonic() + timeout
         while not (value := condition()):
