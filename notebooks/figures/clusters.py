@@ -144,12 +144,13 @@ def coming_and_going(
         if line["ranks"] != before["ranks"] or line["step"] <= before["step"]:
             pieces.append([])
         pieces[-1].append(line)
+    steps_made = max(right_losses)
     for before, piece in pairwise(pieces):
         lost = before[-1]["step"] - piece[0]["step"] + 1
         begin, end = before[-1]["time"] - zero, piece[0]["time"] - zero
-        text = f" {end - begin:.0f} s, {lost} step{'s' if lost != 1 else ''} lost"
+        text = f"{end - begin:.0f} s,\n{lost} step{'s' if lost != 1 else ''}\nlost"
         left.axvspan(begin, end, color="0.92")
-        left.text(end, before[-1]["step"] * 0.45, text, fontsize=8)
+        left.text((begin + end) / 2, steps_made / 2, text, fontsize=8, ha="center")
     steps = sorted(right_losses)
     losses = [right_losses[s] for s in steps]
     right.plot(steps, losses, color="0.8", linewidth=6, label="one process, undisturbed")
@@ -158,14 +159,13 @@ def coming_and_going(
         label = f"{ranks} rank{'s' if ranks > 1 else ''}"
         colour = figures.LINES[ranks - 1]
         made = [line["step"] for line in piece]
-        left.plot([line["time"] - zero for line in piece], made, color=colour, label=label)
-        right.plot(made, [line["loss"] for line in piece], color=colour, linewidth=1)
-    handles, labels = left.get_legend_handles_labels()
-    by_label = dict(zip(labels, handles, strict=True))  # once each
-    left.legend(by_label.values(), by_label.keys())
+        left.plot([line["time"] - zero for line in piece], made, color=colour)
+        right.plot(made, [line["loss"] for line in piece], color=colour, linewidth=1, label=label)
     left.set(xlabel="seconds", ylabel="step")
     right.set(xlabel="step", ylabel="loss of the global batch")
-    right.legend()
+    handles, labels = right.get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))  # once each
+    right.legend(by_label.values(), by_label.keys())
     figures.show(figure)
 
 
@@ -190,13 +190,17 @@ def intervals(
     grid = [low * (high / low) ** (k / 99) for k in range(100)]
     minutes = [seconds / 60 for seconds in grid]
     figure, ax = figures.panels(1, 3.4)
-    ax.plot(minutes, [save / x for x in grid], "--", label="saving: save / interval")
-    ax.plot(minutes, [x / 2 / mtbf for x in grid], "--", label="done again: interval / 2 / mtbf")
-    ax.plot(minutes, [1 - goodput(x) for x in grid], label="all that is lost: Daly's formula")
+    saving = [goodput(x) * save / x for x in grid]
+    again = [goodput(x) * x / 2 / mtbf for x in grid]
+    ax.plot(minutes, saving, "--", label="saving")
+    ax.plot(minutes, again, "--", label="done again")
+    ax.plot(minutes, [1 - goodput(x) for x in grid], label="all that is lost, restarts too (Daly)")
     dots = [seconds / 60 for seconds in simulated]
     ax.plot(dots, [1 - share for share in simulated.values()], "o", label="thrown with dice")
     ax.axvline(best / 60, color="0.5", linestyle=":")
-    ax.text(best / 60, 0.02, f" {best / 60:.0f} min", color="0.3")
-    ax.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time", ylim=(0, 0.6))
-    ax.legend()
+    ax.text(best / 60, 0.42, f" {best / 60:.0f} minutes", color="0.3")
+    ax.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time", ylim=(0, 0.46))
+    ax.set_xticks(dots, [f"{minute:.3g}" for minute in dots])
+    ax.minorticks_off()
+    ax.legend(loc="upper center")
     figures.show(figure)
