@@ -198,9 +198,9 @@ def intervals(
     dots = [seconds / 60 for seconds in simulated]
     ax.plot(dots, [1 - share for share in simulated.values()], "o", label="thrown with dice")
     ax.axvline(best / 60, color="0.5", linestyle=":")
-    ax.text(best / 60, 0.42, f" {best / 60:.0f} minutes", color="0.3")
-    ax.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time", ylim=(0, 0.46))
+    ax.text(best / 60, 0.54, f" {best / 60:.0f} minutes", color="0.3")
+    ax.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time", ylim=(0, 0.6))
     ax.set_xticks(dots, [f"{minute:.3g}" for minute in dots])
     ax.minorticks_off()
-    ax.legend(loc="upper center")
+    ax.legend(loc="upper left")
     figures.show(figure)
