@@ -95,15 +95,21 @@ class Training:
         (rank,) = (process for process in below if "TORCHELASTIC_RUN_ID" in process.environ())
         return [rank.parent(), rank]
 
-    def next_step(self, ranks: int, since: float, before=None, timeout: float = 120):
-        """(When a fault was first spoken of, when the first step was done by so many ranks.)"""
-        deadline, noticed = time.monotonic() + timeout, None
+    def next_step(self, ranks: int, since: float, before: tuple = (0, 0), anew: bool = False):
+        """(When a fault was first spoken of, when the first step was done by so many ranks.)
+
+        before: what `said` was. anew: only steps after a restart of the ranks are meant.
+        """
+        deadline, noticed = time.monotonic() + 120, None
         while len(done := self.steps(ranks, since)) < 5:
-            if noticed is None and before is not None and self.said() > before:
+            errors, starts = self.said()
+            if noticed is None and errors > before[0]:
                 noticed = time.time()
+            if anew and starts == before[1]:
+                since = time.time()
             if time.monotonic() > deadline:
                 said = "\n".join(output.read_text()[-2000:] for output in self.outputs)
-                raise TimeoutError(f"{self.name}: no steps of {ranks} in {timeout} s\n{said}")
+                raise TimeoutError(f"{self.name}: no steps of {ranks} rank(s)\n{said}")
             time.sleep(0.01)
         return noticed, done[0]
 
@@ -120,8 +126,10 @@ class Training:
         done = [x for x in self.lines if x["ranks"] == ranks and x.get("committed", "loss" in x)]
         return sorted(line["time"] for line in done)
 
-    def said(self) -> int:
-        return sum(len(re.findall(NOTICED, path.read_text())) for path in self.outputs)
+    def said(self) -> tuple[int, int]:
+        """How often all outputs speak of a fault, and of a start of elastic_train.py."""
+        text = "".join(path.read_text() for path in self.outputs)
+        return len(re.findall(NOTICED, text)), text.count("rank(s), from step")
 
 
 def strike(job: Training, fault: str) -> dict[str, float]:
@@ -147,8 +155,7 @@ def strike(job: Training, fault: str) -> dict[str, float]:
         since = time.time()
         job.start(0)
         job.start(1)
-    # What is done within a second by as many as before was under way.
-    noticed, done = job.next_step(left, since + (left == 2), before)
+    noticed, done = job.next_step(left, since, before, anew=left == 2)
     if fault == "cut":
         job.lab("heal", 1)
     elif fault == "frozen":
