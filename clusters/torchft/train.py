@@ -51,15 +51,16 @@ def main() -> None:
 
     manager = join(args, state_dict, load_state_dict)
     optimizer = Optimizer(manager, sgd)
-    log, attempt, ended = Log(args), 0, None
+    log, attempt, ended, full = Log(args), 0, None, 0
     while True:
         optimizer.zero_grad()  # asks the lighthouse who is here; one that is behind is healed
         step, groups = manager.current_step(), manager.num_participants()
-        if step == args.steps:
+        if step == args.steps:  # stay until all are here, and, healed, have asked once more
             ended = ended or time.monotonic()
-            if groups == args.groups or time.monotonic() > ended + args.patience:
+            full = full + 1 if groups == args.groups else 0
+            if full == 2 or time.monotonic() > ended + args.patience:
                 break
-            time.sleep(0.1)  # one is away: stay, so that it can be healed
+            time.sleep(0.1)
             continue
 
         # Which data? torchft leaves that to us. Counted so, each batch is trained on once.
