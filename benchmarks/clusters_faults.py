@@ -142,8 +142,9 @@ def strike(job: Training, fault: str) -> dict[str, float]:
     elif fault == "cut":
         job.lab("cut", 1)
     elif fault == "frozen":
-        agent.suspend()
-        rank.suspend()
+        frozen = [psutil.Process(job.agents[1].pid), agent, rank]  # nsenter stops with its child
+        for process in frozen:
+            process.suspend()
     elif fault == "agent":
         agent.kill()
         job.start(1)  # without it nobody would notice
@@ -159,8 +160,8 @@ def strike(job: Training, fault: str) -> dict[str, float]:
     if fault == "cut":
         job.lab("heal", 1)
     elif fault == "frozen":
-        agent.resume()
-        rank.resume()
+        for process in frozen:
+            process.resume()
     job.next_step(2, time.time())
     found = {"next step": done - since}
     if fault == "first":
