@@ -36,12 +36,12 @@ def arguments(steps: int) -> argparse.Namespace:
 
 @pytest.fixture(scope="module")
 def killed(modules, tmp_path_factory):
-    """100 steps of two groups; each of them is killed once. (What was counted, the logs' lines,
-    the two states at the end.)"""
+    """60 steps of two groups, slow enough for a restart on a busy machine; each of them is killed
+    once. (What was counted, the logs' lines, the two states at the end.)"""
     kills, _ = modules
     folder = tmp_path_factory.mktemp("torchft")
     before = set(psutil.Process().children(recursive=True))
-    found = kills.replica_groups(arguments(100), [(15, 1), (50, 0)], folder)
+    found = kills.replica_groups(arguments(60), [(8, 1), (15, 0)], folder, "--pause", "0.4")
     assert not set(psutil.Process().children(recursive=True)) - before
     lines = [kills.read(folder / f"group{group}.jsonl") for group in range(2)]
     states = [torch.load(folder / f"group{group}.pt", weights_only=True) for group in range(2)]
@@ -60,7 +60,7 @@ def test_a_killed_group_is_missed_and_healed(killed):
     alone, tried = [], []
     for group in range(2):
         steps = committed(lines[group]).items()
-        alone.append([step for step, groups in steps if step >= 15 and groups == 1])
+        alone.append([step for step, groups in steps if step >= 8 and groups == 1])
         tried.append([(x["step"], x["ranks"]) for x in lines[group] if "batch" in x])
     assert max(alone[0]) < min(alone[1])
     assert any((step, 2) in tried[1] for step in range(max(alone[0]), min(alone[1]) + 1))
@@ -72,7 +72,7 @@ def test_a_killed_group_is_missed_and_healed(killed):
 def test_every_batch_is_trained_on_once(killed):
     found, lines, _ = killed
     assert (found["batches left out"], found["batches trained on twice"]) == (0, 0)
-    assert sum((committed(lines[0]) | committed(lines[1])).values()) > 100  # they did share
+    assert sum((committed(lines[0]) | committed(lines[1])).values()) > 60  # they did share
 
 
 @pytest.mark.slow
@@ -82,10 +82,10 @@ def test_the_end_is_that_of_one_process(killed, modules):
     train = modules[1]
     images, labels = train.load_data()
     steps = committed(lines[0]) | committed(lines[1])
-    assert sorted(steps) == list(range(100))
+    assert sorted(steps) == list(range(60))
     model, optimizer = train.new_model()
     batch = 0
-    for step in range(100):
+    for step in range(60):
         optimizer.zero_grad()
         for _ in range(steps[step]):
             indices = train.indices_of(batch, len(images))
@@ -96,7 +96,7 @@ def test_the_end_is_that_of_one_process(killed, modules):
     one = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     for state in states:
         torch.testing.assert_close(state, one, rtol=0, atol=1e-5)
-    assert F.cross_entropy(model(images), labels) < 0.5 < math.log(10)  # it has learned
+    assert F.cross_entropy(model(images), labels) < 1 < math.log(10)  # it has learned
 
 
 @pytest.mark.slow

@@ -143,7 +143,9 @@ def train_and_kill(jobs, logs, kills, environment: dict, moment: float) -> list[
 
 def rank_at(agent, local_rank, log, step, ranks, dead, since) -> psutil.Process | None:
     """This rank's process, none of the dead, if since then it has come to this step with all."""
-    for process in psutil.Process(agent.pid).children():
+    if agent.poll() == 0:
+        sys.exit("kills.py: error: the training was over before all kills: give it more --steps")
+    for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
         with suppress(psutil.Error):  # it has just ended
             if process not in dead and process.environ().get("RANK") == str(local_rank):
                 lines = [line for line in read(log) if line["time"] > since]
