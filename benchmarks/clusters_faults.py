@@ -142,9 +142,8 @@ def strike(job: Training, fault: str) -> dict[str, float]:
     elif fault == "cut":
         job.lab("cut", 1)
     elif fault == "frozen":
-        frozen = [psutil.Process(job.agents[1].pid), agent, rank]  # nsenter stops with its child
-        for process in frozen:
-            process.suspend()
+        agent.suspend()
+        rank.suspend()
     elif fault == "agent":
         agent.kill()
         job.start(1)  # without it nobody would notice
@@ -160,7 +159,8 @@ def strike(job: Training, fault: str) -> dict[str, float]:
     if fault == "cut":
         job.lab("heal", 1)
     elif fault == "frozen":
-        for process in frozen:
+        # nsenter, above the agent, has stopped itself when it did.
+        for process in (agent, rank, psutil.Process(job.agents[1].pid)):
             process.resume()
     job.next_step(2, time.time())
     found = {"next step": done - since}
