@@ -177,7 +177,7 @@ def test_random_kills(modules):
         ("train", ["--steps", "0"], "--steps must be 1 or more, the seconds not negative"),
         ("train", ["two ranks"], "one rank a group: --standalone --nproc-per-node=1"),
         ("kills", ["--groups", "1"], "--groups 1: 2 to 12, somebody must be left to go on"),
-        ("kills", ["--kills", "999"], "--kills 999: 300 steps have room for 1 to 195"),
+        ("kills", ["--kills", "999"], "--kills 999: 600 steps have room for 1 to 390"),
         ("kills", ["--output-dir", str(FOLDER)], "is not empty"),
     ],
 )

@@ -1,6 +1,6 @@
 """Kill ranks at random, and count what it costs: torchft, and restart from a checkpoint.
 
-    python clusters/torchft/kills.py                              # three minutes
+    python clusters/torchft/kills.py                              # some minutes
     python clusters/torchft/kills.py --groups 3 --kills 6 --seed 1
 
 The same kills (kill -9, at the same steps, of the same ranks) hit three trainings: train.py with
@@ -211,7 +211,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--groups", type=int, default=2, help="replica groups, of one rank each")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=600)
     add("--kills", type=int, default=4)
     add("--seed", type=int, default=0, help="of the steps and ranks")
     add("--output-dir", type=Path, help="an empty one, for the logs; else they are not kept")
