@@ -38,6 +38,8 @@ except ImportError as error:
 HERE = Path(__file__).resolve().parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=100"]
 
+FIXED = "--fixed-shares"  # of train.py
+
 
 def main() -> None:
     args = parse_args()
@@ -48,7 +50,7 @@ def main() -> None:
         folder = args.output_dir or Path(temporary)
         columns = {
             "torchft": replica_groups(args, kills, folder / "torchft"),
-            "fixed shares": replica_groups(args, kills, folder / "shares", "--fixed-shares"),
+            "fixed shares": replica_groups(args, kills, folder / "shares", FIXED),
             "restart": restarts(args, kills, folder / "restart"),
         }
     print(f"\n{'':36}", *(f"{name:>14}" for name in columns))
