@@ -33,6 +33,7 @@ def cluster():
     with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
         told = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
         told |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+        told |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # a process less in each training
         command = [program, "start", "--head", "--block", "--include-dashboard=false", *options]
         with Job(command, **told) as head:
             file = Path(folder, "ray/ray_current_cluster")
@@ -57,19 +58,25 @@ def trainings(cluster, tmp_path_factory):
         yield folder, {"sweep": first, "vit": second}
 
 
-def rank(head: Job, output_dir: Path, number: int) -> psutil.Process | None:
-    """The process of a rank of the training that writes there, once it has begun."""
-    ranks = (p for p in head.ranks() if str(output_dir) in p.cmdline())
-    return next((p for p in ranks if p.environ()["RANK"] == str(number)), None)
+def begun(job: Job, output_dir: Path) -> None:
+    """Wait for the ranks; to look for their processes in the meantime would take a processor."""
+    job.wait_until((output_dir / "metrics.jsonl").exists, 200)
+
+
+def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
+    """The process of a rank of the training that writes there."""
+    ranks = [p for p in head.ranks() if str(output_dir) in p.cmdline()]
+    return next(p for p in ranks if p.environ()["RANK"] == str(number))
 
 
 @needs_ray
 @pytest.mark.slow
 def test_a_killed_rank_and_the_whole_training(cluster, trainings):
-    """fsdp_basics: Ray starts both ranks anew, and the end is that of torchrun's run, bit for bit."""
+    """fsdp_basics: Ray starts both ranks anew; the end is that of torchrun's run, bit for bit."""
     head, (folder, jobs) = cluster[0], trainings
     vit, job = folder / "vit", jobs["vit"]
-    victim = job.wait_until(lambda: rank(head, vit, 0), 200)
+    begun(job, vit)
+    victim = rank(head, vit, 0)
     job.wait_until(lambda: reached(vit, 8), 100)
     victim.kill()
     output = job.wait(200).check().output
@@ -116,7 +123,8 @@ def test_a_sweep_and_a_killed_worker(cluster, trainings):
     head, (folder, jobs) = cluster[0], trainings
     sweep, job = folder / "sweep", jobs["sweep"]
     hurt = sweep / f"lr_{RATES[0]}"
-    child = job.wait_until(lambda: rank(head, hurt, 1), 200)
+    begun(job, hurt)
+    child = rank(head, hurt, 1)
     job.wait_until(lambda: reached(hurt, 22), 100)
     child.parent().kill()  # the worker
     assert not psutil.wait_procs([child], timeout=5)[1]  # its rank goes with it

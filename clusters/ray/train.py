@@ -171,7 +171,9 @@ def sweep(args) -> None:
         # This process waits only, but Ray wants to hear of something that it needs: 200 MB.
         tune.with_resources(one, {"memory": 200 * 2**20}),
         param_space={name: tune.grid_search(values)},
-        tune_config=tune.TuneConfig("test_loss", "min", max_concurrent_trials=room(args)),
+        tune_config=tune.TuneConfig(
+            metric="test_loss", mode="min", max_concurrent_trials=room(args)
+        ),
         run_config=tune.RunConfig(storage_path=str(args.output_dir), name="tune", verbose=0),
     )
     results = tuner.fit()
