@@ -41,21 +41,9 @@ def cluster():
             yield head, told | {"RAY_ADDRESS": address}
 
 
-@pytest.fixture(scope="module")
-def trainings(cluster, tmp_path_factory):
-    """A sweep of ddp_basics and a run of fsdp_basics, at once: (the folder, a job for each).
-
-    To start one takes a row of processes that each import Ray and PyTorch, half a minute.
-    """
-    _, told = cluster
-    folder = tmp_path_factory.mktemp("ray")
-    sweep = [SCRIPT, "--sweep", f"lr={','.join(RATES)}", DDP, "--epochs", 10]
-    vit = [SCRIPT, FSDP, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 4]
-    with (
-        Job([sys.executable, *sweep, "--output-dir", folder / "sweep"], **told) as first,
-        Job([sys.executable, *vit, "--output-dir", folder / "vit"], **told) as second,
-    ):
-        yield folder, {"sweep": first, "vit": second}
+def train(told: dict, *args) -> Job:
+    """It takes a row of processes that each import Ray and PyTorch: half a minute to begin."""
+    return Job([sys.executable, SCRIPT, *args], **told)
 
 
 def begun(job: Job, output_dir: Path) -> None:
@@ -71,22 +59,23 @@ def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
 
 @needs_ray
 @pytest.mark.slow
-def test_a_killed_rank_and_the_whole_training(cluster, trainings):
+def test_a_killed_rank(cluster, tmp_path):
     """fsdp_basics: Ray starts both ranks anew; the end is that of torchrun's run, bit for bit."""
-    head, (folder, jobs) = cluster[0], trainings
-    vit, job = folder / "vit", jobs["vit"]
-    begun(job, vit)
-    victim = rank(head, vit, 0)
-    job.wait_until(lambda: reached(vit, 8), 100)
-    victim.kill()
-    output = job.wait(200).check().output
+    head, told = cluster
+    vit, alone = tmp_path / "vit", tmp_path / "alone"
+    args = (FSDP, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 4, "--output-dir")
+    with train(told, *args, vit) as job:
+        begun(job, vit)
+        victim = rank(head, vit, 0)
+        job.wait_until(lambda: reached(vit, 8), 100)
+        victim.kill()
+        output = job.wait(200).check().output
     assert re.search(r"rank 0: .*died with <Signals.SIGKILL: 9>", output)
     assert re.search(r"continuing from .* after step \d+", output)
 
-    args = ("--epochs", 2, "--checkpoint-every", 4, "--log-every", 4, "--output-dir")
-    warm.run(FSDP, *args, folder / "alone", ranks=2).check()
-    assert learned(vit) == learned(folder / "alone")
-    assert_equal(*(sharded(folder / name) for name in ("vit", "alone")))
+    warm.run(*args, alone, ranks=2).check()
+    assert learned(vit) == learned(alone)
+    assert_equal(sharded(vit), sharded(alone))
 
     last = read_metrics(vit)[-1]
     assert f"test_loss {last['test_loss']:.4g}" in output  # what Ray knows of the run
@@ -118,22 +107,23 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 @needs_ray
 @pytest.mark.slow
-def test_a_sweep_and_a_killed_worker(cluster, trainings):
+def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
     """ddp_basics: each rate's training is torchrun's; one loses a worker of Ray's on the way."""
-    head, (folder, jobs) = cluster[0], trainings
-    sweep, job = folder / "sweep", jobs["sweep"]
-    hurt = sweep / f"lr_{RATES[0]}"
-    begun(job, hurt)
-    child = rank(head, hurt, 1)
-    job.wait_until(lambda: reached(hurt, 22), 100)
-    child.parent().kill()  # the worker
-    assert not psutil.wait_procs([child], timeout=5)[1]  # its rank goes with it
-    output = job.wait(200).check().output
+    head, told = cluster
+    sweep, hurt = tmp_path / "sweep", tmp_path / f"sweep/lr_{RATES[0]}"
+    args = ("--sweep", f"lr={','.join(RATES)}", DDP, "--epochs", 10, "--output-dir", sweep)
+    with train(told, *args) as job:
+        begun(job, hurt)
+        child = rank(head, hurt, 1)
+        job.wait_until(lambda: reached(hurt, 22), 100)
+        child.parent().kill()  # the worker
+        assert not psutil.wait_procs([child], timeout=5)[1]  # its rank goes with it
+        output = job.wait(200).check().output
     assert re.search(r"continuing from .*lr_0.0005.* after step \d+", output)
 
     losses = {}
     for value in RATES:
-        alone = folder / f"alone_{value}"
+        alone = tmp_path / f"alone_{value}"
         args = ("--epochs", 10, "--lr", value, "--output-dir", alone)
         warm.run(DDP, *args, ranks=2).check()
         assert learned(sweep / f"lr_{value}") == learned(alone)

@@ -97,7 +97,9 @@ def run_script(config: dict) -> None:
     Raises `subprocess.CalledProcessError` when the script fails; Ray then decides what to do.
     """
     first, saves = os.environ["RANK"] == "0", config["output_dir"] / "checkpoints"
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if first else None
+    store = None
+    if first:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
     port = broadcast_from_rank_zero(store.port if first else None)
     told = os.environ | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     script = subprocess.Popen(END_WITH_ME + config["command"], cwd=config["directory"], env=told)
