@@ -66,10 +66,11 @@ def main() -> None:
 
 def train(args, arguments: list[str], output_dir: Path, callbacks: tuple = ()) -> ray.train.Result:
     """One training, with a worker for each rank; when one fails, Ray starts all of them anew."""
+    command = [sys.executable, "-u", args.script, *arguments, "--output-dir", str(output_dir)]
     trainer = TorchTrainer(
         run_script,
         train_loop_config={
-            "command": [sys.executable, "-u", args.script, *arguments, "--output-dir", output_dir],
+            "command": command,
             "directory": os.getcwd(),
             "output_dir": output_dir,
         },
@@ -179,10 +180,12 @@ def sweep(args) -> None:
         run_config=tune.RunConfig(storage_path=str(args.output_dir), name="tune", verbose=0),
     )
     results = tuner.fit()
+    if results.errors:
+        sys.exit(f"train.py: {len(results.errors)} of {len(results)} trainings have failed")
     for result in results:
-        tell(result)
-    best = results.get_best_result()
-    print(f"best: --{name} {best.config[name]}, in {args.output_dir}/{name}_{best.config[name]}")
+        print(f"--{name} {result.config[name]}: test_loss {result.metrics['test_loss']:.4g}")
+    best = results.get_best_result().config[name]
+    print(f"best: --{name} {best}, in {args.output_dir}/{name}_{best}")
 
 
 def resource(args) -> tuple[str, int]:
