@@ -12,15 +12,12 @@ mpi        Open MPI's all_reduce and messages, where mpicc and mpirun are instal
 All sides of a table take turns in one run, but MPI, whose processes are started in between.
 """
 
-import argparse
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -33,13 +30,7 @@ import report
 import shm
 import torch
 import torch.distributed as dist
-from benchmark import SIZES, config_of
-from model import GPT, cross_entropy, initialize
-from tensor_parallel_from_scratch import cut_model, vocab_parallel_cross_entropy
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from backend_training import tensor_parallel, training, training_text
 from torch.utils import cpp_extension
 
 SMALL = {"8 B": 8, "4 KB": 4096, "64 KB": 65536}
@@ -47,23 +38,10 @@ LARGE = {"1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--parts", nargs="+", choices=TEXTS, default=list(TEXTS))
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
-    args = parser.parse_args()
-    if args.part:
-        run_part(args)
-        return
-    sections = [section for name in args.parts for section in TEXTS[name](args.repeats)]
-    if args.no_write:
-        print("\n\n".join(sections))
-    else:
-        report.write("backend", "A shared-memory backend", sections)
+    report.main("backend", "A shared-memory backend", __doc__, TEXTS, part)
 
 
-def run_part(args) -> None:
+def part(name: str, repeats: int) -> None:
     if int(os.environ["WORLD_SIZE"]) <= os.cpu_count():
         pin_to_a_core()
     dist.init_process_group("gloo")
@@ -72,7 +50,7 @@ def run_part(args) -> None:
         "null", lambda store, rank, size, timeout: null.create(rank, size), devices=["cpu"]
     )
     groups = {name: dist.new_group(backend=name) for name in ("gloo", "shm", "null")}
-    samples = PARTS[args.part](groups, args.repeats)
+    samples = PARTS[name](groups, repeats)
     if dist.get_rank() == 0:
         report.say(samples)
     dist.barrier()
@@ -83,15 +61,6 @@ def pin_to_a_core() -> None:
     """Keep this rank, and every thread that it will start, on one core; each rank on another."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-
-
-def seconds_per_call(call: Callable[[], None], count: int) -> float:
-    """Of `count` calls on all ranks, from a common start; the mean of this rank's."""
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - started) / count
 
 
 # ---- small messages
@@ -121,14 +90,14 @@ def latency(groups: dict, repeats: int) -> dict:
             count = (100 if backend == "gloo" else 2000) * 2 // world_size
             here = partial(call, group=group) if call is not there_and_back else None
             here = here or partial(there_and_back, group)
-            sides[f"{name}, {backend}"] = partial(seconds_per_call, here, count)
+            sides[f"{name}, {backend}"] = partial(report.seconds_per_call, here, count)
     return report.alternate(repeats, sides)
 
 
 def latency_text(repeats: int) -> list[str]:
     sections = []
     for ranks in (2, 4, 8):
-        found = run("latency", ranks, repeats)
+        found = report.measure_part(__file__, "latency", ranks, repeats)
         sections += [f"## {ranks} ranks: small messages", latency_table(found)]
     return sections
 
@@ -151,7 +120,7 @@ def busy_text(repeats: int) -> list[str]:
     code = "while True: pass"
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(os.cpu_count())]
     try:
-        found = run("latency", 2, repeats)
+        found = report.measure_part(__file__, "latency", 2, repeats)
     finally:
         for other in others:
             other.kill()
@@ -183,7 +152,7 @@ def bandwidth(groups: dict, repeats: int) -> dict:
         for name, call in calls.items():
             fast = 2 if "gloo" in name else 8
             sides[f"{size}: {name}"] = partial(
-                seconds_per_call, call, max(1, fast * 2**24 // bytes)
+                report.seconds_per_call, call, max(1, fast * 2**24 // bytes)
             )
     return report.alternate(repeats, sides)
 
@@ -196,7 +165,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def bandwidth_text(repeats: int) -> list[str]:
     sections = []
     for ranks in (2, 4):
-        found = run("bandwidth", ranks, repeats)
+        found = report.measure_part(__file__, "bandwidth", ranks, repeats)
         sections += [f"## {ranks} ranks: large messages, fp32", bandwidth_table(found, ranks)]
         sections += [others_table(found)]
     sections.append(
@@ -237,156 +206,6 @@ def others_table(found: dict) -> str:
     return report.table(rows)
 
 
-# ---- training: samples per second of both ranks
-
-
-def training(groups: dict, repeats: int) -> dict:
-    mlp = {
-        f"MLP, DDP, {name}": steps(wide_mlp, partial(ddp, group=group, hook=hook), mlp_loss)
-        for name, group, hook in ddp_sides(groups)
-    }
-    gpt = partial(steps, partial(gpt_of, "medium"), loss=gpt_loss, size="medium")
-    sides = mlp | {"MLP, DDP, nothing sent": steps(wide_mlp, lambda model: model, mlp_loss)}
-    sides["GPT, nothing sent"] = gpt(lambda model: model)
-    for name, group, hook in ddp_sides(groups):
-        sides[f"GPT, DDP, {name}"] = gpt(partial(ddp, group=group, hook=hook))
-    for name in ("gloo", "shm"):
-        mesh = DeviceMesh.from_group(groups[name], "cpu")
-        for free in (True, False):
-            what = "freed" if free else "kept"
-            wrap = partial(sharded, mesh=mesh, free=free, allocate=name == "shm")
-            sides[f"GPT, FSDP2 {what}, {name}"] = gpt(wrap)
-    return report.alternate(repeats, sides)
-
-
-def tensor_parallel(groups: dict, repeats: int) -> dict:
-    sides = {}
-    for size in ("small", "medium"):
-        build = partial(gpt_of, size)
-        one = steps(build, lambda model: model, gpt_loss, size, copies=1)
-        sides[f"{size}, one process, two threads"] = partial(alone_with_two_threads, one)
-        for name in ("gloo", "shm"):
-            loss = partial(cut_loss, group=groups[name])
-            wrap = partial(cut_model, group=groups[name])
-            sides[f"{size}, by hand, {name}"] = steps(build, wrap, loss, size, copies=1)
-    return report.alternate(repeats, sides)
-
-
-def ddp_sides(groups: dict) -> list[tuple]:
-    return [
-        ("gloo", groups["gloo"], None),
-        ("shm", groups["shm"], None),
-        ("shm, zero copy", groups["shm"], shm.ddp_hook),
-    ]
-
-
-def ddp(model: nn.Module, group, hook) -> nn.Module:
-    model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    if hook:
-        model.register_comm_hook(group, hook)
-    return model
-
-
-def sharded(model: nn.Module, mesh: DeviceMesh, free: bool, allocate: bool) -> nn.Module:
-    for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, reshard_after_forward=free)
-    if allocate:  # gather into memory that all ranks see
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    return model
-
-
-def gpt_of(size: str) -> nn.Module:
-    return initialize(GPT(config_of(size)), 0)
-
-
-def wide_mlp() -> nn.Module:
-    torch.manual_seed(0)
-    width = 1600
-    layers = [m for _ in range(4) for m in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(width, 10))
-
-
-def mlp_loss(model: nn.Module, x, _) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def gpt_loss(model: nn.Module, x, y) -> torch.Tensor:
-    return cross_entropy(model(x), y)
-
-
-def cut_loss(model: nn.Module, x, y, group) -> torch.Tensor:
-    return vocab_parallel_cross_entropy(model(x), y, group)
-
-
-def steps(build, wrap, loss, size: str = "", copies: int = 2) -> Callable[[], float]:
-    """A function that trains four steps and returns samples per second of all ranks."""
-    model = wrap(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    if size:
-        config, batch = config_of(size), SIZES[size][1]
-        tokens = torch.randint(256, (batch, config.block_size + 1))
-        x, y = tokens[:, :-1], tokens[:, 1:]
-    else:
-        batch = 32
-        x, y = torch.randn(batch, 1600), None
-
-    def samples_per_second() -> float:
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss(model, x, y).backward()
-            optimizer.step()
-        rate = torch.tensor(4 * batch * copies / (time.perf_counter() - started))
-        dist.all_reduce(rate, op=dist.ReduceOp.MIN)  # as fast as the slower one
-        return rate.item()
-
-    return samples_per_second
-
-
-def alone_with_two_threads(side: Callable[[], float]) -> float:
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count()))
-    torch.set_num_threads(2)
-    # Both ranks must take part in the common start and end: rank 1's own copy would compete.
-    rate = side() if dist.get_rank() == 0 else wait_for_the_other()
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, cores)
-    return rate
-
-
-def wait_for_the_other() -> float:
-    dist.barrier()
-    dist.all_reduce(torch.tensor(float("inf")), op=dist.ReduceOp.MIN)
-    return 0.0
-
-
-def training_text(repeats: int) -> list[str]:
-    found = run("training", 2, repeats)
-    sending_nothing = {"GPT": "GPT, nothing sent", "MLP": "MLP, DDP, nothing sent"}
-    rows = [("samples/s of two ranks: median (min ... max)", "", "/ nothing sent", "/ gloo")]
-    for name, rates in found.items():
-        alone = found[sending_nothing[name[:3]]]
-        gloo = found.get(name.replace("shm, zero copy", "gloo").replace("shm", "gloo"), rates)
-        ratios = (statistics.median(report.ratio_of_pairs(rates, other)) for other in (alone, gloo))
-        rows.append((name, report.summary(rates), *(f"{ratio:.3f}" for ratio in ratios)))
-    kept = report.ratio_of_pairs(found["GPT, FSDP2 kept, shm"], found["GPT, DDP, shm"])
-    tensor = run("tensor_parallel", 2, repeats)
-    tp_rows = [("samples/s: median (min ... max)", "", "/ one process")]
-    for name, rates in tensor.items():
-        one = tensor[f"{name.split(',')[0]}, one process, two threads"]
-        ratio = statistics.median(report.ratio_of_pairs(rates, one))
-        tp_rows.append((name, report.summary(rates), f"{ratio:.3f}"))
-    return [
-        "## Training on two ranks: GPT of 10.9 M parameters, 4 sequences a rank; MLP of 10 M",
-        report.table(rows),
-        f"FSDP2 kept / DDP, both on shm: {report.summary(kept)}",
-        "## Two tensor-parallel ranks against one process with two threads",
-        report.table(tp_rows),
-    ]
-
-
 # ---- MPI
 
 
@@ -405,7 +224,7 @@ def mpi_text(repeats: int) -> list[str]:
         for _ in range(repeats):  # taking turns
             for name, seconds in report.measure("mpirun", *options, program, 1).items():
                 mpi.setdefault(name, []).extend(seconds)
-            for name, seconds in run("as_mpi", 2, 1).items():
+            for name, seconds in report.measure_part(__file__, "as_mpi", 2, 1).items():
                 ours.setdefault(name, []).extend(seconds)
     floor = statistics.median(ours.pop("floor"))
     rows = [
@@ -426,11 +245,8 @@ def mpi_text(repeats: int) -> list[str]:
 
 def as_mpi(groups: dict, repeats: int) -> dict:
     rank, group = dist.get_rank(), groups["shm"]
-    sides = {
-        "floor": partial(
-            seconds_per_call, partial(dist.all_reduce, torch.zeros(2), group=groups["null"]), 2000
-        )
-    }
+    reduce = partial(dist.all_reduce, torch.zeros(2), group=groups["null"])
+    sides = {"floor": partial(report.seconds_per_call, reduce, 2000)}
     for bytes in (8, 4096, 65536, 2**20, 2**24, 2**26):
         x, count = torch.zeros(bytes // 4), 2000 if bytes <= 65536 else 2**27 // bytes
 
@@ -440,13 +256,9 @@ def as_mpi(groups: dict, repeats: int) -> dict:
             then(x, 1 - rank, group=group)
 
         reduce = partial(dist.all_reduce, x, group=group)
-        sides[f"all_reduce {bytes}"] = partial(seconds_per_call, reduce, count)
-        sides[f"there and back {bytes}"] = partial(seconds_per_call, there_and_back, count)
+        sides[f"all_reduce {bytes}"] = partial(report.seconds_per_call, reduce, count)
+        sides[f"there and back {bytes}"] = partial(report.seconds_per_call, there_and_back, count)
     return report.alternate(repeats, sides)
-
-
-def run(part: str, ranks: int, repeats: int) -> dict:
-    return report.measure(*report.torchrun(ranks), __file__, "--repeats", repeats, "--part", part)
 
 
 PARTS = {f.__name__: f for f in (latency, bandwidth, training, tensor_parallel, as_mpi)}

@@ -1,16 +1,19 @@
 """What benchmarks share: parts that run in processes of their own, repeats, readable reports."""
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 RESULTS = Path(__file__).parent / "results"
 MARK = "SAMPLES "  # begins the line in which a part says what it has measured
@@ -33,6 +36,44 @@ def measure(*command, timeout: float = 3600) -> dict:
 def say(samples: dict) -> None:
     """Hand the samples, which JSON can express, to the process that called `measure`."""
     print(MARK + json.dumps(samples), flush=True)
+
+
+def main(
+    name: str, title: str, description: str, texts: dict[str, Callable], part: Callable
+) -> None:
+    """The command line of a benchmark whose parts can be asked for by name.
+
+    texts: by name, a function of the number of repeats that measures and returns sections.
+    part: what a process of `measure_part` does with (name of the part, repeats).
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--parts", nargs="+", choices=texts, default=list(texts))
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # what a child measures
+    args = parser.parse_args()
+    if args.part:
+        part(args.part, args.repeats)
+        return
+    sections = [section for name in args.parts for section in texts[name](args.repeats)]
+    if args.no_write:
+        print("\n\n".join(sections))
+    else:
+        write(name, title, sections)
+
+
+def measure_part(script: Path, part: str, ranks: int, repeats: int) -> dict:
+    """What rank 0 said of one part of a script that calls `main`, run by so many ranks."""
+    return measure(*torchrun(ranks), script, "--repeats", repeats, "--part", part)
+
+
+def seconds_per_call(call: Callable[[], None], count: int) -> float:
+    """Of `count` calls, from a common start of all ranks; the mean of this rank's."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - started) / count
 
 
 def alternate(repeats: int, sides: dict[str, Callable]) -> dict[str, list]:

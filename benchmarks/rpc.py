@@ -11,13 +11,9 @@ training   a parameter server, synchronous and asynchronous, and DDP: 2 and 4 ra
 The sides of a table take turns in the same processes.
 """
 
-import argparse
-import importlib.util
 import os
-import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +29,7 @@ import torch
 import torch.distributed as dist
 from batched_server import BatchedServer
 from parameter_shard import Settings, Shard
+from rpc_latency import latency, latency_text, nothing
 from rpc_worker import RpcWorker, rpc_worker
 from runtime import distributed_worker
 from tasks import gradient_of
@@ -41,184 +38,16 @@ from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-SIZES = {"8 B": 8, "1 KB": 2**10, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}
-IN_FLIGHT = 100
-RAY = importlib.util.find_spec("ray") is not None
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--parts", nargs="+", choices=TEXTS, default=list(TEXTS))
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
-    args = parser.parse_args()
-    if args.part:
-        with distributed_worker("cpu"), rpc_worker(120) as worker:
-            samples = PARTS[args.part](worker, args.repeats)
-            if worker.rank == 0:
-                report.say(samples)
-        return
-    sections = [section for name in args.parts for section in TEXTS[name](args.repeats)]
-    if args.no_write:
-        print("\n\n".join(sections))
-    else:
-        report.write("rpc", "Remote calls", sections)
+    report.main("rpc", "Remote calls", __doc__, TEXTS, part)
 
 
-def run(part: str, ranks: int, repeats: int) -> dict:
-    command = (*report.torchrun(ranks), __file__, "--repeats", repeats, "--part", part)
-    return report.measure(*command, timeout=900)
-
-
-def seconds_per_call(call: Callable[[], None], count: int) -> float:
-    """Of `count` calls, from a common start of all ranks; the mean of this rank's."""
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - started) / count
-
-
-def nothing() -> None:
-    """What a rank does while others are measured: it waits at the next start, and answers."""
-
-
-# ---- there and back
-
-
-def latency(worker: RpcWorker, repeats: int) -> dict:
-    if worker.rank == 1 or not RAY:
-        return measure_latency(worker.rank, repeats, None)
-    import ray
-
-    options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-    with ray.init("local", num_cpus=1, **options):
-        return measure_latency(worker.rank, repeats, ray)
-
-
-def measure_latency(rank: int, repeats: int, ray) -> dict:
-    other, connection, actor = "worker1", None, None
-    if rank == 0:
-        port = rpc.rpc_sync(other, answer_on_a_socket)
-        connection = socket.create_connection(("127.0.0.1", port), timeout=120)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        actor = ray and ray.remote(num_cpus=1)(Echo).remote()
-    sides = {}
-    for size, bytes in SIZES.items():
-        x, count = torch.zeros(bytes // 4), max(2, min(100, 2**22 // bytes))
-        calls = {
-            "a plain socket": partial(over_socket, connection, x),
-            "send and recv": partial(there_and_back, x, rank),
-            "rpc_sync": partial(rpc.rpc_sync, other, echo, args=(x,)),
-        }
-        if RAY:
-            calls["Ray"] = partial(over_ray, ray, actor, x)
-        for name, call in calls.items():
-            mine = call if rank == 0 or name == "send and recv" else nothing
-            sides[f"{size}, {name}"] = partial(seconds_per_call, mine, count)
-    x = torch.zeros(2)
-    calls = {"a plain socket": partial(many_over_socket, connection, x)}
-    calls["RPC"] = partial(many_calls, other, x)
-    if RAY:
-        calls["Ray"] = partial(many_over_ray, ray, actor, x)
-    for name, call in calls.items():
-        sides[f"many, {name}"] = partial(seconds_per_call, call if rank == 0 else nothing, 3)
-    samples = report.alternate(repeats, sides)
-    if rank == 0:
-        connection.close()
-    return samples
-
-
-def echo(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-class Echo:
-    def echo(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
-def there_and_back(x: torch.Tensor, rank: int) -> None:
-    for step in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
-        step(x, 1 - rank)
-
-
-def over_ray(ray, actor, x: torch.Tensor) -> None:
-    ray.get(actor.echo.remote(x), timeout=120)
-
-
-def many_over_ray(ray, actor, x: torch.Tensor) -> None:
-    ray.get([actor.echo.remote(x) for _ in range(IN_FLIGHT)], timeout=120)
-
-
-def many_calls(other: str, x: torch.Tensor) -> None:
-    torch.futures.wait_all([rpc.rpc_async(other, echo, args=(x,)) for _ in range(IN_FLIGHT)])
-
-
-def over_socket(connection: socket.socket, x: torch.Tensor) -> None:
-    """The least that a message needs: its length, then its bytes."""
-    data = memoryview(x.numpy()).cast("B")
-    connection.sendall(len(data).to_bytes(8, "little"))
-    connection.sendall(data)
-    read(connection, memoryview(bytearray(8)))
-    read(connection, data)
-
-
-def many_over_socket(connection: socket.socket, x: torch.Tensor) -> None:
-    data = memoryview(x.numpy()).cast("B")
-    for _ in range(IN_FLIGHT):
-        connection.sendall(len(data).to_bytes(8, "little") + data)
-    for _ in range(IN_FLIGHT):
-        read(connection, memoryview(bytearray(8)))
-        read(connection, data)
-
-
-def answer_on_a_socket() -> int:
-    """Run by the other worker: a thread sends back what it reads; returns its port."""
-    server = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=send_back, args=(server,), daemon=True).start()
-    return server.getsockname()[1]
-
-
-def send_back(server: socket.socket) -> None:
-    connection, _ = server.accept()
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    head = bytearray(8)
-    while read(connection, memoryview(head)):
-        data = bytearray(int.from_bytes(head, "little"))
-        read(connection, memoryview(data))
-        connection.sendall(head)
-        connection.sendall(data)
-
-
-def read(connection: socket.socket, place: memoryview) -> bool:
-    """Fill `place`; False at the end of the connection."""
-    while len(place):
-        count = connection.recv_into(place)
-        if not count:
-            return False
-        place = place[count:]
-    return True
-
-
-def latency_text(repeats: int) -> list[str]:
-    found = run("latency", 2, repeats)
-    names = ["a plain socket", "send and recv", "rpc_sync", *["Ray"] * RAY]
-    rows = [("us there and back: median (min ... max)", *names, "rpc_sync / socket")]
-    for size in SIZES:
-        of_size = {name: found[f"{size}, {name}"] for name in names}
-        cells = (report.summary([1e6 * s for s in of_size[name]]) for name in names)
-        ratio = report.ratio_of_pairs(of_size["rpc_sync"], of_size["a plain socket"])
-        rows.append((size, *cells, f"{statistics.median(ratio):.3g}"))
-    rates = [("calls/s: median (min ... max)", "one after the other", f"{IN_FLIGHT} in flight")]
-    for name, one in (("a plain socket", "a plain socket"), ("RPC", "rpc_sync"), ("Ray", "Ray")):
-        if f"many, {name}" in found:
-            alone = report.summary([1 / s for s in found[f"8 B, {one}"]])
-            many = report.summary([IN_FLIGHT / s for s in found[f"many, {name}"]])
-            rates.append((name, alone, many))
-    texts = ["## Between two processes of one machine", report.table(rows), report.table(rates)]
-    return texts if RAY else [*texts, "Ray is not installed here."]
+def part(name: str, repeats: int) -> None:
+    with distributed_worker("cpu"), rpc_worker(120) as worker:
+        samples = PARTS[name](worker, repeats)
+        if worker.rank == 0:
+            report.say(samples)
 
 
 # ---- one update of all gradients, or one of each
@@ -230,7 +59,7 @@ def batching(worker: RpcWorker, repeats: int) -> dict:
         server = rpc.RRef(BatchedServer(torch.zeros(size), worker.world_size - 1))
         for name in ("one of all", "one of each"):
             push = partial(on_the_others, worker, push_only, server, size, name)
-            side = partial(seconds_per_call, push if worker.rank == 0 else nothing, 1)
+            side = partial(report.seconds_per_call, push if worker.rank == 0 else nothing, 1)
             sides[f"{size:,}, {name}"] = side
     return report.alternate(repeats, sides)
 
@@ -255,7 +84,7 @@ PUSHES = 10  # of each trainer
 
 
 def batching_text(repeats: int) -> list[str]:
-    found = run("batching", 4, repeats)
+    found = report.measure_part(__file__, "batching", 4, repeats)
     rows = [("pushes/s of 3 trainers: median (min ... max)", "one of all", "one of each", "ratio")]
     for size in dict.fromkeys(name.rpartition(", ")[0] for name in found):
         both = [found[f"{size}, {name}"] for name in rows[0][1:3]]
@@ -359,7 +188,7 @@ def training_text(repeats: int) -> list[str]:
     rows = [("median (min ... max)", "DDP", "server, sync", "server, async", "sync / DDP")]
     traffic = [("bytes and calls of a step", "DDP: a rank sends", "server: it sends", "calls")]
     for ranks in (2, 4):
-        found = run("training", ranks, repeats)
+        found = report.measure_part(__file__, "training", ranks, repeats)
         for size, width in WIDTHS.items():
             rates = [found[f"{size}, {name}"] for name in ("DDP", "sync", "async")]
             ratio = statistics.median(report.ratio_of_pairs(rates[1], rates[0]))

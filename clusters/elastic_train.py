@@ -59,7 +59,7 @@ def train(args, rank: int, world_size: int) -> bool:
     ddp_model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     file = args.output_dir / "state.pt" if args.output_dir else None
-    log = (args.output_dir / "log.jsonl").open("a") if file and rank == 0 else None
+    log = args.output_dir / "log.jsonl" if file and rank == 0 else None
     first = load(file, model, optimizer) if file and file.exists() else 0
     check_all_equal(args, first)
     my_parts = range(rank, PARTS, world_size)
@@ -87,7 +87,7 @@ def train(args, rank: int, world_size: int) -> bool:
             save(file, model, optimizer, step + 1)
         if log:
             line = {"step": step + 1, "loss": loss, "ranks": world_size, "time": time.time()}
-            print(json.dumps(line), file=log, flush=True)
+            append(log, line)
         if stopping and not last:
             if rank == 0:
                 print(f"saved after step {step + 1}, to begin again with other ranks", flush=True)
@@ -138,6 +138,17 @@ def save(file: Path, model, optimizer, step: int) -> None:
         os.replace(temporary, file)
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save reports a full disk
         temporary.unlink(missing_ok=True)
+        sys.exit(f"elastic_train.py: error: cannot write {file}, it is as it was: {error}")
+
+
+def append(file: Path, line: dict) -> None:
+    """A full disk leaves no part of a line."""
+    end = file.stat().st_size if file.exists() else 0
+    try:
+        with file.open("a") as out:
+            print(json.dumps(line), file=out)
+    except OSError as error:
+        os.truncate(file, end)
         sys.exit(f"elastic_train.py: error: cannot write {file}, it is as it was: {error}")
 
 

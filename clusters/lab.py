@@ -107,7 +107,7 @@ def check_tools() -> None:
 
 
 def up(args) -> None:
-    """Make a lab and return; the keeper stays."""
+    """Make a lab (its cables as fast as --rate says) and return; the keeper stays."""
     if find(args.name, "keep"):
         raise LabError(f"{args.name} is up already; `lab.py down` ends it")
     more = ["--rate", args.rate] if args.rate else []

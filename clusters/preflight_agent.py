@@ -1,5 +1,7 @@
 """What clusters/preflight.py runs on each host: it does what it is told, a line of JSON at a time.
 
+    echo '{"do": "clock"}' | python clusters/preflight_agent.py
+
 It needs nothing but Python and the PyTorch that the training will use. It ends with its input: when
 the program that asked has ended, or the connection to it, no process is left here.
 """

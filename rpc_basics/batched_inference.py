@@ -13,12 +13,13 @@ batched and one by one.
 import argparse
 import statistics
 import threading
-import time
+from functools import partial
 
 import cartpole
 import torch
 from arguments import ArgumentParser, above, at_least
 from calls_in_flight import as_they_end
+from comparing import rates_in_turn
 from rpc_worker import RpcWorker, rpc_worker
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -198,25 +199,18 @@ def measure(args: argparse.Namespace, worker: RpcWorker) -> None:
     print(f"{'width':>6}{'batched':>24}{'one by one':>24}{'ratio':>7}")
     for width in WIDTHS:
         agent = rpc.remote(RpcWorker.name_of(0), Agent, args=(observers, width, args.seed))
-        rates = {True: [], False: []}
-        for repeat in range(2 * args.repeats + 2):
-            batched = repeat % 2 == 0
-            begin = time.perf_counter()
-            calls = [
-                rpc.rpc_async(RpcWorker.name_of(o), ask, args=(agent, o, args.asks, batched))
-                for o in observers
-            ]
+
+        def ask_all(batched: bool, agent=agent) -> None:
+            asks = (agent, args.asks, batched)
+            calls = [rpc.rpc_async(RpcWorker.name_of(o), ask, args=(*asks, o)) for o in observers]
             torch.futures.wait_all(calls)
-            rates[batched].append(args.asks * len(observers) / (time.perf_counter() - begin))
-        texts = []
-        for of_kind in (rates[True][1:], rates[False][1:]):  # without the first, which warms up
-            least, most = min(of_kind), max(of_kind)
-            texts.append(f"{statistics.median(of_kind):,.0f} ({least:,.0f} to {most:,.0f})")
-        ratio = statistics.median(rates[True][1:]) / statistics.median(rates[False][1:])
-        print(f"{width:6}{texts[0]:>24}{texts[1]:>24}{ratio:7.1f}", flush=True)
+
+        both = partial(ask_all, True), partial(ask_all, False)
+        rates = rates_in_turn(*both, args.asks * len(observers), args.repeats)
+        print(f"{width:6}{rates}", flush=True)
 
 
-def ask(agent: rpc.RRef, observer: int, number: int, batched: bool) -> None:
+def ask(agent: rpc.RRef, number: int, batched: bool, observer: int) -> None:
     """What an observer does while it is measured."""
     states = torch.zeros(1, 4)
     for _ in range(number):

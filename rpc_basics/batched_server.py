@@ -11,13 +11,13 @@ unanswered calls with one thread. --measure compares with an update for each pus
 
 import argparse
 import os
-import statistics
 import threading
-import time
+from functools import partial
 
 import torch
 from arguments import ArgumentParser, above, at_least
 from calls_in_flight import as_they_end
+from comparing import rates_in_turn
 from rpc_worker import RpcWorker, rpc_worker
 from tasks import TASKS, gradient_of, load_task
 from torch import Tensor, nn
@@ -132,18 +132,10 @@ def measure(args: argparse.Namespace, worker: RpcWorker) -> None:
     print(f"{'parameters':>10}{'an update for all':>24}{'for each':>24}{'ratio':>7}")
     for size in SIZES:
         server = rpc.RRef(BatchedServer(torch.zeros(size), trainers))
-        rates = {True: [], False: []}
-        for repeat in range(2 * args.repeats + 2):
-            batched = repeat % 2 == 0
-            begin = time.perf_counter()
-            start_all(worker, push_only, server, size, args.steps, batched)
-            rates[batched].append(args.steps * trainers / (time.perf_counter() - begin))
-        texts = []
-        for of_kind in (rates[True][1:], rates[False][1:]):  # without the first, which warms up
-            least, most = min(of_kind), max(of_kind)
-            texts.append(f"{statistics.median(of_kind):,.0f} ({least:,.0f} to {most:,.0f})")
-        ratio = statistics.median(rates[True][1:]) / statistics.median(rates[False][1:])
-        print(f"{size:10,}{texts[0]:>24}{texts[1]:>24}{ratio:7.1f}", flush=True)
+        push = partial(start_all, worker, push_only, server, size, args.steps)
+        both = partial(push, True), partial(push, False)
+        rates = rates_in_turn(*both, args.steps * trainers, args.repeats)
+        print(f"{size:10,}{rates}", flush=True)
 
 
 def push_only(server: rpc.RRef, size: int, steps: int, batched: bool, rank: int) -> None:

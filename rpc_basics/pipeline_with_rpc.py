@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
 from arguments import ArgumentParser, UserError, above, at_least
+from comparing import difference
 from rpc_worker import RpcWorker, rpc_worker
 from runtime import distributed_worker
 from torch import nn
@@ -136,11 +137,6 @@ def build_stage(number: int) -> nn.Module:
 
 def largest(tensors: list[torch.Tensor]) -> float:
     return max(tensor.abs().max().item() for tensor in tensors)
-
-
-def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The largest of all elements, absolute."""
-    return largest([a - b for a, b in zip(some, others, strict=True)])
 
 
 def parse_args() -> argparse.Namespace:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
 from arguments import ArgumentParser, above, at_least
+from comparing import difference
 from rpc_worker import RpcWorker, rpc_worker
 from torch import nn
 from torch.distributed import rpc
@@ -138,11 +139,6 @@ def read_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     begin = step * LENGTH % (rows.shape[1] - LENGTH)
     part = rows[:, begin : begin + LENGTH + 1]
     return part[:, :-1], part[:, 1:]
-
-
-def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The largest of all elements, absolute."""
-    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 def parse_args() -> argparse.Namespace:

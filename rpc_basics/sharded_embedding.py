@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import ArgumentParser, UserError, above, at_least
+from comparing import difference
 from runtime import Worker, distributed_worker
 from table_of_words import (
     BATCH,
@@ -21,7 +22,6 @@ from table_of_words import (
     build_dense,
     build_optimizer,
     cuts,
-    difference,
     read_digits,
     some_rows,
     whole_table,

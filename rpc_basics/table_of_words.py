@@ -59,8 +59,3 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     images, labels = load_digits(return_X_y=True)
     brightness = torch.tensor(images).long()  # 0 to 16
     return brightness * PIXELS + torch.arange(PIXELS), torch.tensor(labels)
-
-
-def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The largest of all elements, absolute."""
-    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))

@@ -126,11 +126,14 @@ class Job:
             raise TimeoutError(f"no end within {timeout} s\n{self.output[-20_000:]}") from None
         return Result(self.process.returncode, self.output)
 
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
     def wait_until(self, condition: Callable[[], object], timeout: float = 300) -> object:
         """Return the first true value of `condition()`; raise if the job ends or time runs out."""
         deadline = time.monotonic() + timeout
         while not (value := condition()):
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.has_ended() or time.monotonic() > deadline:
                 raise AssertionError(f"the job ended or {timeout} s passed\n{self.output[-6000:]}")
             time.sleep(0.005)
         return value

@@ -15,15 +15,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import lab_hosts
 import pytest
 import torch
 import warm
 from helpers import ROOT, Job, learned
+from lab_hosts import Lab, name_of
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
 
 KUBERNETES = ROOT / "clusters/kubernetes"
-LAB = ROOT / "clusters/lab.py"
 TRAIN = ROOT / "ddp_basics/train.py"
 MANIFESTS = ["job.yaml", "jobset.yaml", "trainjob.yaml"]
 VERSION = "1.37"  # of Kubernetes, whose schemas are taken
@@ -293,15 +294,8 @@ def test_wrong_arguments_are_not_tried_again():
 # ---- trainings
 
 
-class Hosts:
+class Hosts(Lab):
     """Two of the lab, which play pods: their names, their containers' file systems."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def run(self, number: int, *command) -> None:
-        lab = [sys.executable, LAB, "--name", self.name, "exec", str(number), "--"]
-        subprocess.run([*lab, *command], check=True, timeout=60)
 
     def become(self, number: int, pod: Pod, others: list[Pod]) -> None:
         """Its own name stands in a pod's /etc/hosts; those of the others come from the Service."""
@@ -309,21 +303,20 @@ class Hosts:
         lines = ["127.0.0.1 localhost", f"{address(pod)} {pod.hostname}.{domain} {pod.hostname}"]
         lines += [f"{address(other)} {other.hostname}.{other.service}" for other in others]
         text = "\n".join(lines)
-        self.run(number, "sh", "-c", f"hostname {pod.hostname}; echo '{text}' > /etc/hosts")
+        self.on(number, "sh", "-c", f"hostname {pod.hostname}; echo '{text}' > /etc/hosts")
 
-    def start(self, pod: Pod, app: Path) -> Job:
+    def start_pod(self, pod: Pod, app: Path) -> Job:
         # The hosts share two processors: each pod is given one, whatever its limit.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = pod.environment() | {"OMP_NUM_THREADS": "1", "PATH": path, "LAB": self.name}
-        lab = [sys.executable, LAB, "exec", pod.index, "--"]
-        return Job([*lab, *pod.command()], app, **environment)
+        environment = pod.environment() | {"OMP_NUM_THREADS": "1", "PATH": path}
+        return Job(self.command(pod.index, *pod.command()), app, **environment)
 
     def start_all(self, these: list[Pod], app: Path, stack: ExitStack) -> list[Job]:
         """They start before the Service knows them, as it happens: their agents ask again."""
         jobs = []
         for pod in these:
             self.become(pod.index, pod, [])
-            jobs.append(stack.enter_context(self.start(pod, app)))
+            jobs.append(stack.enter_context(self.start_pod(pod, app)))
         jobs[-1].wait_until(lambda: "cannot be retrieved" in jobs[-1].output, 60)
         for pod in these:
             self.become(pod.index, pod, these)
@@ -336,14 +329,8 @@ def address(pod: Pod) -> str:
 
 @pytest.fixture(scope="module")
 def hosts():
-    name = f"kubernetes{os.getpid()}"
-    command = [sys.executable, LAB, "--name", name]
-    made = subprocess.run([*command, "up", "2"], capture_output=True, text=True, timeout=60)
-    if made.returncode == 2 and re.search("a lab needs|no hosts could be made", made.stderr):
-        pytest.skip(made.stderr.strip())
-    assert made.returncode == 0, made.stderr
-    yield Hosts(name)
-    subprocess.run([*command, "down"], check=True, timeout=60)
+    with lab_hosts.up(Hosts(name_of("kubernetes")), 2) as hosts:
+        yield hosts
 
 
 @pytest.fixture

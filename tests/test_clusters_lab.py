@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import lab_hosts
 import pytest
-from helpers import ROOT, Job, Result, clean_environment
+from helpers import ROOT, Job, Result
+from lab_hosts import LAB, Lab, name_of
 
-LAB = ROOT / "clusters/lab.py"
 LAUNCH = ROOT / "clusters/torchrun/launch.py"
 HELLO = ROOT / "collectives/hello_world.py"
 SERVER = """
@@ -35,17 +36,8 @@ with socket.create_connection((host, port), timeout=2) as connection:
 """
 
 
-def lab(*args, name: str, timeout: float = 60) -> Result:
-    done = subprocess.run(
-        [sys.executable, LAB, "--name", name, *map(str, args)],
-        cwd=ROOT,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    return Result(done.returncode, done.stdout)
+def lab(*args, name: str) -> Result:
+    return Lab(name).run(*args)
 
 
 def processes_of(name: str) -> list[str]:
@@ -66,22 +58,11 @@ def network_devices() -> set[str]:
 
 
 @pytest.fixture
-def name():
-    """Of a lab that may be made, and is gone afterwards."""
-    name = f"test{os.getpid()}"
-    yield name
-    lab("down", name=name)
-    assert not processes_of(name)
-
-
-@pytest.fixture
-def hosts(name):
+def hosts():
     """Three of them, in a lab of this name."""
-    made = lab("up", 3, "--rate", "1gbit", name=name)
-    if made.returncode == 2 and re.search("a lab needs|no hosts could be made", made.output):
-        pytest.skip(made.output.strip())
-    made.check()
-    return name
+    with lab_hosts.up(Lab(name_of("test")), 3, "--rate", "1gbit") as made:
+        yield made.name
+    assert not processes_of(made.name)
 
 
 def test_a_host_has_a_name_an_address_and_a_loopback_of_its_own(hosts):
@@ -213,6 +194,53 @@ def test_a_job_on_three_hosts(hosts):
     table = re.findall(r"^host\d: +(\d)  +0  +3  gloo +(host\d)", said, re.MULTILINE)
     assert sorted(rank for rank, _ in table) == ["0", "1", "2"]
     assert {host for _, host in table} == {"host0", "host1", "host2"}
+
+
+SUM = """
+import socket, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ranks = torch.tensor(float(dist.get_rank()))
+dist.all_reduce(ranks)
+print(socket.gethostname(), "is", dist.get_rank(), "sum", ranks.item(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def two_hosts_add(lab: str, folder: Path, *options) -> Result:
+    script = folder / "sum.py"
+    script.write_text(SUM)
+    with launch(*options, "--lab", 2, script, name=lab) as job:
+        return job.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--static",)], ids=["c10d", "static"])
+def test_hosts_that_have_only_ipv6(hosts, tmp_path, options):
+    for host in (0, 1):
+        Lab(hosts).on(host, "ip", "addr", "del", f"10.77.0.{host + 1}/24", "dev", "eth0")
+        Lab(hosts).on(host, "sh", "-c", 'hosts=$(grep fd77 /etc/hosts); echo "$hosts" > /etc/hosts')
+    said = two_hosts_add(hosts, tmp_path, *options).check().output
+    assert len(re.findall(r"^host\d: host\d is \d sum 1.0$", said, re.MULTILINE)) == 2
+    if options:  # ranks in the order of the hosts
+        assert "host0: host0 is 0 " in said
+        assert "host1: host1 is 1 " in said
+
+
+@pytest.mark.slow
+def test_a_host_with_several_interfaces(hosts, tmp_path):
+    """On host1 its own name means its other interface, from which no cable leads to host0."""
+    lab = Lab(hosts)
+    lab.on(1, "ip", "link", "add", "eth1", "type", "bridge")
+    lab.on(1, "ip", "addr", "add", "192.168.9.1/24", "dev", "eth1")
+    lab.on(1, "ip", "link", "set", "eth1", "up")
+    other = 'hosts=$(grep -v host1 /etc/hosts); echo "$hosts\n192.168.9.1 host1" > /etc/hosts'
+    lab.on(1, "sh", "-c", other)
+    without = two_hosts_add(hosts, tmp_path)
+    assert without.returncode == 1
+    assert "ss1.ss_family == ss2.ss_family" in without.output  # an address of IPv4, one of IPv6
+    said = two_hosts_add(hosts, tmp_path, "--interface", "eth0").check().output
+    assert len(re.findall(r"^host\d: host\d is \d sum 1.0$", said, re.MULTILINE)) == 2
 
 
 FAILS_ON_HOST1 = """

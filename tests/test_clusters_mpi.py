@@ -3,17 +3,17 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import lab_hosts
 import pytest
 import torch
 import warm
 from helpers import ROOT, Job, Result, free_port, learned
+from lab_hosts import LAB, Lab, name_of
 
 CLUSTERS = ROOT / "clusters"
-LAB = CLUSTERS / "lab.py"
 TRAIN = ROOT / "ddp_basics/train.py"
 HERE = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -38,14 +38,8 @@ def mpirun(request) -> str:
 @pytest.fixture
 def hosts():
     """Two, in a lab of this name."""
-    name = f"mpi{os.getpid()}"
-    command = [sys.executable, LAB, "--name", name]
-    made = subprocess.run([*command, "up", "2"], capture_output=True, text=True, timeout=60)
-    if made.returncode == 2 and re.search("a lab needs|no hosts could be made", made.stderr):
-        pytest.skip(made.stderr.strip())
-    assert made.returncode == 0, made.stderr
-    yield name
-    subprocess.run([*command, "down"], check=True, timeout=60)
+    with lab_hosts.up(Lab(name_of("mpi")), 2) as lab:
+        yield lab.name
 
 
 def train_sh(name: str, mpirun: str, *args) -> Job:

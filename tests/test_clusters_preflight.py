@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections import Counter
 
+import lab_hosts
 import pytest
 import torch
 from helpers import ROOT, Job, clean_environment
+from lab_hosts import Lab, name_of
 
 sys.path.insert(0, str(ROOT / "clusters"))
 import preflight_verdict as verdict
@@ -19,7 +21,6 @@ import preflight_verdict as verdict
 sys.path.remove(str(ROOT / "clusters"))
 
 CLUSTERS = ROOT / "clusters"
-LAB = CLUSTERS / "lab.py"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 1000])
@@ -103,21 +104,7 @@ def test_clocks_and_devices():
 # ---- on hosts of the lab
 
 
-class Lab:
-    def __init__(self, name: str):
-        self.name = name
-
-    def run(self, *args) -> subprocess.CompletedProcess:
-        command = [sys.executable, LAB, "--name", self.name, *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        if done.returncode == 2 and re.search("a lab needs|no hosts could be made", done.stderr):
-            pytest.skip(done.stderr.strip())
-        assert done.returncode == 0, done.stderr
-        return done
-
-    def on(self, host: int, *command) -> None:
-        self.run("exec", host, "--", *command)
-
+class Hosts(Lab):
     def preflight(self, *args, **environment: str):
         command = [sys.executable, CLUSTERS / "preflight.py", "--lab", 3, *args]
         with Job(command, LAB=self.name, **environment) as job:
@@ -132,10 +119,8 @@ class Lab:
 def lab():
     if os.geteuid():
         pytest.skip("needs root, to put other files onto a host")
-    lab = Lab(f"preflight{os.getpid()}")
-    lab.run("up", 3, "--rate", "300mbit")
-    yield lab
-    lab.run("down")
+    with lab_hosts.up(Hosts(name_of("preflight")), 3, "--rate", "300mbit") as lab:
+        yield lab
 
 
 @pytest.mark.slow
@@ -163,7 +148,7 @@ def test_what_is_wrong_is_named(lab, tmp_path):
     version = tmp_path / "version.py"
     version.write_text(f"{there.read_text()}\n__version__ = '2.9.9'\n")
 
-    lab.run("slow", 2, "50mbit")
+    lab.run("slow", 2, "50mbit").check()
     lab.on(0, "mount", "--bind", paths["processor"], paths["site"])
     lab.on(1, "mount", "--bind", version, there)
     lab.on(1, "mount", "--bind", paths["clock"], paths["site"])

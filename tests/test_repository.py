@@ -26,7 +26,8 @@ from helpers import ROOT, Job, clean_environment, python, torchrun
 from check_environment import read_pins
 
 EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
-SOURCES = [path for directory in EXAMPLES for path in sorted(directory.glob("**/*.py"))]
+FOLDERS = [*EXAMPLES, ROOT / "clusters"]  # which starts the scripts of the others
+SOURCES = [path for directory in FOLDERS for path in sorted(directory.glob("**/*.py"))]
 SCRIPTS = [path for path in SOURCES if '__name__ == "__main__"' in path.read_text()]
 LINES = 350  # of one file in an example directory, at most: about 300 is where to split it
 MINIMAL_LINES = 66  # of a minimal.py, with its docstring; 40 to 60 are wanted
@@ -38,7 +39,7 @@ each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relat
 
 def test_there_is_something_to_check():
     assert "ddp_basics" in [path.name for path in EXAMPLES]
-    assert {path.relative_to(ROOT).parts[0] for path in SCRIPTS} == {d.name for d in EXAMPLES}
+    assert {path.relative_to(ROOT).parts[0] for path in SCRIPTS} == {d.name for d in FOLDERS}
 
 
 @each_example
@@ -395,8 +396,9 @@ def test_too_much_is_caught(tmp_path):
 
 # --help, of all scripts in one process: importing torch once is enough.
 
-# A minimal.py may do without options.
-PARSING = [p for p in SCRIPTS if p.name != "minimal.py" or "argparse" in p.read_text()]
+# A minimal.py may do without options, and so may what a launcher starts.
+BARE = {"minimal.py", "from_any_launcher.py", "preflight_agent.py", "agent.py"}
+PARSING = [p for p in SCRIPTS if p.name not in BARE or "argparse" in p.read_text()]
 HELP = """
 import contextlib, io, json, os, runpy, sys
 answers = {}

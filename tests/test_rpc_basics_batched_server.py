@@ -3,7 +3,6 @@
 import math
 import random
 import re
-import sys
 import time
 from contextlib import ExitStack
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 import warm
 from batched_inference import Agent
 from batched_server import BatchedServer
-from helpers import ROOT, Job
+from helpers import ROOT
 
 UPDATES = ROOT / "rpc_basics/batched_server.py"
 INFERENCE = ROOT / "rpc_basics/batched_inference.py"
@@ -180,9 +179,7 @@ def kill_one(script, *args, says: str, ranks: int = 4) -> tuple[list, float]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack:
         jobs = [
-            stack.enter_context(
-                Job([sys.executable, script, *args], **warm.environment(rank, ranks, store))
-            )
+            stack.enter_context(warm.Rank(script, *args, **warm.environment(rank, ranks, store)))
             for rank in range(ranks)
         ]
         jobs[0].wait_until(lambda: says in jobs[0].output, 90)

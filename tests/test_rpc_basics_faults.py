@@ -5,13 +5,12 @@ The workers are started one by one: torchrun would end them all with the first t
 
 import re
 import socket
-import sys
 from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 import warm
-from helpers import ROOT, Job, Result, torchrun
+from helpers import ROOT, Result, torchrun
 
 pytestmark = pytest.mark.slow  # each launch of workers takes some seconds
 
@@ -26,8 +25,8 @@ def run(what: str, timeout: float, ranks: int = 3) -> list[Result]:
 
 def start(what: str, timeout: float, environments: list[dict]) -> list[Result]:
     with ExitStack() as stack:
-        command = [sys.executable, WORKER, what, timeout, 16]
-        jobs = [stack.enter_context(Job(command, **told)) for told in environments]
+        command = (WORKER, what, timeout, 16)
+        jobs = [stack.enter_context(warm.Rank(*command, **told)) for told in environments]
         return [job.wait(60) for job in jobs]
 
 

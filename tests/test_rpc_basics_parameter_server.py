@@ -1,7 +1,6 @@
 """The parameter server: equal to one process where it must be, and what it does when one dies."""
 
 import re
-import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -186,9 +185,7 @@ def started_by_hand(*args, ranks: int = 4):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack:
         yield [
-            stack.enter_context(
-                Job([sys.executable, SCRIPT, *args], **warm.environment(rank, ranks, store))
-            )
+            stack.enter_context(warm.Rank(SCRIPT, *args, **warm.environment(rank, ranks, store)))
             for rank in range(ranks)
         ]
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
-from helpers import Result, clean_environment
+from helpers import Job, Result, clean_environment
 
 # It forks from a process with one thread. To fork from torchrun's agent, which has several, would
 # let one start in thirty hang: on a lock that another thread held in that moment.
@@ -28,6 +28,7 @@ SERVER.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.pipelining",
+        "torch.distributed.rpc",
         "torch.distributed.tensor.parallel",
         "sklearn.datasets",
     ]
@@ -62,6 +63,35 @@ def run(script, *args, ranks: int = 1, timeout: float = 300, **changes: str) -> 
         raise TimeoutError(f"no end within {timeout} s\n{output[-20_000:]}")
     assert status or not any(left), f"processes were left running\n{output[-3000:]}"
     return Result(status, output)
+
+
+class Rank(Job):
+    """One rank as a job of its own, which has an output of its own and can be killed alone.
+
+    with Rank(script, "--steps", 5, **environment(0, 2, store)) as rank: ...
+    """
+
+    def __init__(self, script, *args, **told: str):
+        self.log = tempfile.NamedTemporaryFile("r+b")  # noqa: SIM115
+        command = [str(part) for part in (script, *args)]
+        self.process = SERVER.Process(target=_rank, args=(self.log.name, command, told))
+        self.process.start()
+
+    def has_ended(self) -> bool:
+        return self.process.exitcode is not None
+
+    def kill(self) -> bool:
+        """Kill what still runs, children included; say whether there was anything."""
+        return _kill_group(self.process)
+
+    def wait(self, timeout: float = 300) -> Result:
+        self.process.join(timeout)
+        if not self.has_ended():
+            os.kill(self.process.pid, signal.SIGABRT)  # it says what it was doing
+            self.process.join(5)
+            self.kill()
+            raise TimeoutError(f"no end within {timeout} s\n{self.output[-20_000:]}")
+        return Result(self.process.exitcode, self.output)
 
 
 def environment(rank: int, ranks: int, store: dist.TCPStore, **changes: str) -> dict[str, str]:

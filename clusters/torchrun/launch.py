@@ -27,6 +27,7 @@ LAB = Path(__file__).resolve().parent.parent / "lab.py"
 # Of a host that has lost its power nobody hears anything: ask, three times in 15 s.
 SSH = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 SSH += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+JOB = uuid.uuid4().hex[:8]  # two jobs that meet at one port must not be taken for one
 GRACE = 40  # seconds; an agent gives its ranks 30 to save what they have
 
 
@@ -35,12 +36,9 @@ def main() -> None:
     hosts = [f"host{i}" for i in range(args.lab)] if args.lab else read_hosts(args)
     if not args.lab:
         ask(hosts)
-    job = uuid.uuid4().hex[:8]  # two jobs that meet at one port must not be taken for one
-    torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
-    torchrun += [f"--nproc-per-node={args.nproc_per_node}", f"--rdzv-id={job}"]
-    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={plain(hosts[0])}:{args.port}"]
-    command = [sys.executable, "-u", *torchrun, args.script, *args.arguments]
-    agents = {host: start(host, command, args.lab) for host in hosts}
+    agents = {
+        host: start(host, torchrun_on(i, hosts, args), args.lab) for i, host in enumerate(hosts)
+    }
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: ended.put((None, 128 + number)))
     ended = SimpleQueue()
@@ -55,13 +53,37 @@ def main() -> None:
     sys.exit(status)
 
 
+def torchrun_on(number: int, hosts: list[str], args) -> list[str]:
+    """The command of torchrun for one host."""
+    first = hosts[0].rpartition("@")[2]  # without the user's name
+    torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
+    torchrun += [f"--nproc-per-node={args.nproc_per_node}"]
+    if args.static:
+        torchrun += [
+            f"--node-rank={number}",
+            f"--master-addr={first}",
+            f"--master-port={args.port}",
+        ]
+    else:
+        endpoint = f"[{first}]" if ":" in first else first  # an address of IPv6
+        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}:{args.port}"]
+        torchrun += [f"--rdzv-id={JOB}"]
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if args.interface else ()
+    environment = [f"{name}={args.interface}" for name in names]
+    return ["env", *environment, sys.executable, "-u", *torchrun, args.script, *args.arguments]
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        usage="launch.py [--nproc-per-node N] [--port P] (HOSTS | --lab N) SCRIPT ...",
+        usage="launch.py [OPTIONS] (HOSTS | --lab N) SCRIPT ...",
     )
     parser.add_argument("--nproc-per-node", default="1", help="ranks on each host, or gpu")
     parser.add_argument("--port", type=int, default=29500, help="of the first host")
+    parser.add_argument("--interface", help="between the hosts, such as eth0, for Gloo and NCCL")
+    parser.add_argument(
+        "--static", action="store_true", help="ranks in the order of the hosts, none can rejoin"
+    )
     parser.add_argument("--lab", type=int, help="so many hosts of the lab, not a file of hosts")
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -104,11 +126,6 @@ def ask(hosts: list[str]) -> None:
         said = call.communicate()[1].strip().splitlines()
         if call.returncode:
             fail(f"{host} cannot be reached: {said[-1] if said else 'ssh does not say why'}")
-
-
-def plain(host: str) -> str:
-    """Without the user's name."""
-    return host.rpartition("@")[2]
 
 
 def start(host: str, command: list[str], in_lab: bool) -> subprocess.Popen:
