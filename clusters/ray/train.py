@@ -31,6 +31,10 @@ def fail(sentence: str) -> NoReturn:
     sys.exit(2)
 
 
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
+os.environ.setdefault(
+    "RAY_raylet_start_wait_time_s", "120"
+)  # else 30: not enough on a busy machine
 try:
     import ray.train
     from ray.train import Checkpoint, CheckpointUploadMode, FailureConfig, RunConfig, ScalingConfig
@@ -42,7 +46,6 @@ except ImportError:
 
 def main() -> None:
     args = parse_args()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
     address = os.environ.get("RAY_ADDRESS", "local")  # local: a cluster of our own; ends with us
     quiet = ray.LoggingConfig(log_level="ERROR")  # Ray's own processes; the ranks are heard
     try:
