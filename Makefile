@@ -49,6 +49,7 @@ bench: check ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/gpt.py
 	.venv/bin/python benchmarks/backend.py
 	.venv/bin/python benchmarks/rpc.py
+	.venv/bin/python benchmarks/clusters.py
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py

@@ -78,6 +78,8 @@ def train(args, rank: int, world_size: int) -> bool:
                 (loss * world_size).backward()
             notes[0] += loss.detach()
         optimizer.step()
+        if args.hold and args.hold.exists():
+            time.sleep(0.1)
 
         notes[1] = bool(asked)
         dist.all_reduce(notes)  # the loss of the global batch; and all leave after the same step
@@ -166,6 +168,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, help="state and log; continues what is there")
     parser.add_argument("--save-every", type=int, default=20, help="steps")
     parser.add_argument("--timeout", type=float, default=60, help="seconds, of a collective")
+    parser.add_argument("--hold", type=Path, help="0.1 s longer a step while this file is there")
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) > PARTS:
         parser.error(f"a step has {PARTS} parts: at most so many ranks")

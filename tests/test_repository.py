@@ -94,7 +94,7 @@ def test_copies_that_differ_are_caught(tmp_path, monkeypatch):
 
 
 TRACKERS = {"wandb", "mlflow"}  # --tracker imports them, and says so where they are missing
-EXTRAS = {"ray"}  # of requirements-clusters.txt, where it could be installed
+EXTRAS = {"ray", "torchft"}  # of requirements-clusters.txt, where it could be installed
 
 
 @functools.cache
@@ -787,7 +787,7 @@ def test_make_other_targets(project):
     assert make(project, "quick")[1] == [CHECK, f"{PYTEST} -m not slow"]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
-    names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc")
+    names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc", "clusters")
     benchmarks = [f"python benchmarks/{name}.py" for name in names]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     status, calls, output = make(project)

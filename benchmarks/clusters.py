@@ -1,0 +1,55 @@
+"""Several hosts: slow links between them, and what faults cost. In the lab, on this machine.
+
+    python benchmarks/clusters.py                                       # writes results/clusters.md
+    python benchmarks/clusters.py --parts hsdp --repeats 3 --no-write   # a quick look
+
+links          DDP and FSDP on one host, and on two at 10 Gbit/s, 1 Gbit/s and 100 Mbit/s
+hsdp           HSDP, which shards on a host and replicates between hosts, against FSDP
+compression    gradients in fp16 and by PowerSGD against plain ones, at 100 Mbit/s
+faults         kill -9, a cut cable, a frozen host: seconds until they are noticed, and until the
+               next step, with torchrun's restarts, with elastic hosts, with torchft
+
+Needs Linux with ip, tc, unshare and nsenter, and root or user namespaces (clusters/lab.py). The
+hosts share this machine's processors: samples/s say nothing about more processors.
+"""
+
+import argparse
+import subprocess
+import sys
+
+import report
+from clusters_faults import faults_text
+from clusters_links import LAB, TEXTS
+
+PARTS = TEXTS | {"faults": lambda repeats: faults_text(min(repeats, 3))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="of the faults at most 3")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats} must be 1 or more")
+    if reason := why_no_lab():
+        sys.exit(f"nothing was measured: {reason}")
+    sections = [section for name in args.parts for section in PARTS[name](args.repeats)]
+    if args.no_write:
+        print("\n\n".join(sections))
+    else:
+        report.write("clusters", "Several hosts", sections)
+
+
+def why_no_lab() -> str | None:
+    """What keeps this machine from it, or None."""
+    command = [sys.executable, str(LAB), "--name", "benchmark-probe"]
+    done = subprocess.run([*command, "up", "1"], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        return done.stderr.strip()
+    subprocess.run([*command, "down"], check=True, timeout=60)
+    return None
+
+
+if __name__ == "__main__":
+    main()

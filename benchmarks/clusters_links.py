@@ -1,0 +1,300 @@
+"""(A part of clusters.py.) Strategies on two hosts of the lab, at several rates of their cables.
+
+    python benchmarks/clusters_links.py --part hsdp --repeats 3        # one table, printed
+
+One job of four ranks, two on each host, measures all sides in turns: a process group of two ranks
+of one host, one of a rank on each host, and all four. Between two samples the ranks themselves set
+the rate at which their host sends. What a host sends is read from its interface, headers included.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "clusters")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
+
+import lab
+import psutil
+import report
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+LAB = ROOT / "clusters/lab.py"
+RATES = ("10gbit", "1gbit", "100mbit")
+WIDTH, ROWS, STEPS = 640, 32, 3  # of the model; samples of a rank; optimizer steps of a sample
+PARAMETERS = 64 * WIDTH + 2 * WIDTH**2 + 10 * WIDTH + 3 * WIDTH + 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        print("\n\n".join(TEXTS[args.part](args.repeats)))
+        return
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    samples = PARTS[args.part](args.repeats)
+    if dist.get_rank() == 0:
+        report.say(samples)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---- the job, on two hosts
+
+
+@contextmanager
+def hosts(count: int):
+    """A lab; yields the words with which its commands begin."""
+    command = [sys.executable, str(LAB), "--name", f"bench{os.getpid()}"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the last lines
+    subprocess.run([*command, "up", str(count)], check=True, capture_output=True, timeout=60)
+    try:
+        yield command
+    finally:
+        subprocess.run([*command, "down"], check=True, timeout=60)
+
+
+def run(part: str, repeats: int) -> dict:
+    """What rank 0 says, of two ranks on each of two hosts."""
+    words = (sys.executable, __file__, "--part", part, "--repeats", repeats)
+    job = {"WORLD_SIZE": "4", "MASTER_ADDR": lab.address(0), "MASTER_PORT": "29500"}
+    job |= {"GLOO_SOCKET_IFNAME": "eth0"}
+    with hosts(2) as command:
+        ranks = [[*command, "exec", str(rank // 2), "--", *map(str, words)] for rank in range(4)]
+        others = [
+            subprocess.Popen(ranks[rank], env=os.environ | job | {"RANK": str(rank)})
+            for rank in (1, 2, 3)
+        ]
+        told = [f"{name}={value}" for name, value in job.items()]
+        samples = report.measure("env", "RANK=0", *told, *ranks[0], timeout=500)
+        for process in others:
+            process.wait(60)
+    return samples
+
+
+def set_rate(rate: str | None) -> None:
+    """Of what this rank's host sends; None: as fast as it can."""
+    if dist.get_rank() % 2 == 0:  # the first rank of its host
+        remove = ["tc", "qdisc", "del", "dev", "eth0", "root"]
+        subprocess.run(remove, capture_output=True, timeout=20)  # fails where there is none
+        if rate:
+            lab.shell(lab.SLOW.format("eth0", rate))
+
+
+def sample(step: Callable[[], None] | None, rate: str | None) -> tuple[float, float]:
+    """Seconds, and bytes that this host has sent, of an optimizer step; step: None if not ours."""
+    set_rate(rate)
+    dist.barrier()
+    started, sent = time.perf_counter(), bytes_sent()
+    for _ in range(STEPS if step else 0):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - started) / STEPS, (bytes_sent() - sent) / STEPS
+
+
+def bytes_sent() -> int:
+    return psutil.net_io_counters(pernic=True)["eth0"].bytes_sent
+
+
+# ---- what is trained
+
+
+def build() -> nn.Sequential:
+    """Most of its parameters are in two square matrices."""
+    torch.manual_seed(0)
+    hidden = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*hidden, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
+def ddp_step(ranks: list[int], prepare: Callable = lambda model, group: None):
+    """(One optimizer step, the model) on these ranks; Nones on others."""
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return None, None
+    # One bucket: PowerSGD starts more in callbacks, with several in another order on each rank.
+    model = DistributedDataParallel(build(), process_group=group, bucket_cap_mb=100)
+    prepare(model, group)
+    return partial(train, model, torch.optim.SGD(model.parameters(), lr=0.05), 1), model
+
+
+def fsdp_step(mesh: list, parts: int = 1):
+    """Likewise; mesh: ranks, or hosts of ranks: then it is HSDP. parts: accumulated in a step."""
+    names = ("replicate", "shard") if isinstance(mesh[0], list) else ("shard",)
+    device_mesh = DeviceMesh("cpu", mesh, mesh_dim_names=names)
+    if device_mesh.get_coordinate() is None:
+        return None
+    model = build()
+    for layer in model[::2]:
+        fully_shard(layer, mesh=device_mesh)
+    fully_shard(model, mesh=device_mesh)
+    return partial(train, model, torch.optim.SGD(model.parameters(), lr=0.05), parts)
+
+
+IMAGES, LABELS = (torch.tensor(x) for x in load_digits(return_X_y=True))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, parts: int) -> None:
+    """One optimizer step; gradients are added up over the ranks after the last of the parts."""
+    for part in range(parts):
+        if parts > 1:
+            model.set_requires_gradient_sync(part == parts - 1)
+        place = torch.randint(len(IMAGES), (ROWS,))
+        loss = F.cross_entropy(model(IMAGES[place].float() / 16), LABELS[place]) / parts
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- DDP and FSDP, two ranks, on one host and on two
+
+
+def links(repeats: int) -> dict:
+    sides = {}
+    for name, make in (("DDP", lambda ranks: ddp_step(ranks)[0]), ("FSDP", fsdp_step)):
+        sides[f"{name}, one host"] = partial(sample, make([0, 1]), None)
+        apart = make([0, 2])
+        for rate in RATES:
+            sides[f"{name}, {rate}"] = partial(sample, apart, rate)
+    return report.alternate(repeats, sides)
+
+
+def links_text(repeats: int) -> list[str]:
+    found = run("links", repeats)
+    rows = [
+        ("two ranks", "s per step", "samples/s", "MB sent by a host", "by formula", "x one host")
+    ]
+    for name, per_parameter in (("DDP", 4), ("FSDP", 8)):
+        alone = [seconds for seconds, _ in found[f"{name}, one host"]]
+        for where in ("one host", *RATES):
+            seconds, sent = zip(*found[f"{name}, {where}"], strict=True)
+            slower = report.ratio_of_pairs(seconds, alone)
+            formula = "0" if where == "one host" else f"{per_parameter * PARAMETERS / 1e6:.3g}"
+            rate = report.summary([2 * ROWS / s for s in seconds])
+            cells = (report.summary(seconds), rate, megabytes(sent), formula)
+            rows.append((f"{name}, {where}", *cells, report.summary(slower)))
+    about = (
+        f"{PARAMETERS:,} fp32 parameters, {ROWS} samples a rank, so that parameters dominate. By "
+        "formula, of N = 2 ranks: an all_reduce sends 2 (N - 1) / N of its 4 bytes a parameter, "
+        "an all_gather half of that. FSDP gathers twice, and reduce_scatter of Gloo is an "
+        "all_reduce: 8 bytes a parameter. (NCCL's is half an all_reduce: 6.)"
+    )
+    return ["## DDP and FSDP: one host, and two", report.table(rows), about]
+
+
+def megabytes(sent) -> str:
+    return report.summary([nbytes / 1e6 for nbytes in sent])
+
+
+# ---- HSDP: sharded on a host, replicated between hosts
+
+SLOW = "100mbit"
+# Bytes that a host sends to the other in an optimizer step, for each parameter; ", 4": of 4 parts.
+CROSSING = {"DDP": 6, "FSDP, 1": 12, "HSDP, 1": 4, "FSDP, 4": 30, "HSDP, 4": 4}
+
+
+def hsdp(repeats: int) -> dict:
+    flat, mesh = [0, 1, 2, 3], [[0, 1], [2, 3]]
+    sides = {"DDP": ddp_step(flat)[0]}
+    for parts in (1, 4):
+        sides[f"FSDP, {parts}"] = fsdp_step(flat, parts)
+        sides[f"HSDP, {parts}"] = fsdp_step(mesh, parts)
+    return report.alternate(repeats, {k: partial(sample, s, SLOW) for k, s in sides.items()})
+
+
+def hsdp_text(repeats: int) -> list[str]:
+    found = run("hsdp", repeats)
+    rows = [("2 x 2 ranks", "s per step", "MB sent by a host", "by formula", "FSDP / this")]
+    for name, per_parameter in CROSSING.items():
+        kind, _, parts = name.partition(", ")
+        seconds, sent = zip(*found[name], strict=True)
+        fsdp = [s for s, _ in found[f"FSDP, {parts or 1}"]]
+        ratio = report.summary(report.ratio_of_pairs(fsdp, seconds))
+        formula = f"{per_parameter * PARAMETERS / 1e6:.3g}"
+        title = f"{kind}, {parts} micro-batches" if parts == "4" else kind
+        rows.append((title, report.summary(seconds), megabytes(sent), formula, ratio))
+    about = (
+        f"{PARAMETERS:,} fp32 parameters, {SLOW}. In a ring of all four ranks one rank of a host "
+        "sends to the other host, 3/4 of the bytes in an all_gather, 6/4 in an all_reduce. With k "
+        "micro-batches FSDP gathers 2 k times; with Gloo's reduce_scatter, an all_reduce, it is "
+        "6 k + 6 bytes a parameter, with a true one 6 k + 3. HSDP gathers on the host, and only "
+        "the two all_reduces of half the gradients each cross the link: 2 x 2 = 4 bytes a "
+        "parameter, whatever k is. So of the factor without micro-batches, 12 / 4, a quarter is "
+        "Gloo's: it would be 9 / 4."
+    )
+    return ["## HSDP and FSDP when the link between the hosts is slow", report.table(rows), about]
+
+
+# ---- gradient compression
+
+RANKS = {"PowerSGD, rank 4": 4, "PowerSGD, rank 1": 1}
+
+
+def compression(repeats: int) -> dict:
+    def fp16(model, group):
+        model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+
+    def low_rank(rank, model, group):
+        state = power_sgd.PowerSGDState(group, rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, power_sgd.powerSGD_hook)
+
+    prepare = {"none": lambda model, group: None, "fp16": fp16}
+    prepare |= {name: partial(low_rank, rank) for name, rank in RANKS.items()}
+    made = {name: ddp_step([0, 2], how) for name, how in prepare.items()}
+    torch.manual_seed(dist.get_rank())
+    found = report.alternate(
+        repeats, {name: partial(sample, step, SLOW) for name, (step, _) in made.items()}
+    )
+    with torch.no_grad():
+        losses = {
+            name: F.cross_entropy(model.module(IMAGES.float() / 16), LABELS).item()
+            for name, (_, model) in made.items()
+            if model
+        }
+    return found | {"losses": losses}
+
+
+def compression_text(repeats: int) -> list[str]:
+    found = run("compression", repeats)
+    plain = [seconds for seconds, _ in found["none"]]
+    steps = STEPS * (repeats + 1)
+    rows = [("DDP", "s per step", "MB sent by a host", "none / this", f"loss after {steps} steps")]
+    for name in ("none", "fp16", *RANKS):
+        seconds, sent = zip(*found[name], strict=True)
+        ratio = report.summary(report.ratio_of_pairs(plain, seconds))
+        loss = f"{found['losses'][name]:.3f}"
+        rows.append((name, report.summary(seconds), megabytes(sent), ratio, loss))
+    about = (
+        f"Two hosts, a rank on each, {SLOW}; {PARAMETERS:,} fp32 parameters. fp16: "
+        "fp16_compress_hook, half the bytes. PowerSGD sends two thin matrices for each large one; "
+        "its first two steps, in the warm-up, are sent as they are. The losses are those of one "
+        "short training each, with batches of its own: near, not equal."
+    )
+    return ["## Gradient compression", report.table(rows), about]
+
+
+PARTS = {f.__name__: f for f in (links, hsdp, compression)}
+TEXTS = {"links": links_text, "hsdp": hsdp_text, "compression": compression_text}
+
+
+if __name__ == "__main__":
+    main()

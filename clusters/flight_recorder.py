@@ -1,0 +1,152 @@
+"""A hang, and what each rank was doing when it began: the flight recorder, read by torchfrtrace.
+
+    torchrun --standalone --nproc_per_node=2 clusters/flight_recorder.py --output-dir runs/hang
+    torchfrtrace runs/hang --prefix rank_
+
+After step 5, rank 0 writes a file and all ranks meet in a barrier. But somebody has indented the
+barrier into the `if rank == 0:`. The job ends after --timeout seconds, and the error says neither
+which rank went wrong nor where. torch knows: of every rank it keeps the last 2000 collectives
+(TORCH_FR_BUFFER_SIZE) with their sizes and the Python stack. Look at what torchfrtrace makes of
+the files: the first collective in which the ranks differ, who called what, and at which line.
+
+    --bug stuck    the last rank hangs in reading its data: nothing is raised there
+    --bug none     no file is written
+
+NCCL's watchdog writes such files when it ends a job (TORCH_NCCL_DUMP_ON_TIMEOUT, and where to:
+TORCH_FR_DUMP_TEMP_FILE). Gloo has no watchdog. To have them with Gloo, copy flight_recorder().
+"""
+
+import argparse
+import os
+import pickle
+import threading
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main() -> None:
+    args = parse_args()
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=args.timeout),
+    )
+    with flight_recorder(args.output_dir, store):
+        train(args.bug, args.output_dir)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def flight_recorder(folder: Path, store: dist.Store, groups=()):
+    """When an exception leaves this block on one rank, all ranks write folder/rank_<rank>.
+
+    All: a rank that hangs outside of collectives raises nothing, so a thread of each asks the
+    store four times a second whether another rank has failed. store: one that all ranks reach.
+    groups: those in which this rank makes collectives, besides the default one.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    written = [f"flight_recorder/written_{other}" for other in range(world_size)]
+    over = threading.Event()
+
+    def watch() -> None:
+        with suppress(RuntimeError):  # the store is gone, and with it the job
+            while not over.wait(0.25):
+                if store.check(["flight_recorder/failed"]):
+                    write_record(folder / f"rank_{rank}", groups)
+                    store.set(written[rank], "")
+                    return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    except Exception:
+        with suppress(RuntimeError):
+            store.set("flight_recorder/failed", "")
+            # torchrun ends all ranks as soon as one has failed: not before they have written. (No
+            # store.wait(): it would keep our own watcher from the store.)
+            deadline = time.monotonic() + 10
+            while not store.check(written) and time.monotonic() < deadline:
+                over.wait(0.1)
+        raise
+    finally:
+        over.set()
+        watcher.join()
+
+
+def write_record(path: Path, groups=()) -> None:
+    """This rank's last collectives, as torchfrtrace reads them."""
+    # Private: torch has no public call that writes the record of Gloo's groups.
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    content = pickle.loads(_dump_fr_trace())
+    # Gloo leaves out who is in which group, and without it torchfrtrace raises KeyError.
+    content["pg_config"] = {
+        group.group_name: {
+            "name": group.group_name,
+            "desc": group.group_desc,
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for group in (dist.group.WORLD, *groups)
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(content))
+
+
+# ---- the demonstration
+
+
+def train(bug: str, folder: Path, steps: int = 10) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        if bug == "stuck" and step == 5 and rank == world_size - 1:
+            read_from_a_dead_disk()
+        loss = model(torch.randn(32, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+        optimizer.step()
+        if bug == "barrier" and step == 5 and rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(model.state_dict(), folder / "model.pt")
+            dist.barrier()  # the bug: this line belongs outside of the `if`
+
+
+def read_from_a_dead_disk() -> None:
+    time.sleep(3600)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bug", choices=("barrier", "stuck", "none"), default="barrier")
+    parser.add_argument("--timeout", type=float, default=5, help="of the collectives, in seconds")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/hang"))
+    args = parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error(
+            "a hang needs another rank: torchrun --standalone --nproc_per_node=2 flight_recorder.py"
+        )
+    if args.timeout <= 0:
+        parser.error(f"--timeout must be above 0, not {args.timeout:g}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

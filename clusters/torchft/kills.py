@@ -1,0 +1,232 @@
+"""Kill ranks at random, and count what it costs: torchft, and restart from a checkpoint.
+
+    python clusters/torchft/kills.py                              # some minutes
+    python clusters/torchft/kills.py --groups 3 --kills 6 --seed 1
+
+The same kills (kill -9, at the same steps, of the same ranks) hit three trainings: train.py with
+torchft; the same with fixed shares of the data; and ../elastic_train.py, where torchrun restarts
+all ranks from the last save. Look at the steps done in vain, and at the time in which nobody
+trained. The lighthouse, which the groups ask who is here, is a thread of this process.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+os.environ.setdefault("RUST_LOG", "warn")  # else the lighthouse says what it is asked, each step
+try:
+    from torchft.coordination import LighthouseServer
+except ImportError as error:
+    print(f"kills.py: error: {error}: pip install -r requirements-clusters.txt", file=sys.stderr)
+    sys.exit(2)
+
+HERE = Path(__file__).resolve().parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=100"]
+
+FIXED = "--fixed-shares"  # of train.py
+
+
+def main() -> None:
+    args = parse_args()
+    kills = random_kills(args.steps, args.kills, args.groups, args.seed)
+    plan = ", ".join(f"rank {rank} at step {step}" for step, rank in kills)
+    print(f"{args.groups} ranks, {args.steps} steps; kill -9 of {plan}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.output_dir or Path(temporary)
+        columns = {
+            "torchft": replica_groups(args, kills, folder / "torchft"),
+            "fixed shares": replica_groups(args, kills, folder / "shares", FIXED),
+            "restart": restarts(args, kills, folder / "restart"),
+        }
+    print(f"\n{'':36}", *(f"{name:>14}" for name in columns))
+    for row in columns["torchft"]:
+        print(f"{row:36}", *(f"{column.get(row, '-'):>14}" for column in columns.values()))
+
+
+def random_kills(steps: int, kills: int, ranks: int, seed: int) -> list[tuple[int, int]]:
+    """(step, rank), in order; none in the last quarter, so that the rank is back before the end."""
+    chance = random.Random(seed)
+    when = sorted(chance.sample(range(steps // 10, steps * 3 // 4), kills))
+    return [(step, chance.randrange(ranks)) for step in when]
+
+
+# ---- the trainings
+
+
+def replica_groups(args, kills, folder: Path, *more: str) -> dict:
+    """Train with torchft, a torchrun for each group; return what is counted."""
+    lighthouse = LighthouseServer("[::]:0", min_replicas=1, heartbeat_timeout_ms=1000)
+    port = lighthouse.address().rpartition(":")[2]
+    environment = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
+    script = [HERE / "train.py", "--groups", args.groups, "--steps", args.steps, *more]
+    logs = [folder / f"group{group}.jsonl" for group in range(args.groups)]
+    jobs = [
+        [*TORCHRUN, "--nproc-per-node=1", *script, "--group", group, "--output-dir", folder]
+        for group in range(args.groups)
+    ]
+    times = train_and_kill(jobs, logs, kills, environment, moment=0.1)  # a step's length
+    lighthouse.shutdown()
+    lines = [line for log in logs for line in read(log)]
+    ends = [torch.load(log.with_suffix(".pt"), weights_only=True) for log in logs]
+    done = [line["time"] for line in lines if line.get("committed")]
+    return {
+        "no rank trains, s (median)": median_wait(done, times),
+        **count(lines, args.groups),
+        "all end with the same bits": "yes" if all(same_bits(x, ends[0]) for x in ends) else "no",
+    }
+
+
+def restarts(args, kills, folder: Path) -> dict:
+    """Train under one torchrun, which restarts all ranks when one fails; return what is counted."""
+    script = [HERE.parent / "elastic_train.py", "--steps", args.steps, "--output-dir", folder]
+    job = [*TORCHRUN, f"--nproc-per-node={args.groups}", *script]
+    log = folder / "log.jsonl"
+    # Else ranks that are started anew meet the addresses of the dead: see ../elastic.md.
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    times = train_and_kill([job], [log] * args.groups, kills, environment, moment=0)
+    lines = read(log)
+    return {
+        "no rank trains, s (median)": median_wait([line["time"] for line in lines], times),
+        "steps done in vain": len(lines) - len({line["step"] for line in lines}),
+        "steps without all ranks": 0,
+        "batches left out": 0,  # its data follow from the step, and what is undone is done again
+        "batches trained on twice": 0,
+    }
+
+
+def train_and_kill(jobs, logs, kills, environment: dict, moment: float) -> list[float]:
+    """Run the jobs to their end, and kill ranks on the way; return when that was.
+
+    jobs: one for each rank, or one for all. A kill waits until all ranks are there, for the last
+    group can be healed by nobody. It comes up to `moment` seconds later, anywhere in a step.
+    """
+    chance, times, struck = random.Random(len(kills)), [], {}
+    logs[0].parent.mkdir(parents=True, exist_ok=True)
+    output = logs[0].parent / "output.txt"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    with output.open("w") as file:
+        agents = [
+            subprocess.Popen([*map(str, job)], env=environment, stdout=file, stderr=file)
+            for job in jobs
+        ]
+        try:
+            for step, rank in kills:
+                agent = agents[rank % len(agents)]
+                place = (agent, rank if len(jobs) == 1 else 0, logs[rank], step, len(logs))
+                back = struck.get(agent, ([], 0))
+                process = wait_for(partial(rank_at, *place, *back), agents, output)
+                time.sleep(chance.uniform(0, moment))
+                struck[agent] = (psutil.Process(agent.pid).children(), time.time())
+                process.kill()
+                times.append(time.time())
+            wait_for(lambda: all(agent.poll() == 0 for agent in agents), agents, output)
+        finally:
+            for agent in agents:
+                agent.terminate()  # torchrun ends its ranks
+            for agent in agents:
+                agent.wait(40)
+    return times
+
+
+def rank_at(agent, local_rank, log, step, ranks, dead, since) -> psutil.Process | None:
+    """This rank's process, none of the dead, if since then it has come to this step with all."""
+    if agent.poll() == 0:
+        sys.exit("kills.py: error: the training was over before all kills: give it more --steps")
+    for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
+        with suppress(psutil.Error):  # it has just ended
+            if process not in dead and process.environ().get("RANK") == str(local_rank):
+                lines = [line for line in read(log) if line["time"] > since]
+                there = lines and lines[-1]["step"] >= step and lines[-1]["ranks"] == ranks
+                return process if there else None
+    return None
+
+
+def wait_for(condition, agents, output: Path, seconds: float = 300):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if any(agent.poll() for agent in agents) or time.monotonic() > deadline:
+            sys.exit(f"kills.py: error: a training failed, or hangs:\n{output.read_text()[-4000:]}")
+        time.sleep(0.005)
+    return value
+
+
+# ---- what is counted
+
+
+def read(log: Path) -> list[dict]:
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half there
+
+
+def count(lines: list[dict], groups: int) -> dict[str, int]:
+    """From the logs of all groups, also of those that were killed in between.
+
+    An attempt is known by its step and by how many took part. Where one of them has committed it,
+    the gradients of all are in.
+    """
+    committed = {(line["step"], line["ranks"]) for line in lines if line.get("committed")}
+    attempts = [line for line in lines if "batch" in line]
+    tried = {(line["step"], line["ranks"]) for line in attempts}
+    used = Counter(x["batch"] for x in attempts if (x["step"], x["ranks"]) in committed)
+    return {
+        "steps done in vain": len(tried - committed),
+        "steps without all ranks": sum(here < groups for _, here in committed),
+        "batches left out": max(used) + 1 - len(used),
+        "batches trained on twice": used.total() - len(used),
+    }
+
+
+def median_wait(done: list[float], kills: list[float]) -> float:
+    """Of the longest times between two steps, each ending after a kill and before the next."""
+    pairs = list(itertools.pairwise(sorted(done)))
+    ends = [*kills[1:], math.inf]
+    found = [
+        max(b - a for a, b in pairs if kill < b < end)
+        for kill, end in zip(kills, ends, strict=True)
+    ]
+    return round(statistics.median(found), 1)
+
+
+def same_bits(a: dict, b: dict) -> bool:
+    """Whether two states, dicts in dicts, hold equal tensors and numbers under equal names."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--groups", type=int, default=2, help="replica groups, of one rank each")
+    add("--steps", type=int, default=600)
+    add("--kills", type=int, default=4)
+    add("--seed", type=int, default=0, help="of the steps and ranks")
+    add("--output-dir", type=Path, help="an empty one, for the logs; else they are not kept")
+    args = parser.parse_args()
+    if not 2 <= args.groups <= 12:
+        parser.error(f"--groups {args.groups}: 2 to 12, somebody must be left to go on")
+    room = args.steps * 3 // 4 - args.steps // 10
+    if not 1 <= args.kills <= room:
+        parser.error(f"--kills {args.kills}: {args.steps} steps have room for 1 to {room}")
+    if args.output_dir and args.output_dir.exists() and any(args.output_dir.iterdir()):
+        parser.error(f"--output-dir {args.output_dir} is not empty")
+    return args
+
+
+if __name__ == "__main__":
+    main()

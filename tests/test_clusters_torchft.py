@@ -1,0 +1,216 @@
+"""clusters/torchft/: groups are killed, the others go on, and in the end all are the same."""
+
+import argparse
+import importlib.util
+import itertools
+import math
+import runpy
+import sys
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import ROOT, free_port, python
+
+if importlib.util.find_spec("torchft") is None:
+    pytest.skip("needs torchft: pip install -r requirements-clusters.txt", allow_module_level=True)
+FOLDER = ROOT / "clusters/torchft"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """kills.py and train.py, and no other train.py."""
+    sys.path.insert(0, str(FOLDER))
+    before = sys.modules.pop("train", None)
+    yield importlib.import_module("kills"), importlib.import_module("train")
+    sys.path.remove(str(FOLDER))
+    del sys.modules["train"], sys.modules["kills"]
+    if before:
+        sys.modules["train"] = before
+
+
+def arguments(steps: int) -> argparse.Namespace:
+    return argparse.Namespace(groups=2, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def killed(modules, tmp_path_factory):
+    """60 steps of two groups, slow enough for a restart on a busy machine; each of them is killed
+    once. (What was counted, the logs' lines, the two states at the end.)"""
+    kills, _ = modules
+    folder = tmp_path_factory.mktemp("torchft")
+    before = set(psutil.Process().children(recursive=True))
+    found = kills.replica_groups(arguments(60), [(8, 1), (15, 0)], folder, "--pause", "0.4")
+    assert not set(psutil.Process().children(recursive=True)) - before
+    lines = [kills.read(folder / f"group{group}.jsonl") for group in range(2)]
+    states = [torch.load(folder / f"group{group}.pt", weights_only=True) for group in range(2)]
+    return found, lines, states
+
+
+def committed(lines: list[dict]) -> dict[int, int]:
+    """How many groups have taken part in each step."""
+    return {line["step"]: line["ranks"] for line in lines if line.get("committed")}
+
+
+@pytest.mark.slow
+def test_a_killed_group_is_missed_and_healed(killed):
+    """Group 1 is killed first, and is in again before group 0 is. Each was alone for a time."""
+    found, lines, _ = killed
+    alone, tried = [], []
+    for group in range(2):
+        steps = committed(lines[group]).items()
+        alone.append([step for step, groups in steps if step >= 8 and groups == 1])
+        tried.append([(x["step"], x["ranks"]) for x in lines[group] if "batch" in x])
+    assert max(alone[0]) < max(alone[1])
+    assert any((step, 2) in tried[1] for step in range(max(alone[0]), max(alone[1]) + 1))
+    assert found["all end with the same bits"] == "yes"
+    assert found["steps done in vain"] <= 2  # a kill costs the step that was under way, or none
+
+
+@pytest.mark.slow
+def test_every_batch_is_trained_on_once(killed):
+    found, lines, _ = killed
+    assert (found["batches left out"], found["batches trained on twice"]) == (0, 0)
+    assert sum((committed(lines[0]) | committed(lines[1])).values()) > 60  # they did share
+
+
+@pytest.mark.slow
+def test_the_end_is_that_of_one_process(killed, modules):
+    """It takes as many batches in each step as there were groups: parameters and momentum."""
+    _, lines, states = killed
+    train = modules[1]
+    images, labels = train.load_data()
+    steps = committed(lines[0]) | committed(lines[1])
+    assert sorted(steps) == list(range(60))
+    model, optimizer = train.new_model()
+    batch = 0
+    for step in range(60):
+        optimizer.zero_grad()
+        for _ in range(steps[step]):
+            indices = train.indices_of(batch, len(images))
+            loss = F.cross_entropy(model(images[indices]), labels[indices])
+            (loss / steps[step]).backward()
+            batch += 1
+        optimizer.step()
+    one = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for state in states:
+        torch.testing.assert_close(state, one, rtol=0, atol=1e-5)
+    assert F.cross_entropy(model(images), labels) < 1 < math.log(10)  # it has learned
+
+
+@pytest.mark.slow
+def test_restarts_do_steps_again(modules, tmp_path):
+    """There is a save every 20 steps: what was done since is done again."""
+    kills, _ = modules
+    found = kills.restarts(arguments(400), [(30, 1)], tmp_path)
+    steps = [line["step"] for line in kills.read(tmp_path / "log.jsonl")]
+    assert sorted(set(steps)) == list(range(1, 401))
+    last = [before for before, after in itertools.pairwise(steps) if after <= before]
+    assert found["steps done in vain"] == sum(before % 20 for before in last)
+    assert found["no rank trains, s (median)"] > 0.5  # a restart, and no step
+
+
+# ---- what is counted
+
+
+def attempt(step: int, groups: int, batch: int, done: bool | None) -> list[dict]:
+    """done: None if the group was killed on the way."""
+    tried = {"step": step, "ranks": groups, "batch": batch}
+    return [tried, {"step": step, "ranks": groups, "committed": done}][: 1 + (done is not None)]
+
+
+def test_count(modules):
+    kills, _ = modules
+    lines = [
+        *attempt(0, 2, 0, True),
+        *attempt(0, 2, 1, None),  # killed after the gradients were in
+        *attempt(1, 2, 2, False),
+        *attempt(1, 2, 3, None),  # killed before
+        *attempt(1, 1, 2, True),
+        *attempt(2, 1, 5, True),
+        *attempt(3, 1, 5, True),
+    ]
+    assert kills.count(lines, groups=2) == {
+        "steps done in vain": 1,
+        "steps without all ranks": 3,
+        "batches left out": 2,
+        "batches trained on twice": 1,
+    }
+
+
+def test_waits(modules):
+    kills, _ = modules
+    done = [0, 1, 2, 5, 6, 7, 17, 18]
+    assert kills.median_wait(done, [2.5]) == 10  # nothing else was there until the end
+    assert kills.median_wait(done, [2.5, 7.5]) == 6.5  # 3 and 10
+    assert kills.median_wait([3, 1, 2], [1.5]) == 1  # of several logs
+
+
+def test_bits(modules):
+    kills, _ = modules
+    a = {"x": torch.zeros(2), "y": {0: 1.5}}
+    assert kills.same_bits(a, {"x": torch.zeros(2), "y": {0: 1.5}})
+    for other in ({"x": torch.tensor([0, 1e-30])}, {"y": {0: 1.6}}, {"y": {1: 1.5}}):
+        assert not kills.same_bits(a, a | other)
+
+
+def test_random_kills(modules):
+    kills, _ = modules
+    plan = kills.random_kills(300, 6, 3, seed=1)
+    assert plan == kills.random_kills(300, 6, 3, seed=1) != kills.random_kills(300, 6, 3, seed=2)
+    steps, ranks = zip(*plan, strict=True)
+    assert sorted(set(steps)) == list(steps)
+    assert all(30 <= step < 225 for step in steps)
+    assert set(ranks) <= {0, 1, 2}
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("train", [], "TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, and say where"),
+        ("train", ["--group", "2"], "--group 2 is not one of 1, which begin with 0"),
+        ("train", ["--steps", "0"], "--steps must be 1 or more, the seconds not negative"),
+        ("train", ["two ranks"], "one rank a group: --standalone --nproc-per-node=1"),
+        ("kills", ["--groups", "1"], "--groups 1: 2 to 12, somebody must be left to go on"),
+        ("kills", ["--kills", "999"], "--kills 999: 600 steps have room for 1 to 390"),
+        ("kills", ["--output-dir", str(FOLDER)], "is not empty"),
+    ],
+)
+def test_bad_input(modules, name, words, says, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2" if words == ["two ranks"] else "1")
+    if words:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:1")
+    monkeypatch.setattr(sys, "argv", [name, *[word for word in words if word != "two ranks"]])
+    with pytest.raises(SystemExit) as caught:
+        {module.__name__: module for module in modules}[name].parse_args()
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_no_lighthouse():
+    """A process with what torchrun would tell it."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    told |= {"MASTER_PORT": str(store.port)}
+    address = f"http://localhost:{free_port()}"
+    script = FOLDER / "train.py"
+    result = python(script, "--timeout", 1, timeout=60, TORCHFT_LIGHTHOUSE=address, **told)
+    assert result.returncode == 2
+    assert f"train.py: error: no lighthouse at {address}: " in result.output
+
+
+@pytest.mark.parametrize("name", ["train.py", "kills.py"])
+def test_without_torchft(name, monkeypatch, capsys):
+    for module in ("torchft", "torchft.coordination"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{name}: error: import of torchft")
+    assert said.endswith(": pip install -r requirements-clusters.txt\n")
