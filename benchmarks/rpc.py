@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "rpc_basics"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are few on a busy machine
 
 import report
 import torch

@@ -75,6 +75,7 @@ def main() -> None:
     if BATCH % args.trainers:
         fail(f"{BATCH} images do not divide among {args.trainers} trainers")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are few on a busy machine
     try:
         import ray
     except ImportError:

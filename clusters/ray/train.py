@@ -1,0 +1,245 @@
+"""One training as a job of Ray Train: the script that torchrun runs, unchanged. And a sweep.
+
+    pip install -r requirements-clusters.txt
+    python clusters/ray/train.py ddp_basics/train.py --epochs 2 --output-dir runs/digits
+    python clusters/ray/train.py --sweep lr=0.001,0.01 ddp_basics/train.py --output-dir runs/lr
+    RAY_ADDRESS=auto python clusters/ray/train.py --workers 16 --gpu \\
+        fsdp_basics/train.py --output-dir /shared/runs/vit      # on any host of a cluster of Ray's
+
+What follows the script are its own arguments. Without RAY_ADDRESS a Ray is started here, and ends
+with the job. Look at train() and run_script(): a worker of Ray Train does what an agent of torchrun
+does, it tells a rank who it is and starts it. Kill a rank or a worker: Ray starts all anew, and the
+script continues from its last checkpoint.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+
+def fail(sentence: str) -> NoReturn:
+    print(f"train.py: error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
+os.environ.setdefault(
+    "RAY_raylet_start_wait_time_s", "120"
+)  # else 30: not enough on a busy machine
+try:
+    import ray.train
+    from ray.train import Checkpoint, CheckpointUploadMode, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.train.torch import TorchConfig, TorchTrainer
+except ImportError:
+    fail("Ray is not installed: pip install -r requirements-clusters.txt")
+
+
+def main() -> None:
+    args = parse_args()
+    address = os.environ.get("RAY_ADDRESS", "local")  # local: a cluster of our own; ends with us
+    quiet = ray.LoggingConfig(log_level="ERROR")  # Ray's own processes; the ranks are heard
+    try:
+        context = ray.init(
+            address, include_dashboard=False, logging_level="error", logging_config=quiet
+        )
+    except ConnectionError as error:
+        fail(f"RAY_ADDRESS={address}: {error}")
+    with context:
+        if room(args) == 0:  # Ray would wait for more hosts, for ever
+            kind, total = resource(args)
+            fail(f"--workers {args.workers} take as many {kind}s, and Ray has {total}")
+        try:
+            if args.sweep:
+                sweep(args)
+            else:
+                tell(train(args, args.arguments, args.output_dir))
+        except ray.train.TrainingFailedError as error:
+            sys.exit(status_of(error))
+
+
+def train(args, arguments: list[str], output_dir: Path, callbacks: tuple = ()) -> ray.train.Result:
+    """One training, with a worker for each rank; when one fails, Ray starts all of them anew."""
+    command = [sys.executable, "-u", args.script, *arguments, "--output-dir", str(output_dir)]
+    trainer = TorchTrainer(
+        run_script,
+        train_loop_config={
+            "command": command,
+            "directory": os.getcwd(),
+            "output_dir": output_dir,
+        },
+        scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
+        torch_config=TorchConfig(backend="gloo"),  # of the workers; the ranks make one of their own
+        run_config=RunConfig(
+            storage_path=str(output_dir.parent),
+            name=output_dir.name,  # what Ray knows of the run lies beside what the script writes
+            failure_config=FailureConfig(max_failures=args.max_failures),
+            callbacks=[TellFailures(), *callbacks],
+            logging_config=ray.train.LoggingConfig("CRITICAL"),
+        ),
+    )
+    return trainer.fit()
+
+
+def run_script(config: dict) -> None:
+    """What each worker does: start the script as a rank, and tell Ray Train what it saves.
+
+    A process of its own, because Ray calls this function in a thread, where Python lets nobody
+    handle signals; and because a rank that dies, dies as under torchrun. Ray has set RANK,
+    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR. MASTER_PORT is taken by the workers'
+    own group: rank 0's worker serves another store for the ranks to meet, as torchrun's agent does.
+
+    Raises `subprocess.CalledProcessError` when the script fails; Ray then decides what to do.
+    """
+    first, saves = os.environ["RANK"] == "0", config["output_dir"] / "checkpoints"
+    store = None
+    if first:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
+    port = broadcast_from_rank_zero(store.port if first else None)
+    told = os.environ | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    script = subprocess.Popen(END_WITH_ME + config["command"], cwd=config["directory"], env=told)
+    reported, running = 0, True
+    while running:
+        with suppress(subprocess.TimeoutExpired):
+            script.wait(timeout=1)
+        if script.returncode:
+            raise subprocess.CalledProcessError(script.returncode, config["command"])
+        # All workers must report equally often: rank 0's decides.
+        news = (script.returncode is None, newest_step(saves)) if first else None
+        running, step = broadcast_from_rank_zero(news)
+        if step > reported:
+            metrics = metrics_until(step, config["output_dir"]) if first else {}
+            # It lies where it belongs: nothing to copy.
+            ray.train.report(
+                metrics,
+                Checkpoint.from_directory(saves),
+                checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+            )
+            reported = step
+    if script.wait():
+        raise subprocess.CalledProcessError(script.returncode, config["command"])
+
+
+# However a worker ends, its rank ends, too: the kernel sees to it, where there is Linux's setpriv.
+END_WITH_ME = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+
+
+def newest_step(saves: Path) -> int:
+    """Of the whole checkpoints, step_00000044.pt or step_00000044/; 0 if there is none."""
+    found = (re.fullmatch(r"step_(\d+)(\.pt)?", path.name) for path in saves.glob("step_*"))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def metrics_until(step: int, output_dir: Path) -> dict[str, float]:
+    """The last value of each number in metrics.jsonl, as of this step."""
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    whole = (json.loads(line) for line in lines if line.endswith("\n"))
+    return {name: value for line in whole if line["step"] <= step for name, value in line.items()}
+
+
+class TellFailures(ray.train.UserCallback):
+    """Says which rank failed; and ends the job where another try would fail, too."""
+
+    def after_exception(self, run_context, worker_exceptions: dict[int, Exception]) -> None:
+        for rank, error in worker_exceptions.items():
+            print(f"rank {rank}: {error}", flush=True)
+            if isinstance(error, subprocess.CalledProcessError) and error.returncode == 2:
+                raise error  # wrong arguments: what a callback raises, Ray does not try again
+
+
+def tell(result: ray.train.Result) -> None:
+    numbers = "   ".join(f"{name} {value:.4g}" for name, value in (result.metrics or {}).items())
+    print(f"{result.path}: {numbers}")
+
+
+def sweep(args) -> None:
+    """The same training with each of the values, as many at a time as the cluster has room for."""
+    from ray import tune  # seconds, which a single training does not need
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    name, values = args.sweep
+
+    def one(config: dict) -> None:
+        value = config[name]
+        output_dir = args.output_dir / f"{name}_{value}"
+        train(args, [*args.arguments, f"--{name}", value], output_dir, (TuneReportCallback(),))
+
+    tuner = tune.Tuner(
+        # This process waits only, but Ray wants to hear of something that it needs: 200 MB.
+        tune.with_resources(one, {"memory": 200 * 2**20}),
+        param_space={name: tune.grid_search(values)},
+        tune_config=tune.TuneConfig(
+            metric="test_loss", mode="min", max_concurrent_trials=room(args)
+        ),
+        run_config=tune.RunConfig(storage_path=str(args.output_dir), name="tune", verbose=0),
+    )
+    results = tuner.fit()
+    if results.errors:
+        sys.exit(f"train.py: {len(results.errors)} of {len(results)} trainings have failed")
+    for result in results:
+        print(f"--{name} {result.config[name]}: test_loss {result.metrics['test_loss']:.4g}")
+    best = results.get_best_result().config[name]
+    print(f"best: --{name} {best}, in {args.output_dir}/{name}_{best}")
+
+
+def resource(args) -> tuple[str, int]:
+    """What each worker takes one of, and how many of it there are in the cluster."""
+    kind = "GPU" if args.gpu else "CPU"
+    return kind, int(ray.cluster_resources().get(kind, 0))
+
+
+def room(args) -> int:
+    """How many trainings of this size the cluster can run at a time."""
+    return resource(args)[1] // args.workers
+
+
+def status_of(error: ray.train.TrainingFailedError) -> int:
+    """The exit status: 2 for wrong arguments, as the script's, which has said what is wrong."""
+    cause = getattr(error, "controller_failure", None)
+    return 2 if getattr(cause, "returncode", None) == 2 else 1
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        usage="train.py [--workers N] [--gpu] [--max-failures N] [--sweep NAME=VALUE,VALUE,...]\n"
+        "                SCRIPT --output-dir DIR ...",
+    )
+    parser.add_argument("--workers", type=int, default=2, help="ranks, on all hosts together")
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each; else a CPU")
+    parser.add_argument("--max-failures", type=int, default=3, help="after so many, give up")
+    parser.add_argument("--sweep", type=values_of_a_flag, help="a training with each value")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    args = parser.parse_args()
+    if not Path(args.script).is_file():
+        parser.error(f"there is no script {args.script}")
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers}: at least 1 is needed")
+    of_script = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    of_script.add_argument("--output-dir", type=Path)
+    known, args.arguments = of_script.parse_known_args(args.arguments)
+    if known.output_dir is None:
+        parser.error("the script needs --output-dir: what Ray restarts continues from there")
+    args.output_dir = known.output_dir.resolve()
+    return args
+
+
+def values_of_a_flag(text: str) -> tuple[str, list[str]]:
+    name, _, values = text.partition("=")
+    if not (name and values and all(values.split(","))):
+        raise argparse.ArgumentTypeError(f"'{text}' is not like lr=0.001,0.01")
+    return name.removeprefix("--"), values.split(",")
+
+
+if __name__ == "__main__":
+    main()
