@@ -330,10 +330,11 @@ def test_pipeline_parallel_prints_what_is_true(parallel):
 
 @slow
 def test_from_scratch_as_one_process():
-    output = warm.run(SCRATCH, "--steps", 1, "--microbatches", 1, 2).check().output
+    args = ("--steps", 1, "--microbatches", 1, 2, "--optimizer", "sgd")  # AdamW magnifies rounding
+    output = warm.run(SCRATCH, *args).check().output
     assert output.startswith("1 rank(s) on ")
     for values in table(output, "largest difference").values():
-        assert max(values) < 1e-5
+        assert max(values) < 2e-6
     assert all(values[0] == 0 for values in table(output, "idle share").values())
 
 
