@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import re
 import sys
 import tempfile
@@ -22,6 +23,13 @@ RATES = ("0.0005", "0.005")
 MISSING = [x for x in ("ray", "pandas", "pyarrow") if importlib.util.find_spec(x) is None]
 needs_ray = pytest.mark.skipif(
     bool(MISSING), reason=f"no {MISSING} here: pip install -r requirements-clusters.txt"
+)
+
+# A training under Ray starts eight processes that each import Ray and PyTorch for seconds, and Ray
+# gives some of them 30 s to answer. Here they passed on two free processors, at times.
+needs_processors = pytest.mark.skipif(
+    (os.cpu_count() or 1) < 4,
+    reason="needs 4 processors: on 2, Ray's own time limits run out when something else runs",
 )
 
 
@@ -59,6 +67,7 @@ def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
 
 
 @needs_ray
+@needs_processors
 @pytest.mark.slow
 def test_a_killed_rank(cluster, tmp_path):
     """fsdp_basics: Ray starts both ranks anew; the end is that of torchrun's run, bit for bit."""
@@ -107,6 +116,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @needs_ray
+@needs_processors
 @pytest.mark.slow
 def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
     """ddp_basics: each rate's training is torchrun's; one loses a worker of Ray's on the way."""
@@ -135,6 +145,7 @@ def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
 
 
 @needs_ray
+@needs_processors
 @pytest.mark.slow
 def test_more_workers_than_there_are_processors(cluster, tmp_path):
     args = ("--workers", 5, DDP, "--output-dir", tmp_path)
