@@ -19,7 +19,7 @@ import cartpole
 import torch
 from arguments import ArgumentParser, above, at_least
 from calls_in_flight import as_they_end
-from comparing import rates_in_turn
+from measuring import rates_in_turn
 from rpc_worker import RpcWorker, rpc_worker
 from torch import Tensor, nn
 from torch.distributed import rpc

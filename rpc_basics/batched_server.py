@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from arguments import ArgumentParser, above, at_least
 from calls_in_flight import as_they_end
-from comparing import rates_in_turn
+from measuring import rates_in_turn
 from rpc_worker import RpcWorker, rpc_worker
 from tasks import TASKS, gradient_of, load_task
 from torch import Tensor, nn

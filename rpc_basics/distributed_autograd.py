@@ -13,7 +13,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
 from arguments import ArgumentParser, above, at_least
-from comparing import difference
+from measuring import difference
 from rpc_worker import rpc_worker
 from sklearn.datasets import load_digits
 from torch import nn

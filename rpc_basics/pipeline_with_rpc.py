@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
 from arguments import ArgumentParser, UserError, above, at_least
-from comparing import difference
+from measuring import difference
 from rpc_worker import RpcWorker, rpc_worker
 from runtime import distributed_worker
 from torch import nn

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
 from arguments import ArgumentParser, above, at_least
-from comparing import difference
+from measuring import difference
 from rpc_worker import RpcWorker, rpc_worker
 from torch import nn
 from torch.distributed import rpc

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import ArgumentParser, UserError, above, at_least
-from comparing import difference
+from measuring import difference
 from runtime import Worker, distributed_worker
 from table_of_words import (
     BATCH,
