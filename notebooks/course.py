@@ -38,11 +38,17 @@ def start_ranks(n: int = 2, timeout: float = 20) -> None:
 
     stop_ranks()
     os.environ["COURSE_MARK"] = f"{KERNEL}/ranks"
+    profile = f"--profile-dir={FOLDER / 'ranks'}"
     cluster = ipyparallel.Cluster(
-        n=n, profile_dir=str(FOLDER / "ranks"), log_level=50, shutdown_atexit=False
+        profile_dir=str(FOLDER / "ranks"), log_level=50, shutdown_atexit=False
     )
     try:
-        cluster.start_cluster_sync()
+        cluster.start_controller_sync()
+        ranks = [ROOT / "notebooks/ranks.py", str(n), profile, f"--cluster-id={cluster.cluster_id}"]
+        with open(FOLDER / "ranks.log", "ab") as log:  # what they say beside the page
+            subprocess.Popen(
+                [sys.executable, *ranks], stdout=log, stderr=log, start_new_session=True
+            )
         _client = cluster.connect_client_sync()
         _client.wait_for_engines(n, timeout=60, interactive=False)
         ranks = _client[:]

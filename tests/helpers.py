@@ -132,11 +132,14 @@ class Job:
     def wait_until(self, condition: Callable[[], object], timeout: float = 300) -> object:
         """Return the first true value of `condition()`; raise if the job ends or time runs out."""
         deadline = time.monotonic() + timeout
-        while not (value := condition()):
-            if self.has_ended() or time.monotonic() > deadline:
+        while True:
+            asked = time.monotonic()
+            if value := condition():
+                return value
+            now = time.monotonic()
+            if self.has_ended() or now > deadline:
                 raise AssertionError(f"the job ended or {timeout} s passed\n{self.output[-6000:]}")
-            time.sleep(0.005)
-        return value
+            time.sleep(max(0.005, 4 * (now - asked)))  # the job needs the processors itself
 
 
 def python(script, *args, timeout: float = 300, cwd: Path = ROOT, **environment: str) -> Result:

@@ -5,6 +5,7 @@ restarts, errors) is tested with torchrun itself: see helpers.py.
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -17,7 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
-from helpers import Job, Result, clean_environment
+from helpers import ROOT, Job, Result, clean_environment
 
 # It forks from a process with one thread. To fork from torchrun's agent, which has several, would
 # let one start in thirty hang: on a lock that another thread held in that moment.
@@ -35,7 +36,9 @@ SERVER.set_forkserver_preload(
 )
 
 
-def run(script, *args, ranks: int = 1, timeout: float = 300, **changes: str) -> Result:
+def run(
+    script, *args, ranks: int = 1, timeout: float = 300, cwd: Path = ROOT, **changes: str
+) -> Result:
     """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left.
 
     changes: of the environment.
@@ -44,7 +47,7 @@ def run(script, *args, ranks: int = 1, timeout: float = 300, **changes: str) -> 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.NamedTemporaryFile("r") as log:
         processes = [
-            SERVER.Process(target=_rank, args=(log.name, command, told))
+            SERVER.Process(target=_rank, args=(log.name, command, told, cwd))
             for told in (environment(rank, ranks, store, **changes) for rank in range(ranks))
         ]
         try:
@@ -128,7 +131,7 @@ def _kill_group(process) -> bool:
     return True
 
 
-def _rank(log: str, command: list[str], environment: dict[str, str]) -> None:
+def _rank(log: str, command: list[str], environment: dict[str, str], cwd: Path = ROOT) -> None:
     """In the forked process: do what `python script args` does."""
     os.setsid()
     for stream in (1, 2):
@@ -139,8 +142,13 @@ def _rank(log: str, command: list[str], environment: dict[str, str]) -> None:
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(cwd)
     multiprocessing.set_start_method("fork", force=True)  # as in other processes, not the server's
     sys.argv = command
     more = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:0] = [str(Path(command[0]).resolve().parent), *more]
+    if "PYTHONPATH" in environment:  # may hold one, which Python imports when it starts
+        sys.modules.pop("sitecustomize", None)
+        with suppress(ImportError):
+            importlib.import_module("sitecustomize")
     runpy.run_path(command[0], run_name="__main__")

@@ -1,0 +1,21 @@
+"""The processes behind start_ranks(): PyTorch is imported once, and each rank is a fork of that.
+
+    python notebooks/ranks.py 4 --profile-dir=FOLDER --cluster-id=ID
+
+Four ranks that import it one by one need four times as long on a machine with few processors. A
+fork must come before anything that starts threads: here nothing has been computed yet.
+"""
+
+import os
+import sys
+
+import torch._dynamo  # noqa: F401 (what optimizers and DDP import at their first use: 3 s)
+from ipyparallel.engine.app import IPEngine
+
+ranks, *options = sys.argv[1:]
+for _ in range(int(ranks)):
+    if os.fork() == 0:
+        IPEngine.launch_instance(argv=options)
+        sys.exit()
+for _ in range(int(ranks)):
+    os.wait()
