@@ -172,8 +172,13 @@ def free_port() -> int:
 
 
 def read_metrics(output_dir: Path) -> list[dict]:
-    path = Path(output_dir) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(Path(output_dir) / "metrics.jsonl")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The whole lines of a log: where a run is under way the last may be half written."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def reached(output_dir: Path, step: int) -> bool:

@@ -1,6 +1,5 @@
 """clusters/elastic_train.py: any number of ranks computes the same, while hosts come and go."""
 
-import json
 import re
 import signal
 import time
@@ -9,15 +8,14 @@ import lab_hosts
 import pytest
 import torch
 import warm
-from helpers import ROOT, TORCHRUN, Job, python
+from helpers import ROOT, TORCHRUN, Job, python, read_lines
 from lab_hosts import Lab, name_of
 
 SCRIPT = ROOT / "clusters/elastic_train.py"
 
 
 def log(folder) -> list[dict]:
-    path = folder / "log.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(folder / "log.jsonl")
 
 
 def state(folder) -> dict:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from helpers import Job, python
+from helpers import Job, python, read_metrics
 
 LINES = 100_000
 PRINT_LINES = f"""
@@ -53,3 +53,12 @@ def test_warm_ranks_print_whole_lines(tmp_path):
     )
     lines = warm.run(script, ranks=2).check().output.splitlines()
     assert sorted(lines) == sorted(f"rank {r} {i}" for r in (0, 1) for i in range(5000))
+
+
+def test_a_line_that_is_half_written_is_not_read(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    assert read_metrics(tmp_path) == []
+    log.write_text('{"step": 1}\n{"st')
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    log.write_text('{"step": 1}\n{"step": 2}\n')
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
