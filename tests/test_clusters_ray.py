@@ -36,18 +36,23 @@ needs_processors = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of four CPUs, whatever the machine has: (its processes, what a driver must be told)."""
-    program = Path(sys.executable).with_name("ray")
-    options = ["--port=0", "--node-ip-address=127.0.0.1", "--num-cpus=4"]
     with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
         told = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
         told |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
         told |= {"RAY_raylet_start_wait_time_s": "120"}  # 30 are few on a busy machine
         told |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # a process less in each training
-        command = [program, "start", "--head", "--block", "--include-dashboard=false", *options]
-        with Job(command, **told) as head:
-            file = Path(folder, "ray/ray_current_cluster")
-            address = head.wait_until(lambda: file.exists() and file.read_text(), 200)
-            yield head, told | {"RAY_ADDRESS": address}
+        with Job([sys.executable, "-c", RAY], **told) as head:
+            found = head.wait_until(lambda: re.search(r"^here: (\S+)\n", head.output, re.M), 200)
+            yield head, told | {"RAY_ADDRESS": found[1]}
+
+
+# `ray start` would start three processes more, of which each imports Ray for seconds.
+RAY = """
+import signal, ray
+context = ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+print("here:", context.address_info["gcs_address"], flush=True)
+signal.pause()
+"""
 
 
 def train(told: dict, *args) -> Job:

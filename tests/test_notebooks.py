@@ -127,6 +127,56 @@ def test_links(path, notebook):
             assert (path.parent / target).exists(), f"dead link: {target}"
 
 
+# Words of the glossary that stand in no sentence of their chapter, only in headings or code.
+NO_SENTENCE = {"part", "world", "preflight", "elastic", "MTBF", "replica", "point to point"}
+NO_SENTENCE |= {"future", "accumulation", "memory order", "lost wake-up"}
+
+
+def glossary() -> list[tuple[str, str, list[str]]]:
+    """(word, anchor of its section, chapters that use it first) of each row."""
+    rows, anchor = [], ""
+    for line in (FOLDER / "GLOSSARY.md").read_text().splitlines():
+        if line.startswith("## "):
+            anchor = line[3:].lower().replace(",", "").replace(" ", "-")
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if anchor and len(cells) == 3 and cells[0] != "Word":
+            rows.append((cells[0], anchor, re.findall(r"\d\d", cells[2])))
+    return rows
+
+
+def linked_words(path: Path) -> list[tuple[str, str]]:
+    """(text, anchor) of each link into the glossary."""
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    return re.findall(r"\[`?([^\]`]+)`?\]\(GLOSSARY\.md#([a-z-]+)\)", text)
+
+
+def means(text: str, word: str) -> bool:
+    """Whether a link's text is a form of a word: "axes" of "axis", "RPC" of "RPC, remote call"."""
+    return any(part[:2] == one[:2] for part in text.lower().split() for one in word.lower().split())
+
+
+def test_links_into_the_glossary(path):
+    """Each leads to the section of a word which is first used in this chapter."""
+    for text, anchor in linked_words(path):
+        here = [
+            word
+            for word, a, chapters in glossary()
+            if (a, path.name[:2] in chapters) == (anchor, True)
+        ]
+        assert any(means(text, word) for word in here), f"{text} in #{anchor}"
+
+
+def test_the_words_of_the_glossary_are_linked():
+    links = {path.name[:2]: linked_words(path) for path in NOTEBOOKS}
+    missing = {
+        word
+        for word, anchor, chapters in glossary()
+        if not any(a == anchor and means(text, word) for c in chapters for text, a in links[c])
+    }
+    assert missing <= NO_SENTENCE
+
+
 CHAPTER = re.compile(r"\b[Cc]hapters? \[?(\d+(?:(?:, | and | to | or )\d+)*)(?! KB)")
 
 
