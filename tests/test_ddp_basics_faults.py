@@ -73,8 +73,10 @@ def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):
         TRAIN, *ARGS, "--output-dir", tmp_path, options=("--max-restarts=1",)
     )
     with Job(command) as job:
+        job.wait_until((tmp_path / "metrics.jsonl").exists)
+        rank1 = job.ranks()[1]  # found before it is time: to look for it takes a while
         job.wait_until(lambda: reached(tmp_path, 40))
-        job.ranks()[1].kill()
+        rank1.kill()
         result = job.wait(120).check()
     assert result.output.count("continuing from") == 1
     assert_same_end(tmp_path, uninterrupted)
@@ -89,8 +91,10 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path, uninterrupted, w
     """
     command = torchrun_command(TRAIN, *ARGS, "--output-dir", tmp_path)
     with Job(command) as job:
+        job.wait_until((tmp_path / "metrics.jsonl").exists)
+        process = job.process if whom == "torchrun" else job.ranks()[1]
         job.wait_until(lambda: reached(tmp_path, 30))
-        (job.process if whom == "torchrun" else job.ranks()[1]).terminate()
+        process.terminate()
         result = job.wait(60)
     assert result.returncode != 0
     assert result.output.count("stopped by SIGTERM after step") == 1

@@ -65,8 +65,10 @@ def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):
         TRAIN, *ARGS, "--output-dir", tmp_path, options=("--max-restarts=1",)
     )
     with Job(command) as job:
+        job.wait_until((tmp_path / "metrics.jsonl").exists)
+        rank1 = job.ranks()[1]  # found before it is time: to look for it takes a while
         job.wait_until(lambda: reached(tmp_path, 40))
-        job.ranks()[1].kill()
+        rank1.kill()
         result = job.wait(120).check()
     assert result.output.count("continuing from") == 1
     assert_same_end(tmp_path, uninterrupted)

@@ -388,8 +388,10 @@ def test_kill_9_under_max_restarts(files, script_run, tmp_path):
         SCRIPT, *script_arguments(files, tmp_path), options=("--max-restarts=1",)
     )
     with Job(restarting) as job:
+        job.wait_until((tmp_path / "metrics.jsonl").exists)
+        rank1 = job.ranks()[1]  # found before it is time: to look for it takes a while
         job.wait_until(lambda: reached(tmp_path, 12))
-        job.ranks()[1].kill()
+        rank1.kill()
         result = job.wait(240).check()
     assert result.output.count("continuing from") == 1
     straight, _ = script_run
