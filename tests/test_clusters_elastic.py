@@ -3,6 +3,7 @@
 import re
 import signal
 import time
+from itertools import pairwise
 
 import lab_hosts
 import pytest
@@ -73,6 +74,16 @@ def test_a_full_disk_keeps_the_state_before(tmp_path):
     )
     assert (tmp_path / "state.pt").read_bytes() == before
     assert not (tmp_path / "state.tmp").exists()
+
+
+def test_held_steps_are_longer(tmp_path):
+    """What gives the chapter time to start and to lose a host."""
+    (tmp_path / "hold").touch()
+    args = ("--steps", 5, "--output-dir", tmp_path, "--hold", tmp_path / "hold")
+    warm.run(SCRIPT, *args, timeout=120).check()
+    times = [line["time"] for line in log(tmp_path)]
+    assert len(times) == 5
+    assert all(after - before >= 0.1 for before, after in pairwise(times))
 
 
 def test_ranks_of_two_jobs_do_not_train_together(tmp_path):
