@@ -23,7 +23,7 @@ def test_actors_train_as_one_process_does():
     with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
         # Ray writes a token to HOME, and sockets and logs to the other.
         with Job([sys.executable, SCRIPT], HOME=folder, RAY_TMPDIR=folder) as job:
-            output = job.wait(120).check().output
+            output = job.wait(300).check().output
             # Its last processes end a moment after the driver.
             left = psutil.wait_procs(job.processes(), timeout=20)[1]
         assert not left, f"{left}\n{output}"
