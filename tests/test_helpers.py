@@ -55,6 +55,15 @@ def test_warm_ranks_print_whole_lines(tmp_path):
     assert sorted(lines) == sorted(f"rank {r} {i}" for r in (0, 1) for i in range(5000))
 
 
+@pytest.mark.parametrize("name", ["helpers", "warm", "copies", "check_environment", "train"])
+def test_warm_ranks_do_not_see_the_tests(tmp_path, name):
+    script = tmp_path / "imports.py"
+    script.write_text(f"import torch\nimport {name}\n")
+    result = warm.run(script)
+    assert result.returncode == 1
+    assert f"No module named '{name}'" in result.output
+
+
 def test_a_line_that_is_half_written_is_not_read(tmp_path):
     log = tmp_path / "metrics.jsonl"
     assert read_metrics(tmp_path) == []
