@@ -146,8 +146,8 @@ def _rank(log: str, command: list[str], environment: dict[str, str], cwd: Path =
     multiprocessing.set_start_method("fork", force=True)  # as in other processes, not the server's
     sys.argv = command
     more = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    # What Python itself finds, and nothing of the tests: a script that imports a file of theirs must
-    # fail, as it would for a reader.
+    # What Python itself finds, and nothing of the tests: a script that imports one of their files
+    # must fail, as it would for a reader.
     for name in ("warm", "helpers"):
         sys.modules.pop(name, None)
     installed = [p for p in sys.path if p.startswith((sys.prefix, sys.base_prefix))]
