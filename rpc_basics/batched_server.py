@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 from arguments import ArgumentParser, above, at_least
-from calls_in_flight import as_they_end
+from calls_in_flight import as_they_end, is_there
 from measuring import rates_in_turn
 from rpc_worker import RpcWorker, rpc_worker
 from tasks import TASKS, gradient_of, load_task
@@ -157,8 +157,9 @@ def start_all(worker: RpcWorker, function, *args, **more) -> None:
         for rank in range(1, worker.world_size)
     }
     for rank, call in as_they_end(calls):
-        if call is None:
-            raise RuntimeError(f"worker{rank} is gone, and the update waits for it")
+        if call is None:  # and perhaps others by now, who have left because one is gone
+            gone = [worker.name_of(r) for r in calls if r == rank or not is_there(r, timeout=1)]
+            raise RuntimeError(f"no answer from {', '.join(gone)}: the update waits for all")
         call.wait()
 
 

@@ -207,4 +207,6 @@ def test_a_trainer_that_is_killed_ends_the_batched_server():
     assert seconds < 40
     for result in results[:-1]:
         assert result.returncode == 1
-    assert "worker0: RuntimeError: worker2 is gone, and the update waits" in results[0].output
+    # worker1 may have noticed it first, and left.
+    says = r"worker0: RuntimeError: no answer from (worker1, )?worker2: the update waits for all"
+    assert re.search(says, results[0].output)
