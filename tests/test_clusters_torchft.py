@@ -6,13 +6,15 @@ import itertools
 import math
 import runpy
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, free_port, python
+from helpers import ROOT, Job, free_port, python, read_lines
 
 if importlib.util.find_spec("torchft") is None:
     pytest.skip("needs torchft: pip install -r requirements-clusters.txt", allow_module_level=True)
@@ -192,14 +194,41 @@ def test_bad_input(modules, name, words, says, monkeypatch, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_no_lighthouse():
-    """A process with what torchrun would tell it."""
+@pytest.fixture
+def group():
+    """What torchrun would tell the one rank of a group."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    told |= {"MASTER_PORT": str(store.port)}
+    yield told | {"MASTER_PORT": str(store.port), "RUST_LOG": "warn"}
+    del store
+
+
+@pytest.mark.slow
+def test_a_lost_lighthouse_ends_all_groups(group, tmp_path):
+    """It is back at once, and yet the question that was under way is not answered any more."""
+    port = free_port()
+    serve = [Path(sys.executable).with_name("torchft_lighthouse"), "--min_replicas", 1]
+    serve += ["--bind", f"[::]:{port}"]
+    train = [sys.executable, FOLDER / "train.py", "--steps", 100_000, "--timeout", 3]
+    address, log = f"http://localhost:{port}", tmp_path / "group0.jsonl"
+    with ExitStack() as stack:
+        lighthouse = stack.enter_context(Job(serve))
+        command = [*train, "--pause", 0.05, "--output-dir", tmp_path]
+        job = stack.enter_context(Job(command, TORCHFT_LIGHTHOUSE=address, **group))
+        job.wait_until(lambda: len(committed(read_lines(log))) >= 5, 120)
+        lighthouse.kill()
+        steps = len(committed(read_lines(log)))
+        stack.enter_context(Job(serve))
+        result = job.wait(60)
+    assert result.returncode == 1
+    assert "TimeoutError: status: Cancelled" in result.output
+    assert len(committed(read_lines(log))) <= steps + 1  # the one that was under way
+
+
+def test_no_lighthouse(group):
     address = f"http://localhost:{free_port()}"
     script = FOLDER / "train.py"
-    result = python(script, "--timeout", 1, timeout=60, TORCHFT_LIGHTHOUSE=address, **told)
+    result = python(script, "--timeout", 1, timeout=60, TORCHFT_LIGHTHOUSE=address, **group)
     assert result.returncode == 2
     assert f"train.py: error: no lighthouse at {address}: " in result.output
 
