@@ -1,8 +1,16 @@
-"""Run real jobs: start a script under torchrun, watch it, stop it, and leave no process behind."""
+"""Run real jobs: start a script under torchrun, watch it, stop it, and leave no process behind.
 
+A job that starts Python ("python" below, and whatever that starts in turn, such as torchrun's ranks)
+is spared its seconds of imports: warm_python.py stands in for Python and forks it from a process that
+has PyTorch loaded. What a first import does, and how a process of its own ends, is tested cold=True.
+"""
+
+import atexit
 import contextlib
+import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +27,26 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 REPEAT = int(os.environ.get("REPEAT", "1"))  # how often what once failed rarely is tried
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@functools.cache
+def warm_folder() -> Path:
+    """The folder of a warm_server.py that lives as long as this process."""
+    folder = Path(tempfile.mkdtemp(prefix="warm"))
+    # pyarrow, which scikit-learn imports where there is one, must not start a thread.
+    environment = clean_environment(
+        WARM_PYTHON_ROOM="x" * 2**16, JE_ARROW_MALLOC_CONF="background_thread:false"
+    )
+    command = [sys.executable, ROOT / "tests/warm_server.py", folder, "x" * 2**13]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while not (folder / "server.json").exists():
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("warm_server.py did not start")
+        time.sleep(0.02)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.communicate)  # first: closes the pipe, which ends it
+    return folder
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
@@ -52,13 +80,21 @@ class Job:
     own and a killed torchrun leaves them without a parent.
     """
 
-    def __init__(self, command, cwd: Path = ROOT, **environment: str):
+    def __init__(self, command, cwd: Path = ROOT, cold: bool = False, log=None, **environment: str):
         self.mark = uuid.uuid4().hex
+        command = [str(part) for part in command]
+        if not cold:
+            folder = warm_folder()
+            # torchrun starts its ranks by PYTHON_EXEC.
+            stand_in = {"PYTHON_EXEC": f"{folder}/python", "WARM_PYTHON": str(folder)}
+            environment = stand_in | environment
+            if command[0] == sys.executable:
+                command[0] = f"{folder}/python"
         # A file, not a pipe: an orphan would hold the pipe open. Opened for appending, so that no
         # process writes over what another has written.
-        self.log = tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115
+        self.log = log or tempfile.TemporaryFile(mode="a+b")
         self.process = subprocess.Popen(
-            [str(part) for part in command],
+            command,
             cwd=cwd,
             env=clean_environment(**environment, TEST_JOB_MARK=self.mark),
             stdin=subprocess.DEVNULL,
@@ -117,14 +153,18 @@ class Job:
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            hanging = self.processes()
-            for process in hanging:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGABRT)
-            psutil.wait_procs(hanging, timeout=5)
-            self.kill()
+            self.abort()
             raise TimeoutError(f"no end within {timeout} s\n{self.output[-20_000:]}") from None
         return Result(self.process.returncode, self.output)
+
+    def abort(self) -> None:
+        """Kill whatever still runs, once it has said what it was doing."""
+        hanging = self.processes()
+        for process in hanging:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGABRT)
+        psutil.wait_procs(hanging, timeout=5)
+        self.kill()
 
     def has_ended(self) -> bool:
         return self.process.poll() is not None
@@ -142,9 +182,11 @@ class Job:
             time.sleep(max(0.005, 4 * (now - asked)))  # the job needs the processors itself
 
 
-def python(script, *args, timeout: float = 300, cwd: Path = ROOT, **environment: str) -> Result:
+def python(
+    script, *args, timeout: float = 300, cwd: Path = ROOT, cold: bool = False, **environment: str
+) -> Result:
     """Run `script` as one plain process."""
-    with Job([sys.executable, script, *args], cwd, **environment) as job:
+    with Job([sys.executable, script, *args], cwd, cold, **environment) as job:
         return job.wait(timeout)
 
 
@@ -153,12 +195,18 @@ def torchrun_command(script, *args, ranks: int = 2, options: tuple = ()) -> list
 
 
 def torchrun(
-    script, *args, ranks=2, options=(), timeout=300, cwd: Path = ROOT, **environment: str
+    script,
+    *args,
+    ranks=2,
+    options=(),
+    timeout=300,
+    cwd: Path = ROOT,
+    cold: bool = False,
+    **environment: str,
 ) -> Result:
     """Run `script` on `ranks` ranks of this machine; also asserts that no process is left."""
-    with Job(
-        torchrun_command(script, *args, ranks=ranks, options=options), cwd, **environment
-    ) as job:
+    command = torchrun_command(script, *args, ranks=ranks, options=options)
+    with Job(command, cwd, cold, **environment) as job:
         result = job.wait(timeout)
         left = job.kill()
         assert not left, f"left running: {left}\n{result.output[-3000:]}"

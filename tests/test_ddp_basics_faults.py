@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def handles_sigterm(process) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads signal masks from /proc")
 def test_sigterm_without_output_dir_says_that_nothing_is_saved():
-    with Job([sys.executable, TRAIN, "--epochs", 500]) as job:
+    with Job([sys.executable, TRAIN, "--epochs", 500], cold=True) as job:
         job.wait_until(lambda: handles_sigterm(job.process))
         job.process.terminate()
         result = job.wait(60)
@@ -316,7 +317,7 @@ def test_restarts_join_every_time(tmp_path):
     script = tmp_path / "die.py"
     script.write_text(DIE.format(directory=str(TRAIN.parent), repeat=REPEAT))
     options = (f"--max-restarts={REPEAT}", "--monitor-interval=0.1")
-    torchrun(script, options=options, timeout=60 + 10 * REPEAT).check()
+    torchrun(script, options=options, timeout=60 + 10 * REPEAT, cold=True).check()
 
 
 @pytest.mark.slow
@@ -327,8 +328,9 @@ def test_runs_end_with_status_0():
     test_leaving_joins_the_threads_of_the_group looks at its cause; for its frequency set REPEAT.
     """
     with ThreadPoolExecutor(2) as pool:
-        for run in [pool.submit(torchrun, TRAIN, "--epochs", 1) for _ in range(REPEAT)]:
-            run.result().check()
+        run = partial(torchrun, TRAIN, "--epochs", 1, cold=True)
+        for running in [pool.submit(run) for _ in range(REPEAT)]:
+            running.result().check()
 
 
 LEAVE = """
@@ -367,14 +369,14 @@ def test_leaving_joins_the_threads_of_the_group(tmp_path):
     """The cause of the abort at exit, not its frequency: no thread of Gloo may be left."""
     script = tmp_path / "leave.py"
     script.write_text(LEAVE.format(directory=str(TRAIN.parent)))
-    assert "gloo threads 0" in python(script, "drop").check().output
+    assert "gloo threads 0" in python(script, "drop", cold=True).check().output
 
 
 def test_a_model_that_outlives_the_group_is_warned_of(tmp_path):
     """The work is done: to fail now would make --max-restarts do it again."""
     script = tmp_path / "leave.py"
     script.write_text(LEAVE.format(directory=str(TRAIN.parent)) + "os._exit(0)  # no abort\n")
-    output = python(script, "keep").check().output
+    output = python(script, "keep", cold=True).check().output
     assert output.count("warning: something still holds the process group") == 1
 
 

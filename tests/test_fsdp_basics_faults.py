@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -383,5 +384,6 @@ def test_full_disk_keeps_the_previous_save(tmp_path, halves):
 def test_runs_end_with_status_0():
     """REPEAT=100 repeats the proof for sharded models: see test_ddp_basics_faults.py."""
     with ThreadPoolExecutor(2) as pool:
-        for run in [pool.submit(torchrun, TRAIN, *SMALL, "--epochs", 1) for _ in range(REPEAT)]:
-            run.result().check()
+        run = partial(torchrun, TRAIN, *SMALL, "--epochs", 1, cold=True)
+        for running in [pool.submit(run) for _ in range(REPEAT)]:
+            running.result().check()

@@ -74,7 +74,8 @@ def test_minimal_runs_and_ends_with_status_0():
     for _ in range(REPEAT):
         losses = []
         for ranks in (1, 2):
-            result = (torchrun(MINIMAL, ranks=2) if ranks == 2 else python(MINIMAL)).check()
+            start = torchrun if ranks == 2 else python
+            result = start(MINIMAL, cold=True).check()
             pattern = r"rank 0 holds ([\d,]+) of ([\d,]+) parameters"
             held, total = (int(x.replace(",", "")) for x in re.findall(pattern, result.output)[0])
             assert held == total / ranks  # each first dimension is even

@@ -1,0 +1,120 @@
+"""Stands in for `python` in tests: what it is told to run runs in a fork that has PyTorch loaded.
+
+    WARM_PYTHON=FOLDER python -IS warm_python.py [-u] SCRIPT|-m MODULE ARGUMENTS...
+
+The fork is made by warm_server.py, which left its address and what it has read at its own start in
+FOLDER. It gets this process's arguments, environment, folder, limits and open files 0, 1 and 2.
+This process passes signals on to it and ends as it ends; if this one is killed, so is the fork.
+Whoever looks for the job by its arguments or environment, as with ps, finds the fork only. Where a fork would not be like a new process, this becomes a plain `python` (exec).
+
+Only modules that are loaded in milliseconds are imported here.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+# What Python and PyTorch read when they start or are imported; a fork is too late for these ...
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_", "HF_", "CUDA_")
+READ_AT_START += ("HOME", "XDG_")  # where caches are
+# ... but for these, which warm_server.py looks after, or which are read when they are used.
+READ_LATER = {
+    "PYTHONPATH",
+    "PYTHONFAULTHANDLER",
+    "PYTHONUNBUFFERED",
+    "PYTHON_EXEC",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+}
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGABRT", "SIGUSR1", "SIGUSR2")
+LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    server = json.loads(read(f"{os.environ['WARM_PYTHON']}/server.json"))
+    command = arguments[1:] if arguments[:1] == ["-u"] else arguments
+    is_plain = bool(command) and (command[0] == "-m" or not command[0].startswith("-"))
+    if not is_plain or read_at_start() != server["read_at_start"] or namespaces() != server["in"]:
+        os.execv(server["executable"], [server["executable"], *arguments])
+    sys.exit(run(command, server))
+
+
+def run(command: list[str], server: dict) -> int:
+    """The exit status of `command` in a fork. Dies of the signal of which the fork has died."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(server["address"])
+        told = {
+            "command": command,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "umask": set_umask(),
+            "limits": [(limit, resource.getrlimit(limit)) for limit in LIMITS],
+            "processors": sorted(os.sched_getaffinity(0)),
+            "nice": os.nice(0),
+        }
+        names = [getattr(signal, name) for name in FORWARDED]
+        signal.pthread_sigmask(signal.SIG_BLOCK, names)  # until there is whom to pass them on to
+        socket.send_fds(connection, [json.dumps(told).encode()], [0, 1, 2])
+        pid = int(connection.recv(64))
+        show("environment", b"")
+
+        def pass_on(number, _):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass  # has ended: its status is on its way
+
+        for name in names:
+            signal.signal(name, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, names)
+        status = int(connection.recv(64) or -signal.SIGKILL)  # nothing: the server is gone
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def show(what: str, text: bytes) -> None:
+    """What other processes read as this one's "command" or "environment": it lies in its memory."""
+    first = {"command": 45, "environment": 47}[what]  # see proc(5), and that two fields are cut off
+    start, end = (int(n) for n in read("/proc/self/stat").rpartition(")")[2].split()[first:][:2])
+    size = end - start
+    # Where the last byte is none, the kernel shows all of it; else what is before the first zero.
+    last = b"." if what == "command" else b"\0"
+    with open("/proc/self/mem", "wb", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(text[: size - 2].ljust(size - 1, b"\0") + last)
+
+
+def read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def read_at_start() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(READ_AT_START) and name not in READ_LATER
+    }
+
+
+def namespaces() -> list[str]:
+    return [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
+
+
+def set_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+if __name__ == "__main__":
+    main()
