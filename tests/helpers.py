@@ -1,8 +1,8 @@
 """Run real jobs: start a script under torchrun, watch it, stop it, and leave no process behind.
 
-A job that starts Python ("python" below, and whatever that starts in turn, such as torchrun's ranks)
-is spared its seconds of imports: warm_python.py stands in for Python and forks it from a process that
-has PyTorch loaded. What a first import does, and how a process of its own ends, is tested cold=True.
+Python, where a job starts it (as torchrun starts its ranks), is spared its seconds of imports:
+warm_python.py stands in for it and has it forked from a process that has PyTorch loaded. What first
+imports do, and how an interpreter ends, is tested with jobs that are cold.
 """
 
 import atexit
@@ -38,7 +38,9 @@ def warm_folder() -> Path:
         WARM_PYTHON_ROOM="x" * 2**16, JE_ARROW_MALLOC_CONF="background_thread:false"
     )
     command = [sys.executable, ROOT / "tests/warm_server.py", folder, "x" * 2**13]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=ROOT)
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, env=environment, cwd=ROOT, start_new_session=True
+    )
     deadline = time.monotonic() + 120
     while not (folder / "server.json").exists():
         if server.poll() is not None or time.monotonic() > deadline:
@@ -92,7 +94,7 @@ class Job:
                 command[0] = f"{folder}/python"
         # A file, not a pipe: an orphan would hold the pipe open. Opened for appending, so that no
         # process writes over what another has written.
-        self.log = log or tempfile.TemporaryFile(mode="a+b")
+        self.log = log or tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             cwd=cwd,

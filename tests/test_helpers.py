@@ -1,11 +1,15 @@
-"""tests/helpers.py: what a job prints is read whole, while it runs too."""
+"""tests/helpers.py: a job's output is read whole, while it runs too; a fork is like a process."""
 
+import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import warm
-from helpers import Job, python, read_metrics
+from helpers import ROOT, Job, clean_environment, python, read_metrics, torchrun, warm_folder
 
 LINES = 100_000
 PRINT_LINES = f"""
@@ -62,6 +66,158 @@ def test_warm_ranks_do_not_see_the_tests(tmp_path, name):
     result = warm.run(script)
     assert result.returncode == 1
     assert f"No module named '{name}'" in result.output
+
+
+TELL = """
+import json, os, resource, sys
+told = {
+    "arguments": sys.argv[1:],
+    "main": __name__,
+    "folder": os.getcwd(),
+    "path": sys.path[0],
+    "mark": os.environ["MARK"],
+    "umask": os.umask(0),
+    "processors": len(os.sched_getaffinity(0)),
+    "limit": resource.getrlimit(resource.RLIMIT_FSIZE)[0],
+    "input": sys.stdin.read(),
+    "has torch": "torch" in sys.modules,
+}
+print(json.dumps(told))
+"""
+
+
+def start_in(folder: Path, executable: str, *arguments, **environment: str) -> str:
+    """What TELL prints, with umask, limit and processors of its own."""
+    shell = 'umask 27; ulimit -f 100; exec taskset -c 0 "$@"'
+    command = ["sh", "-c", shell, "sh", executable, *arguments]
+    environment = clean_environment(WARM_PYTHON=str(warm_folder()), MARK="here", **environment)
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        input="said",
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("tell.py", "a b", "--c"), ("-u", "-m", "tell", "a b", "--c")]
+)
+def test_a_fork_is_told_what_a_process_is_told(tmp_path, arguments):
+    (tmp_path / "tell.py").write_text(TELL)
+    process = start_in(tmp_path, sys.executable, *arguments)
+    fork = start_in(tmp_path, f"{warm_folder()}/python", *arguments)
+    assert (process.pop("has torch"), fork.pop("has torch")) == (False, True)
+    assert fork == process
+    assert process["limit"] == 100 * 512
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (("-c", TELL), {}),
+        (("-B", "tell.py"), {}),
+        (("tell.py",), {"OMP_NUM_THREADS": "2"}),
+        (("tell.py",), {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+        (("tell.py",), {"HF_HUB_OFFLINE": "0"}),
+    ],
+)
+def test_what_a_fork_would_be_too_late_for_is_a_process(tmp_path, arguments, environment):
+    (tmp_path / "tell.py").write_text(TELL)
+    told = start_in(tmp_path, f"{warm_folder()}/python", *arguments, **environment)
+    assert not told["has torch"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "status", "output"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('a mistake')", 1, "a mistake\n"),
+        ("sys.exit()", 0, ""),
+        ("atexit.register(print, 'at the end')", 0, "at the end\n"),
+        ("threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()", 0, "late\n"),
+        ("os._exit(3)", 3, ""),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -15, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+        ("print('no newline', end='')", 0, "no newline"),
+    ],
+)
+def test_a_fork_ends_as_a_process_does(tmp_path, statement, status, output):
+    script = tmp_path / "end.py"
+    script.write_text(f"import atexit, os, signal, sys, threading, time\n{statement}\n")
+    for cold in (True, False):
+        result = python(script, cold=cold)
+        assert (result.returncode, result.output) == (status, output)
+
+
+def test_a_fork_shows_the_traceback_that_a_process_shows(tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("def fail():\n    raise ValueError('so')\nfail()\n")
+    process, fork = (python(script, cold=cold) for cold in (True, False))
+    assert fork == process
+    assert process.returncode == 1
+    assert process.output.count("\n  File") == 2
+
+
+WAIT = "import time\nprint('ready', flush=True)\ntime.sleep(100)\n"
+
+
+@pytest.mark.parametrize("victim", ["the fork", "the one that stands in"])
+def test_a_fork_and_its_stand_in_die_together(tmp_path, victim):
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    with Job([sys.executable, script, "argument"], NAME="value") as job:
+        job.wait_until(lambda: "ready" in job.output)
+        (fork,) = job.processes()  # what stands in for it is not seen
+        assert fork.pid != job.process.pid
+        assert fork.cmdline()[1:] == [str(script), "argument"]
+        assert fork.environ()["NAME"] == "value"
+        (fork if victim == "the fork" else job.process).kill()
+        assert job.wait(10).returncode == -signal.SIGKILL
+        psutil.wait_procs([fork], timeout=10)
+        assert not fork.is_running()
+
+
+def test_signals_reach_the_fork(tmp_path):
+    script = tmp_path / "hear.py"
+    handler = "def stop(*_):\n    sys.exit('stopped')\n"
+    script.write_text(f"import signal, sys\n{handler}signal.signal(signal.SIGTERM, stop)\n{WAIT}")
+    with Job([sys.executable, script]) as job:
+        job.wait_until(lambda: "ready" in job.output)
+        job.process.terminate()
+        result = job.wait(10)
+    assert (result.returncode, result.output) == (1, "ready\nstopped\n")
+
+
+def test_forks_end_with_the_process_that_asked_for_them(tmp_path):
+    """As when pytest is killed: nothing is left."""
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    owner = tmp_path / "owner.py"
+    owner.write_text(
+        f"import sys, time\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom helpers import Job\n"
+        f"job = Job([sys.executable, {str(script)!r}])\n"
+        "job.wait_until(lambda: 'ready' in job.output)\nprint(job.processes()[0].pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    with Job([sys.executable, owner], cold=True) as job:
+        fork = psutil.Process(int(job.wait_until(lambda: job.output.strip())))
+        job.process.kill()
+        psutil.wait_procs([fork], timeout=10)
+        assert not fork.is_running()
+
+
+def test_torchruns_ranks_are_forks(tmp_path):
+    script = tmp_path / "tell.py"
+    script.write_text("import os, sys\nprint(os.environ['RANK'], 'torch' in sys.modules)\n")
+    for cold in (True, False):
+        result = torchrun(script, cold=cold).check()
+        assert sorted(result.output.splitlines()) == [f"0 {not cold}", f"1 {not cold}"]
 
 
 def test_a_line_that_is_half_written_is_not_read(tmp_path):

@@ -5,11 +5,13 @@
 The fork is made by warm_server.py, which left its address and what it has read at its own start in
 FOLDER. It gets this process's arguments, environment, folder, limits and open files 0, 1 and 2.
 This process passes signals on to it and ends as it ends; if this one is killed, so is the fork.
-Whoever looks for the job by its arguments or environment, as with ps, finds the fork only. Where a fork would not be like a new process, this becomes a plain `python` (exec).
+Whoever looks for a job by its arguments or environment, as with ps, finds the fork only. Where a
+fork would not be like a new process, this process becomes a plain `python` instead (exec).
 
 Only modules that are loaded in milliseconds are imported here.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -17,9 +19,9 @@ import signal
 import socket
 import sys
 
-# What Python and PyTorch read when they start or are imported; a fork is too late for these ...
+# What Python and PyTorch read when they start or are imported:
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_", "HF_", "CUDA_")
-READ_AT_START += ("HOME", "XDG_")  # where caches are
+READ_AT_START += ("HOME", "XDG_")  # where caches lie; for these a fork is too late ...
 # ... but for these, which warm_server.py looks after, or which are read when they are used.
 READ_LATER = {
     "PYTHONPATH",
@@ -39,7 +41,8 @@ def main() -> None:
     server = json.loads(read(f"{os.environ['WARM_PYTHON']}/server.json"))
     command = arguments[1:] if arguments[:1] == ["-u"] else arguments
     is_plain = bool(command) and (command[0] == "-m" or not command[0].startswith("-"))
-    if not is_plain or read_at_start() != server["read_at_start"] or namespaces() != server["in"]:
+    is_plain &= read_at_start() == server["read_at_start"]
+    if not is_plain or namespaces() != server["namespaces"]:
         os.execv(server["executable"], [server["executable"], *arguments])
     sys.exit(run(command, server))
 
@@ -64,10 +67,8 @@ def run(command: list[str], server: dict) -> int:
         show("environment", b"")
 
         def pass_on(number, _):
-            try:
+            with contextlib.suppress(ProcessLookupError):  # if so, its status is on its way
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass  # has ended: its status is on its way
 
         for name in names:
             signal.signal(name, pass_on)

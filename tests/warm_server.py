@@ -1,10 +1,10 @@
 """Forks the processes of warm_python.py: see there.
 
-    python warm_server.py FOLDER ROOM < PIPE
+    WARM_PYTHON_ROOM=xxx python warm_server.py FOLDER xxx < PIPE
 
 Ends, with all its forks, when PIPE is closed: whoever holds it is gone then. FOLDER gets
-server.json, and `python`, which stands in for Python. ROOM is as long as the arguments of a fork may
-be, and WARM_PYTHON_ROOM, a variable, as its environment: both are written over there.
+server.json and tools for the PATH. The two xxx are as long as a fork's environment and arguments
+may be, which are written over them.
 
 It forks from a process with one thread. To fork from torchrun's agent, which has several, would let
 one start in thirty hang: on a lock that another thread held in that moment.
@@ -42,84 +42,92 @@ IMPORTED = (
 )
 
 
-def main() -> dict | None:
-    """Serve until the pipe is closed; in a fork return what it is to do."""
-    folder = Path(sys.argv[1]).resolve()
-    at_start = warm_python.read_at_start()  # what is imported sets more of them
-    for name in IMPORTED:
-        importlib.import_module(name)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"{folder}/socket")
-    listener.listen(256)
-    stand_in = make_tools(folder)
-    about = {
-        "address": f"{folder}/socket",
-        "executable": sys.executable,
-        "read_at_start": at_start,
-        "in": warm_python.namespaces(),
-    }
-    (folder / "server.part").write_text(json.dumps(about))
-    (folder / "server.part").rename(folder / "server.json")
+class Fork(Exception):
+    """Raised in a fork, out of the server's loop; holds what the fork is to do."""
 
-    events = selectors.DefaultSelector()
-    events.register(sys.stdin.fileno(), selectors.EVENT_READ, "owner")
-    events.register(listener, selectors.EVENT_READ, "new")
-    children = {}  # process -> (the connection to its stand-in, a file that says when it ends)
-    while True:
-        for key, _ in events.select():
-            if key.data == "owner":
-                for process in children:
-                    kill(process)
-                return None
-            if key.data == "new":
-                connection, _ = listener.accept()
-                events.register(connection, selectors.EVENT_READ, "request")
-            elif key.data == "request":
-                connection = key.fileobj
-                events.unregister(connection)
-                message, files, *_ = socket.recv_fds(connection, 2**20, 3)
-                if not message:  # it is gone already
-                    connection.close()
-                    continue
-                assert len(os.listdir("/proc/self/task")) == 1, "a fork of several threads"
-                process = os.fork()
-                if process == 0:
-                    events.close()
-                    for held in (listener, connection):
-                        held.close()
-                    for other, ended in children.values():
-                        other.close()
-                        os.close(ended)
-                    return json.loads(message) | {"files": files, "executable": str(stand_in)}
-                for file in files:
-                    os.close(file)
-                ended = os.pidfd_open(process)
-                children[process] = (connection, ended)
-                connection.send(str(process).encode())
-                events.register(connection, selectors.EVENT_READ, ("left", process))
-                events.register(ended, selectors.EVENT_READ, ("ended", process))
-            else:
-                what, process = key.data
-                if process not in children:
-                    continue
-                connection, ended = children[process]
-                if what == "left":  # the stand-in was killed
-                    events.unregister(connection)
-                    kill(process)
-                    continue
-                _, status = os.waitpid(process, 0)
-                with suppress(OSError):
-                    connection.send(str(os.waitstatus_to_exitcode(status)).encode())
-                with suppress(KeyError):
-                    events.unregister(connection)
-                events.unregister(ended)
-                connection.close()
+
+class Server:
+    def __init__(self, folder: Path):
+        at_start = warm_python.read_at_start()  # what is imported sets more of them
+        for name in IMPORTED:
+            importlib.import_module(name)
+        self.children = {}  # process -> (the connection to its stand-in, a file that says its end)
+        self.events = selectors.DefaultSelector()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(f"{folder}/socket")
+        self.listener.listen(256)
+        self.python = make_tools(folder)
+        about = {
+            "address": f"{folder}/socket",
+            "executable": sys.executable,
+            "read_at_start": at_start,
+            "namespaces": warm_python.namespaces(),
+        }
+        (folder / "server.part").write_text(json.dumps(about))
+        (folder / "server.part").rename(folder / "server.json")
+
+    def serve(self) -> None:
+        """Until the pipe is closed."""
+        self.when_readable(sys.stdin, lambda: None)
+        self.when_readable(self.listener, self.accept)
+        while True:
+            for key, _ in self.events.select():
+                if key.fileobj is sys.stdin:
+                    for process in self.children:
+                        os.kill(process, signal.SIGKILL)
+                    return
+                if key.fd in self.events.get_map():  # not closed by what came before it
+                    key.data()
+
+    def when_readable(self, file, do) -> None:
+        self.events.register(file, selectors.EVENT_READ, do)
+
+    def accept(self) -> None:
+        connection, _ = self.listener.accept()
+        self.when_readable(connection, lambda: self.fork(connection))
+
+    def fork(self, connection: socket.socket) -> None:
+        self.events.unregister(connection)
+        request, files, *_ = socket.recv_fds(connection, 2**20, 3)
+        if not request:  # the stand-in is gone already
+            connection.close()
+            return
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork of several threads"
+        process = os.fork()
+        if process == 0:
+            self.events.close()
+            self.listener.close()
+            connection.close()
+            for other, ended in self.children.values():
+                other.close()
                 os.close(ended)
-                del children[process]
+            raise Fork(json.loads(request) | {"files": files, "executable": str(self.python)})
+        for file in files:
+            os.close(file)
+        ended = os.pidfd_open(process)
+        self.children[process] = connection, ended
+        connection.send(str(process).encode())
+        self.when_readable(connection, lambda: self.stand_in_is_gone(process))
+        self.when_readable(ended, lambda: self.has_ended(process))
+
+    def stand_in_is_gone(self, process: int) -> None:
+        self.events.unregister(self.children[process][0])
+        os.kill(process, signal.SIGKILL)
+
+    def has_ended(self, process: int) -> None:
+        connection, ended = self.children.pop(process)
+        _, status = os.waitpid(process, 0)
+        for file in (connection, ended):
+            with suppress(KeyError):  # of a stand-in that is gone
+                self.events.unregister(file)
+        with suppress(OSError):
+            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+        connection.close()
+        os.close(ended)
 
 
 def make_tools(folder: Path) -> Path:
-    """`python`, `torchrun`, and all else that lies beside the real ones: for the PATH."""
+    """The stand-in for `python`, a `torchrun`, and links to all else that lies beside them."""
     own = {
         "python": f"{sys.executable} -IS {warm_python.__file__}",
         "torchrun": f"{folder}/python -m torch.distributed.run",
@@ -130,13 +138,9 @@ def make_tools(folder: Path) -> Path:
         tool.chmod(0o755)
     for tool in Path(sys.executable).parent.iterdir():
         if tool.name not in own:
-            (folder / tool.name).symlink_to(tool)
+            target = folder / "python" if tool.name.startswith("python") else tool
+            (folder / tool.name).symlink_to(target)
     return folder / "python"
-
-
-def kill(process: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
 
 
 def become(told: dict) -> None:
@@ -152,7 +156,7 @@ def become(told: dict) -> None:
     os.nice(told["nice"] - os.nice(0))
     os.sched_setaffinity(0, told["processors"])
     for limit, values in told["limits"]:
-        with suppress(ValueError):
+        with suppress(ValueError):  # one that only root may raise again
             resource.setrlimit(limit, values)
 
     environment = told["environment"]
@@ -161,7 +165,7 @@ def become(told: dict) -> None:
     block = "".join(f"{name}={value}\0" for name, value in environment.items())
     warm_python.show("environment", block.encode())
     warm_python.show("command", " ".join([told["executable"], *told["command"]]).encode())
-    if "JPY_PARENT_PID" in environment:  # a kernel that ends when its parent changes
+    if "JPY_PARENT_PID" in environment:  # a kernel ends when its parent is another one
         os.environ["JPY_PARENT_PID"] = str(os.getppid())
     if "PYTHONFAULTHANDLER" in environment:
         faulthandler.enable()
@@ -171,37 +175,37 @@ def become(told: dict) -> None:
     sys.executable = told["executable"]
     random.seed()
     sys.modules["numpy"].random.seed()
-    for name in ("warm_python", "__mp_main__"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("warm_python")
 
 
-def search_path(first: str, environment: dict[str, str]) -> None:
-    """What Python itself finds, and nothing of the tests: a script that imports one of their files
-    must fail, as it would for a reader."""
-    more = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    installed = [p for p in sys.path if p.startswith((sys.prefix, sys.base_prefix))]
-    sys.path[:] = [first, *more, *installed]
-    if "PYTHONPATH" in environment:  # may hold one, which Python imports when it starts
+def search_path(first: str, more: str | None) -> None:
+    """What Python itself finds, and nothing of the tests.
+
+    A script that imports one of their files must fail, as it would for a reader. more: PYTHONPATH.
+    """
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = [first, *filter(None, (more or "").split(os.pathsep)), *installed]
+    if more:  # may hold one, which Python imports when it starts
         sys.modules.pop("sitecustomize", None)
         with suppress(ImportError):
             importlib.import_module("sitecustomize")
 
 
-def run(command: list[str], environment: dict[str, str]) -> None:
-    """What `python command` runs, as __main__."""
+def run(command: list[str], more: str | None) -> None:
+    """What `python COMMAND` runs, as __main__."""
     if command[0] == "-m":
-        search_path(os.getcwd(), environment)
+        search_path(os.getcwd(), more)
         sys.argv = command[1:]
         sys.modules.pop(command[1], None)  # or runpy warns
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        search_path(str(Path(command[0]).resolve().parent), environment)
+        search_path(str(Path(command[0]).resolve().parent), more)
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
 
 
 def end(reason: BaseException | None) -> None:
-    """As Python ends, but for the second that it takes to free what was imported."""
+    """As Python ends, but for the second that it would take to free all that was imported."""
     status = 0
     if isinstance(reason, SystemExit):
         status = reason.code or 0
@@ -212,7 +216,7 @@ def end(reason: BaseException | None) -> None:
         frames = reason.__traceback__
         while frames and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
             frames = frames.tb_next
-        sys.excepthook(type(reason), reason, frames)
+        sys.excepthook(type(reason), reason.with_traceback(frames), frames)
         status = 1
     threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()
@@ -224,13 +228,21 @@ def end(reason: BaseException | None) -> None:
     os._exit(status & 0xFF)
 
 
+def main() -> None:
+    try:
+        Server(Path(sys.argv[1]).resolve()).serve()
+    except Fork as fork:
+        (told,) = fork.args
+    else:
+        return
+    become(told)
+    reason = None
+    try:
+        run(told["command"], told["environment"].get("PYTHONPATH"))
+    except BaseException as error:
+        reason = error
+    end(reason)
+
+
 if __name__ == "__main__":
-    told = main()
-    if told:
-        become(told)
-        reason = None
-        try:
-            run(told["command"], told["environment"])
-        except BaseException as error:
-            reason = error
-        end(reason)
+    main()
