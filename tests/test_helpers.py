@@ -122,7 +122,7 @@ def test_a_fork_is_told_what_a_process_is_told(tmp_path, arguments):
         (("-c", TELL), {}),
         (("-B", "tell.py"), {}),
         (("tell.py",), {"OMP_NUM_THREADS": "2"}),
-        (("tell.py",), {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+        (("tell.py",), {"TORCH_FR_BUFFER_SIZE": "10"}),
         (("tell.py",), {"HF_HUB_OFFLINE": "0"}),
     ],
 )
@@ -210,6 +210,21 @@ def test_forks_end_with_the_process_that_asked_for_them(tmp_path):
         job.process.kill()
         psutil.wait_procs([fork], timeout=10)
         assert not fork.is_running()
+
+
+def test_a_fork_hears_of_the_level_of_logs_and_checks(tmp_path):
+    script = tmp_path / "levels.py"
+    script.write_text(
+        "from datetime import timedelta\nimport torch.distributed as dist\n"
+        "print(dist.get_debug_level())\n"
+        "dist.TCPStore('127.0.0.1', 1, is_master=False, timeout=timedelta(seconds=0.1))\n"
+    )
+    for level in ("WARNING", "ERROR"):
+        told = {"TORCH_CPP_LOG_LEVEL": level, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+        for cold in (True, False):
+            output = python(script, cold=cold, **told).output
+            assert output.startswith("DebugLevel.DETAIL\n")
+            assert ("[W" in output) == (level == "WARNING")
 
 
 def test_torchruns_ranks_are_forks(tmp_path):

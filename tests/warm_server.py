@@ -11,6 +11,7 @@ one start in thirty hang: on a lock that another thread held in that moment.
 """
 
 import atexit
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -173,8 +174,12 @@ def become(told: dict) -> None:
     # rank in between.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.executable = told["executable"]
+    # What these have done at their import is done again.
     random.seed()
     sys.modules["numpy"].random.seed()
+    sys.modules["torch.distributed"].set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG
+    library = Path(sys.modules["torch"].__file__).with_name("lib") / "libc10.so"
+    ctypes.CDLL(library)._ZN3c1011initLoggingEv()  # TORCH_CPP_LOG_LEVEL
     sys.modules.pop("warm_python")
 
 
