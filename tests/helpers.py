@@ -137,6 +137,11 @@ class Job:
         ranks = [p for p in self.processes() if "RANK" in p.environ()]
         return sorted(ranks, key=lambda p: int(p.environ()["RANK"]))
 
+    def agents(self) -> list[psutil.Process]:
+        """torchrun's own processes, one a host."""
+        started_as = ["-m", "torch.distributed.run"]
+        return [p for p in self.processes() if p.cmdline()[1:3] == started_as]
+
     def kill(self) -> list[psutil.Process]:
         """Kill whatever still runs; return what that was."""
         alive = [p for p in self.processes() if p.status() != psutil.STATUS_ZOMBIE]

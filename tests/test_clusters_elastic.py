@@ -259,7 +259,8 @@ def test_killed_ranks_agents_and_hosts_cost_time_only(hosts, tmp_path, one_proce
     # Its rank goes on without it. A new agent joins: all leave together, the orphan too.
     (orphan,) = hosts.agents[1].ranks()
     since = time.time()
-    orphan.parent().kill()
+    (agent,) = hosts.agents[1].agents()
+    agent.kill()
     hosts.wait_for(ranks=2, since=since)
     assert orphan.is_running()
     hosts.start_agent(1)

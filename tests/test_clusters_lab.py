@@ -1,6 +1,5 @@
 """clusters/: hosts that are network namespaces, and jobs on them."""
 
-import os
 import re
 import signal
 import subprocess
@@ -180,7 +179,7 @@ def test_what_is_missing_is_said():
 # ---- jobs on several hosts
 
 
-def launch(*args, name: str, **more: str) -> Job:
+def launch(*args, name: str, **more) -> Job:
     return Job([sys.executable, LAUNCH, *args], LAB=name, **more)
 
 
@@ -256,7 +255,7 @@ time.sleep(1000)
 def test_when_one_host_fails_all_end(hosts, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(FAILS_ON_HOST1)
-    with launch("--lab", 3, script, name=hosts) as job:
+    with launch("--lab", 3, script, name=hosts, cold=True) as job:
         result = job.wait(120)
         assert not job.kill()  # nobody was left
     assert result.returncode == 1
@@ -278,7 +277,7 @@ def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
         "while True:\n"
         "    dist.all_reduce(torch.ones(1))\n"
     )
-    with launch("--lab", 2, script, name=hosts) as job:
+    with launch("--lab", 2, script, name=hosts, cold=True) as job:
         job.wait_until(lambda: job.output.count("in the job") == 2, 60)
         if end == "Ctrl-C":
             job.process.send_signal(signal.SIGINT)

@@ -1,6 +1,7 @@
 """tests/helpers.py: a job's output is read whole, while it runs too; a fork is like a process."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -181,6 +182,20 @@ def test_a_fork_and_its_stand_in_die_together(tmp_path, victim):
         assert job.wait(10).returncode == -signal.SIGKILL
         psutil.wait_procs([fork], timeout=10)
         assert not fork.is_running()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_for_a_group_reaches_the_children_of_the_fork(tmp_path, number):
+    """As torchrun ends a rank and its data loaders: it gives each rank a group of its own."""
+    script = tmp_path / "parent.py"
+    script.write_text(f"import os\nchild = os.fork()\n{WAIT}")
+    with Job(["setsid", f"{warm_folder()}/python", script]) as job:
+        job.wait_until(lambda: job.output.count("ready") == 2)
+        processes = job.processes()
+        os.killpg(job.process.pid, number)
+        assert job.wait(10).returncode == -number
+        psutil.wait_procs(processes, timeout=10)
+        assert not any(process.is_running() for process in processes)
 
 
 def test_signals_reach_the_fork(tmp_path):

@@ -33,7 +33,8 @@ READ_LATER = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
-NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+NAMESPACES = ("cgroup", "ipc", "user", "pid", "net", "uts", "mnt")
+ENTERED = {"pid", "net", "uts", "mnt"}  # the fork follows this process there: hosts of a lab
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGABRT", "SIGUSR1", "SIGUSR2")
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
@@ -44,44 +45,55 @@ def main() -> None:
     command = arguments[1:] if arguments[:1] == ["-u"] else arguments
     is_plain = bool(command) and (command[0] == "-m" or not command[0].startswith("-"))
     is_plain &= read_at_start() == server["read_at_start"]
-    if not is_plain or namespaces() != server["namespaces"]:
+    elsewhere = [n for n, here in namespaces().items() if here != server["namespaces"][n]]
+    if not is_plain or not ENTERED.issuperset(elsewhere):
         os.execv(server["executable"], [server["executable"], *arguments])
-    sys.exit(run(command, server))
+    sys.exit(run(command, elsewhere, server))
 
 
-def run(command: list[str], server: dict) -> int:
+def run(command: list[str], elsewhere: list[str], server: dict) -> int:
     """The exit status of `command` in a fork. Dies of the signal of which the fork has died."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(server["address"])
         told = {
             "command": command,
+            "namespaces": elsewhere,
             "environment": dict(os.environ),
             "folder": os.getcwd(),
             "umask": set_umask(),
             "limits": [(limit, resource.getrlimit(limit)) for limit in LIMITS],
             "processors": sorted(os.sched_getaffinity(0)),
             "nice": os.nice(0),
+            "leads": os.getpid() == os.getpgrp(),  # then what it gets is meant for a whole group
         }
         names = [getattr(signal, name) for name in FORWARDED]
         signal.pthread_sigmask(signal.SIG_BLOCK, names)  # until there is whom to pass them on to
         socket.send_fds(connection, [json.dumps(told).encode()], [0, 1, 2])
-        pid = int(connection.recv(64))
+        pid = told_by(connection, "pid")
         show("environment", b"")
 
         def pass_on(number, _):
             with contextlib.suppress(ProcessLookupError):  # if so, its status is on its way
-                os.kill(pid, number)
+                os.kill(-pid if told["leads"] else pid, number)
 
         for name in names:
             signal.signal(name, pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, names)
-        status = int(connection.recv(64) or -signal.SIGKILL)  # nothing: the server is gone
+        status = told_by(connection, "status")
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
+
+
+def told_by(connection: socket.socket, what: str) -> int:
+    """A number that comes as "WHAT NUMBER"."""
+    message = connection.recv(64).decode()
+    if not message.startswith(what):
+        sys.exit(f"warm_python.py: instead of a {what} came {message!r}")
+    return int(message.split()[1])
 
 
 def show(what: str, text: bytes) -> None:
@@ -109,8 +121,8 @@ def read_at_start() -> dict[str, str]:
     }
 
 
-def namespaces() -> list[str]:
-    return [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
+def namespaces() -> dict[str, str]:
+    return {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
 
 
 def set_umask() -> int:

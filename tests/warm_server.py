@@ -22,6 +22,7 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import sys
 import threading
 from contextlib import suppress
@@ -44,7 +45,7 @@ IMPORTED = (
 
 
 class Fork(Exception):
-    """Raised in a fork, out of the server's loop; holds what the fork is to do."""
+    """Raised in a fork, out of the server's loop: (request, connection to the stand-in, files)."""
 
 
 class Server:
@@ -52,12 +53,12 @@ class Server:
         at_start = warm_python.read_at_start()  # what is imported sets more of them
         for name in IMPORTED:
             importlib.import_module(name)
-        self.children = {}  # process -> (the connection to its stand-in, a file that says its end)
+        self.children = {}  # process -> (connection to its stand-in, a file that says its end)
         self.events = selectors.DefaultSelector()
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"{folder}/socket")
         self.listener.listen(256)
-        self.python = make_tools(folder)
+        make_tools(folder)
         about = {
             "address": f"{folder}/socket",
             "executable": sys.executable,
@@ -89,30 +90,32 @@ class Server:
 
     def fork(self, connection: socket.socket) -> None:
         self.events.unregister(connection)
-        request, files, *_ = socket.recv_fds(connection, 2**20, 3)
-        if not request:  # the stand-in is gone already
+        message, files, *_ = socket.recv_fds(connection, 2**20, 3)
+        if not message:  # the stand-in is gone already
             connection.close()
             return
+        request = json.loads(message)
         assert len(os.listdir("/proc/self/task")) == 1, "a fork of several threads"
         process = os.fork()
         if process == 0:
             self.events.close()
             self.listener.close()
-            connection.close()
             for other, ended in self.children.values():
                 other.close()
                 os.close(ended)
-            raise Fork(json.loads(request) | {"files": files, "executable": str(self.python)})
+            raise Fork(request, connection, files)
         for file in files:
             os.close(file)
         ended = os.pidfd_open(process)
         self.children[process] = connection, ended
-        connection.send(str(process).encode())
-        self.when_readable(connection, lambda: self.stand_in_is_gone(process))
+        self.when_readable(connection, lambda: self.stand_in_is_gone(process, request["leads"]))
         self.when_readable(ended, lambda: self.has_ended(process))
 
-    def stand_in_is_gone(self, process: int) -> None:
+    def stand_in_is_gone(self, process: int, leads: bool) -> None:
         self.events.unregister(self.children[process][0])
+        with suppress(ProcessLookupError):  # it has no group of its own yet
+            if leads:
+                os.killpg(process, signal.SIGKILL)
         os.kill(process, signal.SIGKILL)
 
     def has_ended(self, process: int) -> None:
@@ -122,12 +125,12 @@ class Server:
             with suppress(KeyError):  # of a stand-in that is gone
                 self.events.unregister(file)
         with suppress(OSError):
-            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+            connection.send(f"status {os.waitstatus_to_exitcode(status)}".encode())
         connection.close()
         os.close(ended)
 
 
-def make_tools(folder: Path) -> Path:
+def make_tools(folder: Path) -> None:
     """The stand-in for `python`, a `torchrun`, and links to all else that lies beside them."""
     own = {
         "python": f"{sys.executable} -IS {warm_python.__file__}",
@@ -141,17 +144,40 @@ def make_tools(folder: Path) -> Path:
         if tool.name not in own:
             target = folder / "python" if tool.name.startswith("python") else tool
             (folder / tool.name).symlink_to(target)
-    return folder / "python"
 
 
-def become(told: dict) -> None:
+def enter(names: list[str], stand_in: int) -> None:
+    """Go into the namespaces of this process, such as those of a host of clusters/lab.py."""
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    for file in [os.open(f"/proc/{stand_in}/ns/{name}", os.O_RDONLY) for name in names]:
+        if setns(file, 0):
+            raise OSError(ctypes.get_errno(), f"setns of {names}")
+        os.close(file)
+    if "pid" in names:  # in there are our children only
+        child = os.fork()
+        if child:
+            for file in range(3):
+                os.close(file)
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                os.kill(os.getpid(), -code)
+            os._exit(code)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it is killed with its parent
+
+
+def become(told: dict, connection: socket.socket, files: list[int]) -> None:
     """In the fork: be like the process that `python` would have been."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    enter(told["namespaces"], struct.unpack("iii", credentials)[0])
     os.setsid()
-    for target, file in enumerate(told["files"]):
+    for target, file in enumerate(files):
         os.dup2(file, target)
-    for file in told["files"]:
+    for file in files:
         if file > 2:
             os.close(file)
+    sys.executable = f"{sys.argv[1]}/python"
     os.chdir(told["folder"])
     os.umask(told["umask"])
     os.nice(told["nice"] - os.nice(0))
@@ -165,7 +191,7 @@ def become(told: dict) -> None:
     os.environ.update(environment)
     block = "".join(f"{name}={value}\0" for name, value in environment.items())
     warm_python.show("environment", block.encode())
-    warm_python.show("command", " ".join([told["executable"], *told["command"]]).encode())
+    warm_python.show("command", " ".join([sys.executable, *told["command"]]).encode())
     if "JPY_PARENT_PID" in environment:  # a kernel ends when its parent is another one
         os.environ["JPY_PARENT_PID"] = str(os.getppid())
     if "PYTHONFAULTHANDLER" in environment:
@@ -173,7 +199,6 @@ def become(told: dict) -> None:
     # A line in one go: unbuffered, print() would write "a", " ", "b" and a newline, and another
     # rank in between.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    sys.executable = told["executable"]
     # What these have done at their import is done again.
     random.seed()
     sys.modules["numpy"].random.seed()
@@ -181,6 +206,8 @@ def become(told: dict) -> None:
     library = Path(sys.modules["torch"].__file__).with_name("lib") / "libc10.so"
     ctypes.CDLL(library)._ZN3c1011initLoggingEv()  # TORCH_CPP_LOG_LEVEL
     sys.modules.pop("warm_python")
+    connection.send(f"pid {os.getpid()}".encode())  # now it may be found, and signals are for it
+    connection.close()
 
 
 def search_path(first: str, more: str | None) -> None:
@@ -237,10 +264,10 @@ def main() -> None:
     try:
         Server(Path(sys.argv[1]).resolve()).serve()
     except Fork as fork:
-        (told,) = fork.args
+        told, *others = fork.args
     else:
         return
-    become(told)
+    become(told, *others)
     reason = None
     try:
         run(told["command"], told["environment"].get("PYTHONPATH"))
