@@ -1,5 +1,6 @@
 """clusters/: hosts that are network namespaces, and jobs on them."""
 
+import os
 import re
 import signal
 import subprocess
