@@ -24,13 +24,13 @@ demo: check ## two processes train together on handwritten digits
 	@echo "  make test                         proves what the examples claim"
 
 test: check ## all tests, the notebooks too
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 3
 
 quick: check ## the tests that are not marked slow
-	.venv/bin/python -m pytest -n 2 -m "not slow"
+	.venv/bin/python -m pytest -n 3 -m "not slow"
 
 test-torch: .venv-$(TORCH)/installed ## all tests but the notebooks, with another torch: TORCH=2.13.0
-	.venv-$(TORCH)/bin/python -m pytest -n 2 --ignore=tests/test_notebooks.py
+	.venv-$(TORCH)/bin/python -m pytest -n 3 --ignore=tests/test_notebooks.py
 
 copies: ## bring the files in line that several directories hold
 	$(PYTHON) tests/copies.py

@@ -182,7 +182,7 @@ def measure_overlap(tensors: list, compute: Callable, repeats: int, group=None) 
     """Seconds of the four ORDERS, taking turns, `repeats` samples each, of the slowest rank.
 
     Also "processor": of each order, the median of the processor seconds of all ranks together, and
-    "spans": run_order()'s of this rank, from the last repeat.
+    "spans": run_order()'s of this rank, from its fastest repeat, which was disturbed least.
     """
     device = tensors[0].device
     taken, spans = {order: [] for order in ORDERS}, {}
@@ -190,12 +190,15 @@ def measure_overlap(tensors: list, compute: Callable, repeats: int, group=None) 
         for order in ORDERS if i % 2 else ORDERS[::-1]:
             dist.barrier(group=group)
             started, used = time.perf_counter(), time.process_time()
-            spans[order] = run_order(order, tensors, compute, group)
+            these_spans = run_order(order, tensors, compute, group)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             sample = time.perf_counter() - started, time.process_time() - used
-            if i > 0:  # the first round warms up
-                taken[order].append(sample)
+            if i == 0:
+                continue  # the first round warms up
+            if all(sample[0] < before[0] for before in taken[order]):
+                spans[order] = these_spans
+            taken[order].append(sample)
     samples = torch.tensor([taken[order] for order in ORDERS], dtype=torch.float64, device=device)
     slowest, total = samples[..., 0].contiguous(), samples[..., 1].contiguous()
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)

@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -70,12 +70,17 @@ def distributed_worker(
         timeout=timeout,
         device_id=place if place.type == "cuda" else None,  # NCCL connects now, not at first use
     )
+    store.set(f"rank {rank} has joined", "")
     if rank == 0:
         where = f"{place.type}, {dist.get_backend()}"
         print(f"{world_size} rank(s) on {where}, torch {torch.__version__}", flush=True)
     try:
         yield Worker(rank, local_rank, world_size, place)
     except UserError as error:
+        # To leave closes connections, which others may still be making: they would fail, aloud.
+        with suppress(RuntimeError):  # who is not here by then has another problem
+            everybody = [f"rank {r} has joined" for r in range(world_size)]
+            store.wait(everybody, timedelta(seconds=10))
         fail(str(error))
     leave()  # not in a "finally": after an exception, the other ranks may never get here
 

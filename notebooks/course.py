@@ -44,10 +44,11 @@ def start_ranks(n: int = 2, timeout: float = 20) -> None:
     )
     try:
         cluster.start_controller_sync()
+        patience = "--IPEngine.wait_for_url_file=60"  # for the controller's address
         ranks = [ROOT / "notebooks/ranks.py", str(n), profile, f"--cluster-id={cluster.cluster_id}"]
         with open(FOLDER / "ranks.log", "ab") as log:  # what they say beside the page
             subprocess.Popen(
-                [sys.executable, *ranks], stdout=log, stderr=log, start_new_session=True
+                [sys.executable, *ranks, patience], stdout=log, stderr=log, start_new_session=True
             )
         _client = cluster.connect_client_sync()
         _client.wait_for_engines(n, timeout=60, interactive=False)

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import math
 import runpy
+import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -203,6 +204,11 @@ def group():
     del store
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
 @pytest.mark.slow
 def test_a_lost_lighthouse_ends_all_groups(group, tmp_path):
     """It is back at once, and yet the question that was under way is not answered any more."""
@@ -213,6 +219,7 @@ def test_a_lost_lighthouse_ends_all_groups(group, tmp_path):
     address, log = f"http://localhost:{port}", tmp_path / "group0.jsonl"
     with ExitStack() as stack:
         lighthouse = stack.enter_context(Job(serve))
+        lighthouse.wait_until(lambda: listens(port), 60)
         command = [*train, "--pause", 0.05, "--output-dir", tmp_path]
         job = stack.enter_context(Job(command, TORCHFT_LIGHTHOUSE=address, **group))
         job.wait_until(lambda: len(committed(read_lines(log))) >= 5, 120)

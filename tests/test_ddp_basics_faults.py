@@ -380,6 +380,34 @@ def test_a_model_that_outlives_the_group_is_warned_of(tmp_path):
     assert output.count("warning: something still holds the process group") == 1
 
 
+LATE = """
+import os, sys, time
+sys.path.insert(0, {directory!r})
+import torch.distributed as dist
+from arguments import UserError
+from runtime import distributed_worker
+
+def join(*args, **kwargs):
+    real(*args, **kwargs)
+    if os.environ["RANK"] == "1":
+        time.sleep(1)  # still making connections, as far as rank 0 can know
+        print("rank 1 has joined")
+
+real, dist.init_process_group = dist.init_process_group, join
+with distributed_worker("cpu"):
+    raise UserError("a mistake")
+"""
+
+
+def test_a_mistake_is_said_when_all_have_joined(tmp_path):
+    """Else a rank that is still connecting fails, with a traceback beside the one sentence."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE.format(directory=str(TRAIN.parent)))
+    result = warm.run(script, ranks=2)
+    assert result.returncode == 2
+    assert result.output.endswith("rank 1 has joined\nlate.py: error: a mistake\n")
+
+
 @pytest.mark.slow
 def test_sigterm_constant_is_the_exit_status(tmp_path):
     """143, as a shell reports it: a script behind `train.py && next` must not go on."""

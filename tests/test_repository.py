@@ -740,7 +740,7 @@ def install(requirements: str) -> str:
 
 EXTRA = install("requirements-clusters.txt")
 CHECK = "python check_environment.py"
-PYTEST = "python -m pytest -n 2"
+PYTEST = "python -m pytest -n 3"
 TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
 
 

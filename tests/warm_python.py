@@ -33,6 +33,7 @@ READ_LATER = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
+MAKES_NAMESPACES = "lab.py"  # process 1 of one must not be a fork's stand-in
 NAMESPACES = ("cgroup", "ipc", "user", "pid", "net", "uts", "mnt")
 ENTERED = {"pid", "net", "uts", "mnt"}  # the fork follows this process there: hosts of a lab
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGABRT", "SIGUSR1", "SIGUSR2")
@@ -44,6 +45,7 @@ def main() -> None:
     server = json.loads(read(f"{os.environ['WARM_PYTHON']}/server.json"))
     command = arguments[1:] if arguments[:1] == ["-u"] else arguments
     is_plain = bool(command) and (command[0] == "-m" or not command[0].startswith("-"))
+    is_plain = is_plain and os.path.basename(command[0]) != MAKES_NAMESPACES
     is_plain &= read_at_start() == server["read_at_start"]
     elsewhere = [n for n, here in namespaces().items() if here != server["namespaces"][n]]
     if not is_plain or not ENTERED.issuperset(elsewhere):
