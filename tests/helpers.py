@@ -85,7 +85,7 @@ class Job:
     def __init__(self, command, cwd: Path = ROOT, cold: bool = False, log=None, **environment: str):
         self.mark = uuid.uuid4().hex
         command = [str(part) for part in command]
-        if not cold:
+        if not cold and sys.platform == "linux":  # warm_server.py reads /proc
             folder = warm_folder()
             # torchrun starts its ranks by PYTHON_EXEC.
             stand_in = {"PYTHON_EXEC": f"{folder}/python", "WARM_PYTHON": str(folder)}

@@ -1,11 +1,9 @@
 """Ranks without torchrun: for tests of what a script computes, and of one rank that dies alone."""
 
-import os
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
@@ -51,21 +49,14 @@ def run(
 def first_failure(jobs: list[Job], timeout: float) -> int | None:
     """The first exit status that is not 0; 0 if all jobs end so; None if they do not in time."""
     deadline = time.monotonic() + timeout
-    running = {os.pidfd_open(job.process.pid): job for job in jobs}
-    try:
-        while running:
-            ended = wait(running, max(0, deadline - time.monotonic()))
-            if not ended:
-                return None
-            for file in ended:
-                if status := running[file].process.wait():
-                    return status
-                del running[file]
-                os.close(file)
-    finally:
-        for file in running:
-            os.close(file)
-    return 0
+    while time.monotonic() < deadline:
+        statuses = [job.process.poll() for job in jobs]
+        if any(statuses):
+            return next(filter(None, statuses))
+        if None not in statuses:
+            return 0
+        time.sleep(0.01)
+    return None
 
 
 def environment(rank: int, ranks: int, store: dist.TCPStore, **changes: str) -> dict[str, str]:
