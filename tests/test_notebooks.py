@@ -266,6 +266,13 @@ def test_pictures_fill_the_page_and_are_small(notebook):
                 assert int.from_bytes(picture[16:20]) == PICTURE_WIDTH
 
 
+def test_a_cell_that_draws_is_short(notebook):
+    """Six lines for the picture; what is computed for it does not count."""
+    for cell in code_cells(notebook):
+        draws = re.findall(r"^.*\b(?:ax|axes|fig|figures?|pictures|plt)\b.*$", cell.source, re.M)
+        assert len(draws) <= 6, cell.source
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_runs_again_with_the_same_outputs(path, notebook, tmp_path):
