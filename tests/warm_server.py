@@ -13,6 +13,7 @@ one start in thirty hang: on a lock that another thread held in that moment.
 import atexit
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -53,6 +54,7 @@ class Server:
         at_start = warm_python.read_at_start()  # what is imported sets more of them
         for name in IMPORTED:
             importlib.import_module(name)
+        gc.freeze()  # collections in forks need not look at, and so copy, what was there before
         self.children = {}  # process -> (connection to its stand-in, a file that says its end)
         self.events = selectors.DefaultSelector()
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -266,7 +268,7 @@ def main() -> None:
     except Fork as fork:
         told, *others = fork.args
     else:
-        return
+        os._exit(0)
     become(told, *others)
     reason = None
     try:
