@@ -82,8 +82,11 @@ class Job:
     own and a killed torchrun leaves them without a parent.
     """
 
-    def __init__(self, command, cwd: Path = ROOT, cold: bool = False, log=None, **environment: str):
-        self.mark = uuid.uuid4().hex
+    def __init__(
+        self, command, cwd: Path = ROOT, cold: bool = False, beside=None, **environment: str
+    ):
+        """beside: another job; this one then shares its mark and its log."""
+        self.mark = beside.mark if beside else uuid.uuid4().hex
         command = [str(part) for part in command]
         if not cold and sys.platform == "linux":  # warm_server.py reads /proc
             folder = warm_folder()
@@ -94,7 +97,7 @@ class Job:
                 command[0] = f"{folder}/python"
         # A file, not a pipe: an orphan would hold the pipe open. Opened for appending, so that no
         # process writes over what another has written.
-        self.log = log or tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115
+        self.log = beside.log if beside else tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             cwd=cwd,

@@ -1,9 +1,7 @@
 """Ranks without torchrun: for tests of what a script computes, and of one rank that dies alone."""
 
 import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,19 +27,21 @@ def run(
     changes: of the environment.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with ExitStack() as stack:
-        log = stack.enter_context(tempfile.TemporaryFile(mode="a+b"))
-        jobs = []
+    jobs = []
+    try:
         for rank in range(ranks):
             told = environment(rank, ranks, store, **changes)
-            jobs.append(stack.enter_context(Rank(script, *args, cwd=cwd, log=log, **told)))
+            jobs.append(Rank(script, *args, cwd=cwd, beside=jobs[0] if jobs else None, **told))
         status = first_failure(jobs, timeout)
         if status is None:
-            for job in jobs:
-                job.abort()
+            jobs[0].abort()
             raise TimeoutError(f"no end within {timeout} s\n{jobs[0].output[-20_000:]}")
-        left = [process for job in jobs for process in job.kill()]
-        output = jobs[0].output
+    finally:
+        left = [process for job in jobs[:1] for process in job.kill()]  # they have one mark
+        for job in jobs:
+            job.process.wait(10)
+    output = jobs[0].output
+    jobs[0].log.close()
     assert status or not left, f"processes were left running: {left}\n{output[-3000:]}"
     return Result(status, output)
 
