@@ -266,6 +266,8 @@ class Collectives {
             Limits limits, const std::vector<Span>& parts = {})
         : state(all.peers_.segment.state(all.rank_)) {
       all.peers_.throw_if_failed();
+      // The steps of an operation that was given up are missing: the slots are no longer in step.
+      if (all.peers_.gave_up) throw Error(all.peers_.where_is(all.rank_) + " ends");
       call = {kind, static_cast<uint32_t>(numbers.dtype), static_cast<uint32_t>(numbers.op), root,
               bytes, digest(parts), numbers.factor, ++all.number_, all.offset_of_(data)};
       deadline = limits.deadline;

@@ -84,6 +84,7 @@ class Peers {
   const int rank;
   const Patience patience;
   std::atomic<bool> leaving{false};  // the process ends: nothing is waited for any more
+  mutable std::atomic<bool> gave_up{false};  // ... and something was: what came after it can not run
 
   // Wait until ready() is true, which changes only when `flag` does. `awaited` is the rank that must
   // do something for it, -1 if that may be several; `explain` says in a time-out who is missing.
@@ -113,7 +114,10 @@ class Peers {
       syscall(SYS_futex, &flag.value, FUTEX_WAIT, seen, &moment, nullptr, 0);
       if (ready()) return;
       throw_if_failed();
-      if (leaving) throw Error(where_is(rank) + " ends, and waits no longer");
+      if (leaving) {
+        gave_up = true;
+        throw Error(where_is(rank) + " ends, and waits no longer");
+      }
       throw_if_somebody_died();
       if (awaited >= 0 && segment.state(awaited).has_left.load() && !ready()) {
         fail(where_is(rank) + " waits for " + where_is(awaited));

@@ -45,6 +45,9 @@ def leave(how: str, rank: int, store: dist.Store) -> None:
     for tensor in (x, y, x):
         dist.all_reduce(tensor, async_op=True)
     dist.irecv(torch.ones(3), 1 - rank, tag=5)
+    if how == "ends":  # nobody leaves before the other has called all of it
+        store.set(f"rank {rank} has called all", "")
+        store.wait([f"rank {1 - rank} has called all"])
     if how == "destroys":
         dist.barrier()
         dist.destroy_process_group()
