@@ -21,9 +21,11 @@ needs_ray = pytest.mark.skipif(
 def test_actors_train_as_one_process_does():
     """The tolerance: fp32 means of two gradients, after 20 steps. What moved, moved by over 0.1."""
     with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
-        # Ray writes a token to HOME, and sockets and logs to the other.
-        with Job([sys.executable, SCRIPT], HOME=folder, RAY_TMPDIR=folder) as job:
-            output = job.wait(300).check().output
+        # Ray writes a token to HOME, and sockets and logs to the other. On a busy machine it needs
+        # minutes to start.
+        told = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_raylet_start_wait_time_s": "400"}
+        with Job([sys.executable, SCRIPT, "--timeout", 300], **told) as job:
+            output = job.wait(800).check().output
             # Its last processes end a moment after the driver.
             left = psutil.wait_procs(job.processes(), timeout=20)[1]
         assert not left, f"{left}\n{output}"
