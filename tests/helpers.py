@@ -93,8 +93,8 @@ class Job:
             # torchrun starts its ranks by PYTHON_EXEC.
             stand_in = {"PYTHON_EXEC": f"{folder}/python", "WARM_PYTHON": str(folder)}
             environment = stand_in | environment
-            if command[0] == sys.executable:
-                command[0] = f"{folder}/python"
+            # Not only the first word: a command that runs in a host of a lab names another Python.
+            command = [f"{folder}/python" if part == sys.executable else part for part in command]
         # A file, not a pipe: an orphan would hold the pipe open. Opened for appending, so that no
         # process writes over what another has written.
         self.log = beside.log if beside else tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115

@@ -41,16 +41,21 @@ def staleness(pushes: Sequence[tuple[int, int]]) -> None:
             others = k - last[trainer] - 1
             assert stale == others, f"push {k} is {others} pushes old, and not {stale}"
         last[trainer] = k
+    # A rare push may be very old: bars for 0, 1, 2 to 3, 4 to 7, 8 to 15, ...
     most = max(stale for _, stale in pushes)
+    starts = [0] + [2**k for k in range(most.bit_length())]
     trainers = sorted(last)
     figure, axes = figures.panels(len(trainers), 2.4, sharex=True, sharey=True)
     for ax, trainer in zip(axes, trainers, strict=True):
         stales = [stale for who, stale in pushes if who == trainer]
-        ax.hist(stales, bins=range(most + 2), align="left", color=figures.COLOURS[trainer])
+        counts = [0] * len(starts)
+        for stale in stales:
+            counts[stale.bit_length()] += 1
+        ax.bar(range(len(starts)), counts, width=0.9, color=figures.COLOURS[trainer])
+        ax.set_xticks(range(len(starts)), [str(start) for start in starts])
         mean = sum(stales) / len(stales)
-        ax.axvline(mean, color="0.3", linestyle="--")
         ax.set(title=f"trainer {trainer}: {len(stales)} pushes, mean {mean:.1f}")
-        ax.set(xlabel="staleness", yscale="log")
+        ax.set(xlabel="staleness, from", yscale="log", ylim=(0.5, None))
         ax.minorticks_off()
     axes[0].set_ylabel("pushes")
     figures.show(figure)

@@ -14,7 +14,7 @@ def pair() -> None:
         (2.5, 1.3, "expand\nsome outputs", True),
         (4.1, 1.2, "features\nsome", True),
         (5.75, 1.3, "contract\nsome inputs", True),
-        (7.3, 1.1, "a summand", True),
+        (7.3, 1.1, "a\nsummand", True),
         (9.3, 1.0, "y\nwhole", False),
     ]
     for rank, y in enumerate((2.8, 0.8)):
@@ -78,4 +78,6 @@ def crossing(counted: Mapping[int, int], width: int, blocks: int) -> None:
     figures.curves(lines, ax=ax, xscale="log", yscale="log", **labels)
     ax.set_xticks(tokens, [str(t) for t in tokens])
     ax.set_xticks([], minor=True)
+    ax.set_yticks(formula, [f"{f:,}" for f in formula])
+    ax.set_yticks([], minor=True)
     figures.show(figure)

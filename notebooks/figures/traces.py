@@ -156,10 +156,10 @@ def corruption(curves: Mapping[str, Sequence[float]], step: int, every: int) -> 
         assert list(losses[:step]) == list(usual[:step]), f"{what} differs before the flip"
         ax.plot([loss if loss < 100 else 100 for loss in losses], style, label=what)  # or NaN
     ax.axvline(step, color="0.5", linewidth=1)
-    ax.text(step - 0.5, 10, "a bit flips", ha="right", va="center")
+    ax.text(step - 1.5, 10, "a bit flips", ha="right", va="center")
     for look in range(every - 1, len(usual), every):
         ax.plot([look], [0.03], "^", color="0.3", clip_on=False)
-    ax.text(every - 1, 0.038, "checksums are compared", va="bottom")
+    ax.text(step + 0.5, 0.038, "checksums are compared", va="bottom")
     ax.set(yscale="log", xlabel="step", ylabel="loss (at most 100 drawn)", ylim=(0.03, 110))
     ax.legend(loc="upper left")
     figures.show(figure)
