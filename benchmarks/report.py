@@ -89,7 +89,13 @@ def alternate(repeats: int, sides: dict[str, Callable]) -> dict[str, list]:
 
 def summary(samples: list[float]) -> str:
     """Median (minimum ... maximum) of the repeats."""
-    return f"{statistics.median(samples):.4g} ({min(samples):.4g} ... {max(samples):.4g})"
+    middle, least, most = map(number, (statistics.median(samples), min(samples), max(samples)))
+    return f"{middle} ({least} ... {most})"
+
+
+def number(value: float) -> str:
+    """Four digits of it, or all before the point: 0.6312, 42.1, 15,130."""
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def ratio_of_pairs(a: list[float], b: list[float]) -> list[float]:

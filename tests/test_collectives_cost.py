@@ -373,3 +373,7 @@ def test_benchmark_reads_what_a_part_says_or_fails(benchmarks):
     assert benchmarks.report.measure(sys.executable, "-c", said) == {"gloo": [1.5]}
     with pytest.raises(RuntimeError, match="boom"):
         benchmarks.report.measure(sys.executable, "-c", "raise ValueError('boom')")
+
+
+def test_a_summary_is_read_without_counting_zeros(benchmarks):
+    assert benchmarks.report.summary([0.5, 15_134.2, 99.961]) == "99.96 (0.5 ... 15,134)"
