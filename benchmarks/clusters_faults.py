@@ -191,8 +191,8 @@ WHAT = ("noticed", "next step")
 ABOUT = (
     "Medians (min ... max). One job, a rank on each of two hosts, is struck again and again, "
     "and each time waited for until both are back. Noticed: the first line of any output that"
-    f" speaks of it. A collective waits {TIMEOUT} s for the missing; who is not heard of is "
-    "given up after 3 s (agents of torchrun) or 1 s (torchft's lighthouse). Where a cable is "
+    f" speaks of it. A collective waits {TIMEOUT} s for the missing; a host that is not heard of"
+    " is given up after 3 s (agents of torchrun) or 1 s (torchft's lighthouse). Where a cable is "
     "cut or a host is frozen, the next step is that of the other host alone. An agent that is"
     " killed is not noticed, its rank trains on: the seconds are from the start of a new "
     "agent. Where they meet is the first host: the other agent ends itself, and the next step"

@@ -78,7 +78,7 @@ def distributed_worker(
         yield Worker(rank, local_rank, world_size, place)
     except UserError as error:
         # To leave closes connections, which others may still be making: they would fail, aloud.
-        with suppress(RuntimeError):  # who is not here by then has another problem
+        with suppress(RuntimeError):  # whoever is missing by then has another problem
             everybody = [f"rank {r} has joined" for r in range(world_size)]
             store.wait(everybody, timedelta(seconds=10))
         fail(str(error))

@@ -29,7 +29,7 @@ class StoreGroup(dist.ProcessGroup):
         return Done(tensors)
 
     def barrier(self, opts):
-        self.exchange(torch.zeros(1))  # who has the others' values knows that they have come
+        self.exchange(torch.zeros(1))  # to have all values is to know that all have come
         return Done([])
 
 

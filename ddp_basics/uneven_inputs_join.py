@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches under Join: who has no data left adds zeros.
+"""Ranks with different numbers of batches under Join: a rank without data left adds zeros.
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/uneven_inputs_join.py
     torchrun --standalone --nproc_per_node=3 ddp_basics/uneven_inputs_join.py

@@ -111,19 +111,24 @@ def test_a_disk_of_a_host_that_is_really_full(tmp_path):
     """Two ranks under torchrun, on a host whose disk holds a megabyte. Nothing saved is lost."""
     run, whole, copy = (tmp_path / name for name in ("run", "whole", "copy"))
     run.mkdir()
-    train = (*TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT, "--output-dir", run)
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
     with lab_hosts.up(Lab(name_of("disk")), 1) as lab:
+
+        def train(steps):
+            with lab.start(0, *torchrun, SCRIPT, "--output-dir", run, "--steps", steps) as job:
+                return job.wait(timeout=200)
+
         lab.on(0, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", run)
-        lab.on(0, *train, "--steps", 20)
+        train(steps=20).check()
         before = lab.on(0, "sha256sum", run / "state.pt").output
         lab.run("exec", 0, "--", "dd", "if=/dev/zero", f"of={run / 'other'}", "bs=1k")
-        result = lab.run("exec", 0, "--", *train, "--steps", 60)
+        result = train(steps=60)
         assert result.returncode == 1
         assert f"elastic_train.py: error: cannot write {run}/" in result.output
         assert "No space left on device" in result.output
         assert lab.on(0, "sha256sum", run / "state.pt").output == before
         lab.on(0, "rm", run / "other")
-        said = lab.on(0, *train, "--steps", 60).output
+        said = train(steps=60).check().output
         assert "2 rank(s), from step 20 of 60" in said
         lab.on(0, "cp", "-r", run, copy)
     first = ("--steps", 20, "--output-dir", whole)  # its learning rate falls to 0 by step 20

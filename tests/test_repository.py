@@ -602,6 +602,22 @@ def test_links_lead_somewhere():
     assert not {name: links for name, links in dead.items() if links}
 
 
+PLACEHOLDER = re.compile(r"@[A-Z_]+@|\b(?:TODO|FIXME|TBD|XXX)\b")
+
+
+def test_nothing_is_left_to_fill_in():
+    left = {
+        path.relative_to(ROOT).as_posix(): PLACEHOLDER.findall(path.read_text())
+        for path in documents()
+    }
+    assert not {name: found for name, found in left.items() if found}
+
+
+def test_what_is_left_to_fill_in_is_caught():
+    text = "It prints\n\n@OUTPUT@\n\nTODO: say why. (ask@HOST.org, PR_TODO_LIST)"
+    assert PLACEHOLDER.findall(text) == ["@OUTPUT@", "TODO"]
+
+
 def test_dead_links_are_caught(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(

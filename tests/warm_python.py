@@ -70,9 +70,12 @@ def run(command: list[str], elsewhere: list[str], server: dict) -> int:
         }
         names = [getattr(signal, name) for name in FORWARDED]
         signal.pthread_sigmask(signal.SIG_BLOCK, names)  # until there is whom to pass them on to
-        socket.send_fds(connection, [json.dumps(told).encode()], [0, 1, 2])
+        until, hidden = os.pipe()  # the fork begins when the other end is closed
+        socket.send_fds(connection, [json.dumps(told).encode()], [0, 1, 2, until])
+        os.close(until)
         pid = told_by(connection, "pid")
         show("environment", b"")
+        os.close(hidden)
 
         def pass_on(number, _):
             with contextlib.suppress(ProcessLookupError):  # if so, its status is on its way

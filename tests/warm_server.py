@@ -92,7 +92,7 @@ class Server:
 
     def fork(self, connection: socket.socket) -> None:
         self.events.unregister(connection)
-        message, files, *_ = socket.recv_fds(connection, 2**20, 3)
+        message, files, *_ = socket.recv_fds(connection, 2**20, 4)
         if not message:  # the stand-in is gone already
             connection.close()
             return
@@ -174,6 +174,7 @@ def become(told: dict, connection: socket.socket, files: list[int]) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     enter(told["namespaces"], struct.unpack("iii", credentials)[0])
     os.setsid()
+    *files, until = files
     for target, file in enumerate(files):
         os.dup2(file, target)
     for file in files:
@@ -210,6 +211,8 @@ def become(told: dict, connection: socket.socket, files: list[int]) -> None:
     sys.modules.pop("warm_python")
     connection.send(f"pid {os.getpid()}".encode())  # now it may be found, and signals are for it
     connection.close()
+    os.read(until, 1)  # until what stands in for it is not found any more
+    os.close(until)
 
 
 def search_path(first: str, more: str | None) -> None:
