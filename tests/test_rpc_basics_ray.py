@@ -27,7 +27,7 @@ def test_actors_train_as_one_process_does():
         with Job([sys.executable, SCRIPT, "--timeout", 300], **told) as job:
             output = job.wait(800).check().output
             # Its last processes end a moment after the driver.
-            left = psutil.wait_procs(job.processes(), timeout=20)[1]
+            left = psutil.wait_procs(job.processes(), timeout=120)[1]
         assert not left, f"{left}\n{output}"
     moved = re.search(r"2,410 parameters, moved by up to ([\d.e+-]+)", output)[1]
     difference = re.search(r"largest difference to one process: ([\d.e+-]+)", output)[1]

@@ -197,7 +197,9 @@ def orders(spans: Mapping[str, Sequence[tuple]]) -> None:
     """
     (_, _, _, first_done), (second_begins, *_) = spans["sequential"][:2]
     assert second_begins >= first_done, "one after the other is not what this row shows"
-    assert spans["overlapped"][1][0] < spans["overlapped"][0][3], "nothing overlaps in this row"
+    # Any two: on a busy machine one transfer may be done before this rank computes again.
+    begins_before_end = [after[0] < before[3] for before, after in pairwise(spans["overlapped"])]
+    assert any(begins_before_end), "nothing overlaps in this row"
     figure, axes = plt.subplots(2, figsize=(WIDTH, 5), sharex=True)
     for ax, (order, buckets) in zip(axes, spans.items(), strict=True):
         rows = {
