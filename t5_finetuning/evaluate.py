@@ -30,7 +30,7 @@ def loss_sum(model, batch: dict[str, Tensor]) -> Tensor:
         decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),  # the tokens before
         use_cache=False,
     ).logits
-    return F.cross_entropy(
+    return F.cross_entropy(  # in float32, whatever the matrices multiplied in
         logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 

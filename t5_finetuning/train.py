@@ -188,15 +188,14 @@ def make_sharded_model(
 
     # Parameters are kept, and gradients added up, in float32, whatever the matrices multiply in.
     compute_dtype = torch.bfloat16 if settings.precision == "bf16" else None
-    dtypes = {"param_dtype": compute_dtype, "reduce_dtype": torch.float32}
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     for block in (*model.encoder.block, *model.decoder.block):
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     # What is left is the root's, with the matrix that is both embeddings and the output. It cannot
     # be a unit of its own, nor part of the encoder's or the decoder's: a unit has its parameters
     # for its own forward pass only, and this one is used in all of them.
-    last = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)  # logits, for the loss
-    fully_shard(model, mesh=mesh, mp_policy=last)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     # True of the position biases that T5's blocks hand on. Nobody changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
