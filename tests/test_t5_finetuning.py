@@ -3,7 +3,6 @@
 import ast
 import inspect
 import json
-import math
 import random
 import re
 import shutil
@@ -208,13 +207,10 @@ def test_resumed_run_equals_the_straight_one(results, files):
     assert steps == list(zip([0] * 3 + [1] * 5 + [2] * 5, range(1, 14), strict=True))
 
 
-def test_loss_and_norm_in_the_log_are_those_of_all_ranks(results, files):
-    lines = [line for line in read_metrics(files / "straight") if "loss" in line]
-    losses, norms = (results["stop and resume"][f"{what} of ranks"] for what in ("losses", "norms"))
-    expected = [sum(parts) for parts in zip(*losses, strict=True)]
-    assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-5)
-    expected = [math.hypot(*parts) for parts in zip(*norms, strict=True)]
-    assert [line["grad_norm"] for line in lines] == pytest.approx(expected, rel=1e-5)
+def test_loss_in_the_log_is_that_of_all_ranks(results, files):
+    logged = [line["loss"] for line in read_metrics(files / "straight") if "loss" in line]
+    ranks = results["stop and resume"]["losses of ranks"]
+    assert logged == pytest.approx([sum(parts) for parts in zip(*ranks, strict=True)], rel=1e-5)
 
 
 def test_ranks_draw_their_own_numbers(results):

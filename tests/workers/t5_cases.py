@@ -218,7 +218,7 @@ def stop_and_resume(worker) -> dict:
     options = ["--name-epochs=1", "--epochs=3", "--log-every=1", "--dropout=0.1", "--patience=9"]
     files = [FOLDER / f"{part}.jsonl" for part in ("train", "eval", "names")]
     real_step, real_export, real_evaluate = train.train_step, train.export, train.evaluate
-    finished, steps, exports, evaluations, losses, norms = [], [], [], [], [], []
+    finished, steps, exports, evaluations, losses = [], [], [], [], []
     seeds = [None] * worker.world_size  # of the random numbers of each rank
 
     def run(folder: Path, *more, stop_at: int = 0, names: bool = True) -> None:
@@ -230,7 +230,6 @@ def stop_and_resume(worker) -> dict:
                 os.kill(os.getpid(), signal.SIGTERM)
             loss, norm = real_step(*values)
             losses.append(loss.item())
-            norms.append(norm.to_local().item())  # of this rank's shards
             return loss, norm
 
         def export(*values):
@@ -257,16 +256,14 @@ def stop_and_resume(worker) -> dict:
         return "not refused"
 
     run(FOLDER / "straight")
-    of_ranks = [None] * worker.world_size
-    dist.all_gather_object(of_ranks, (losses, norms))
-    losses_of_ranks, norms_of_ranks = zip(*of_ranks, strict=True)
+    losses_of_ranks = [None] * worker.world_size
+    dist.all_gather_object(losses_of_ranks, losses)
     run(FOLDER / "stopped", stop_at=3)
     run(FOLDER / "stopped")
     results = {
         "finished": finished[:],
         "seeds": seeds,
         "losses of ranks": losses_of_ranks,
-        "norms of ranks": norms_of_ranks,
         "exports": exports[0],
         "evaluations": evaluations[0],
         "infinite": refused(FOLDER / "infinite", "--lr=1e30", "--warmup=0"),
