@@ -125,7 +125,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
                 continue
 
             (loss,) = all_sum([loss], worker)  # the mean of the global batch
-            grad_norm = grad_norm.full_tensor().item()  # of all shards: a collective, if still needed
+            grad_norm = grad_norm.full_tensor().item()  # of all shards: may be a collective
             check_finite(step, loss, grad_norm)
             metrics.log(
                 step,
