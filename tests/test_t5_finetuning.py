@@ -21,7 +21,7 @@ from data import (
     epoch_batches,
 )
 from evaluate import EarlyStopping, equal_shares, first_words, rouge
-from helpers import ROOT, Job, learned, reached, read_metrics, torchrun, torchrun_command
+from helpers import ROOT, learned, read_metrics, torchrun
 from library import functions_in, library_files
 from model import from_hub, prepare
 from tokenizer import train_tokenizer
@@ -382,21 +382,38 @@ def test_flags_of_the_script(script_run):
     assert lines.count("5 eval_loss") == 1  # from rank 0 alone
 
 
+DIES = """
+import os, runpy, signal, sys
+from torch.optim import AdamW
+
+step, steps = AdamW.step, 0
+
+
+def step_or_die(*args, **more):
+    global steps
+    steps += 1
+    if (steps, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (13, "1", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*args, **more)
+
+
+AdamW.step = step_or_die
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_kill_9_under_max_restarts(files, script_run, tmp_path):
     """In the third epoch a rank dies. torchrun restarts both, from the end of the second."""
-    restarting = torchrun_command(
-        SCRIPT, *script_arguments(files, tmp_path), options=("--max-restarts=1",)
-    )
-    with Job(restarting) as job:
-        job.wait_until((tmp_path / "metrics.jsonl").exists)
-        rank1 = job.ranks()[1]  # found before it is time: to look for it takes a while
-        job.wait_until(lambda: reached(tmp_path, 12))
-        rank1.kill()
-        result = job.wait(240).check()
+    (tmp_path / "dies.py").write_text(DIES)
+    script = (tmp_path / "dies.py", SCRIPT, *script_arguments(files, tmp_path / "run"))
+    result = torchrun(*script, options=("--max-restarts=1",), timeout=300).check()
     assert result.output.count("continuing from") == 1
     straight, _ = script_run
-    assert learned(tmp_path) == learned(straight)
-    ended, expected = ((folder / "results.json").read_text() for folder in (tmp_path, straight))
+    assert learned(tmp_path / "run") == learned(straight)
+    folders = (tmp_path / "run", straight)
+    ended, expected = ((folder / "results.json").read_text() for folder in folders)
     assert json.loads(ended) == json.loads(expected)
 
 
