@@ -147,7 +147,7 @@ class Job:
 
     def kill(self) -> list[psutil.Process]:
         """Kill whatever still runs; return what that was."""
-        alive = [p for p in self.processes() if p.status() != psutil.STATUS_ZOMBIE]
+        alive = still_running(self.processes())
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -190,6 +190,16 @@ class Job:
             if self.has_ended() or now > deadline:
                 raise AssertionError(f"the job ended or {timeout} s passed\n{self.output[-6000:]}")
             time.sleep(max(0.005, 4 * (now - asked)))  # the job needs the processors itself
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended by now."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error, FileNotFoundError):  # gone while we ask
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def python(

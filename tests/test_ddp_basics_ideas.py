@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import warm
-from helpers import REPEAT, ROOT, Job, python, torchrun
+from helpers import REPEAT, ROOT, Job, python, still_running, torchrun
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -321,7 +321,7 @@ def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
 
 
 def running(job):
-    return [p for p in job.processes() if p.is_running() and p.status() != "zombie"]
+    return still_running(job.processes())
 
 
 def assert_nothing_left(job):

@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from helpers import ROOT, Job
+from helpers import ROOT, Job, still_running
 
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
@@ -376,7 +376,7 @@ def prove(right, wrong, check):
 def wait_until_gone(processes, timeout: float = 20) -> None:
     """A guard process cleans up after a killed kernel: that takes a moment."""
     deadline = time.monotonic() + timeout
-    while left := [p for p in processes() if p.status() != psutil.STATUS_ZOMBIE]:
+    while left := still_running(processes()):
         assert time.monotonic() < deadline, f"left running: {left}"
         time.sleep(0.05)
 
