@@ -320,15 +320,13 @@ def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
     assert largest_difference(first["parameters"], dict(model.named_parameters())) < 1e-6
 
 
-def running(job):
-    return still_running(job.processes())
-
-
 def assert_nothing_left(job):
     try:
         import psutil
 
-        left = psutil.wait_procs(running(job), timeout=5)[1]  # helpers that end by themselves
+        left = psutil.wait_procs(still_running(job.processes()), timeout=5)[
+            1
+        ]  # helpers that end by themselves
     finally:
         job.kill()
     assert not left, f"left running: {left}\n{job.output}"

@@ -213,6 +213,22 @@ def ring_of(world: int) -> list:
     return held
 
 
+def test_orders_of_computing_and_sending(shown):
+    in_turn = [(0, 1, 1, 2), (2, 3, 3, 4), (4, 5, 5, 6)]
+    overlapped = [
+        (0, 1, 1, 2),
+        (2, 3, 3, 5),
+        (4, 5, 5, 6),
+    ]  # the third begins before the second ends
+    cost_of_communication.orders({"sequential": in_turn, "overlapped": overlapped})
+    for exchanged in (
+        {"sequential": overlapped[1:], "overlapped": in_turn},
+        {"sequential": in_turn, "overlapped": in_turn},
+    ):
+        with pytest.raises(AssertionError, match=r"one after the other|nothing overlaps"):
+            cost_of_communication.orders(exchanged)
+
+
 def test_ring(shown):
     held = ring_of(3)
     point_to_point.ring(held)

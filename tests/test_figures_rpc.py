@@ -27,6 +27,16 @@ def test_right_data_is_drawn():
     rpc.accuracy(STALE, {0.1: (0.9, 0.9, 0.9), 1.0: (0.9, 0.2, 0.1)}, lambda s: 1 / (s + 1))
 
 
+def test_rare_old_pushes_have_bars(monkeypatch):
+    monkeypatch.setattr(rpc.figures, "show", lambda figure: None)  # which would close it
+    pushes = [(1, 0), (2, 1), *[(2, 0)] * 130, (1, 131)]
+    rpc.staleness(pushes)
+    first, second = plt.gcf().axes
+    counts = [[bar.get_height() for bar in ax.patches] for ax in (first, second)]
+    assert counts == [[1, 0, 0, 0, 0, 0, 0, 0, 1], [130, 1, 0, 0, 0, 0, 0, 0, 0]]
+    assert [label.get_text() for label in first.get_xticklabels()][-1] == "128"
+
+
 @pytest.mark.parametrize(
     "ran",
     [
