@@ -349,6 +349,22 @@ def test_a_dead_rank_is_named_at_once(make_groups):
     assert time.monotonic() - started < 15  # not after the time-out of 20 s
 
 
+def test_the_first_death_is_named_also_by_who_hears_of_the_second_first(make_groups, monkeypatch):
+    """Rank 1 dies, rank 2 dies of that, and rank 0 has not been told by its own connection yet."""
+    lose = Wire.lose
+    monkeypatch.setattr(
+        Wire, "lose", lambda w, peer, why: (w.rank, peer) == (0, 1) or lose(w, peer, why)
+    )
+    groups = make_groups(3)
+    waits = [group.barrier() for group in (groups[0], groups[2])]
+    groups[1].abort()
+    found = messages(on_all([waits[1]], lambda work: work.wait()))
+    groups[2].abort()
+    found += messages(on_all([waits[0]], lambda work: work.wait()))
+    for rank, text in zip((2, 0), found, strict=True):
+        assert re.match(rf"rank {rank}, barrier .*: rank 1 is gone: its connection has ended", text)
+
+
 def test_who_has_left_is_missed_only_by_those_who_want_something(make_groups):
     groups = make_groups(3)
     groups[2].send([torch.ones(1)], 0, 0)

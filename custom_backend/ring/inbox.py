@@ -34,7 +34,7 @@ class Inbox:
         self._kept = defaultdict(deque)  # (source, kind, number) -> messages in their order
         self._expected = []  # (source, kind, number, Future), oldest first
         self._lost = {}  # source -> why nothing comes from it any more
-        self._dead = []  # those of them that did not say goodbye, the first one first
+        self.death = None  # of the first rank that ended without a goodbye: a sentence
 
     def expect(self, source: int | None, kind: int, number: int) -> Future:
         future = Future()
@@ -56,21 +56,17 @@ class Inbox:
         if future is not None:  # without the lock: what hangs on the Future runs now
             future.set_result(message)
 
-    def lose(self, source: int, why: str, died: bool) -> None:
-        """died: it is gone without a goodbye, so no collective can be finished any more."""
+    def lose(self, source: int, why: str) -> None:
+        """Nothing comes from this source any more."""
         with self._lock:
             self._lost.setdefault(source, why)
-            if died:
-                self._dead.append(source)
-            waiting, self._expected, hopeless = self._expected, [], []
-            for wanted, kind, number, future in waiting:
-                reason = self._hopeless(wanted, kind)
-                if reason is None:
-                    self._expected.append((wanted, kind, number, future))
-                else:
-                    hopeless.append((future, reason))
-        for future, reason in hopeless:
-            future.set_exception(dist.DistBackendError(reason))
+        self._end_hopeless()
+
+    def mourn(self, why: str) -> None:
+        """Somebody is gone without a goodbye: no collective can be finished any more."""
+        with self._lock:
+            self.death = self.death or why
+        self._end_hopeless()
 
     def why_lost(self, source: int) -> str | None:
         return self._lost.get(source)
@@ -93,8 +89,20 @@ class Inbox:
             return message
         return None
 
+    def _end_hopeless(self) -> None:
+        with self._lock:
+            waiting, self._expected, hopeless = self._expected, [], []
+            for source, kind, number, future in waiting:
+                why = self._hopeless(source, kind)
+                if why is None:
+                    self._expected.append((source, kind, number, future))
+                else:
+                    hopeless.append((future, why))
+        for future, why in hopeless:
+            future.set_exception(dist.DistBackendError(why))
+
     def _hopeless(self, source: int | None, kind: int) -> str | None:
         """Why such a message cannot come any more."""
-        if kind == self.needs_all and self._dead:
-            return self._lost[self._dead[0]]  # in a ring, everybody waits for everybody
+        if kind == self.needs_all and self.death:
+            return self.death  # in a ring, everybody waits for everybody
         return self._lost.get(source)

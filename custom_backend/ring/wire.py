@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
@@ -35,6 +35,9 @@ TAGGED = 2  # send and recv: their tag
 WHERE = 3  # "in which collective are you?", asked when time is up
 HERE = 4  # the answer: of the thread that reads, also where the program does something else
 GOODBYE = 5  # the sender leaves the group properly
+DEATH = 6  # somebody has not: the sender is about to fail, and says whose fault it is
+
+A_MOMENT = 1.0  # seconds for what a living rank does at once
 
 
 class Wire:
@@ -55,8 +58,8 @@ class Wire:
         self.left = set()  # who said goodbye
         self.sockets = connect(store, rank, size, self.timeout, names)
         self.to_write = {peer: SimpleQueue() for peer in self.sockets}
+        self.readers = {p: start_thread(f"wire from {p}", self.read_from, p) for p in self.sockets}
         self.writers = [start_thread(f"wire to {p}", self.write_to, p) for p in self.sockets]
-        self.readers = [start_thread(f"wire from {p}", self.read_from, p) for p in self.sockets]
 
     def send(self, to: int, kind: int, number: int, tensor: torch.Tensor, label="") -> Future:
         """Start to send a contiguous tensor: not to be changed before the Future is done."""
@@ -79,6 +82,8 @@ class Wire:
                     why = f"it took no bytes for {self.timeout:g} s"
                     self.lose(peer, why)
                     shut(self.sockets[peer], socket.SHUT_RDWR)
+                if message.kind != DEATH:
+                    self.readers[peer].join(A_MOMENT)  # it finds the end too, and tells the others
                 sent.set_exception(dist.DistBackendError(f"rank {self.names[peer]} is gone: {why}"))
             del message, sent  # hold no tensor while waiting for the next
         shut(self.sockets[peer], socket.SHUT_WR)
@@ -114,15 +119,27 @@ class Wire:
             self.send(message.source, HERE, 0, torch.tensor(number), label)
         elif message.kind == GOODBYE:
             self.left.add(message.source)
+        elif message.kind == DEATH:
+            self.inbox.mourn(bytes(message.data.numpy()).decode())
         else:
             self.inbox.put(message)
 
     def lose(self, peer: int, why: str) -> None:
         """Nothing comes from this peer any more."""
         if peer in self.left:
-            self.inbox.lose(peer, f"rank {self.names[peer]} has left the group", died=False)
+            self.inbox.lose(peer, f"rank {self.names[peer]} has left the group")
         else:
-            self.inbox.lose(peer, f"rank {self.names[peer]} is gone: {why}", died=True)
+            why = f"rank {self.names[peer]} is gone: {why}"
+            if not self.inbox.death:
+                self.tell_others(peer, why)
+            self.inbox.mourn(why)
+            self.inbox.lose(peer, why)
+
+    def tell_others(self, dead: int, why: str) -> None:
+        """Before this rank fails, too, and perhaps dies of it: they would take it for the first."""
+        text = torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8)
+        others = [peer for peer in self.sockets if peer != dead]
+        wait([self.send(peer, DEATH, 0, text) for peer in others], A_MOMENT)
 
     def whereabouts(self, patience: float) -> dict[int, tuple[int, str] | None]:
         """peer -> number and label of the last collective it has begun; None: it did not answer."""
@@ -148,6 +165,7 @@ class Wire:
 
     def cut(self) -> None:
         """Leave at once: for the others it is as if this process had died."""
+        self.inbox.mourn("this rank has cut its connections")
         for peer, connection in self.sockets.items():
             shut(connection, socket.SHUT_RDWR)
             self.to_write[peer].put(None)
