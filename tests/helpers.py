@@ -28,6 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent
 REPEAT = int(os.environ.get("REPEAT", "1"))  # how often what once failed rarely is tried
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
+# For Ray on a busy machine. Its first process ends when two others have not begun within 15 s
+# (ray-project/ray, issue 65983), so let them begin sooner; for itself it may have longer than 30 s.
+QUICK_RAY = {"PYTHONPATH": str(ROOT / "tests/quick_ray"), "RAY_raylet_start_wait_time_s": "120"}
+
 
 @functools.cache
 def warm_folder() -> Path:

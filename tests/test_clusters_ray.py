@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import os
 import re
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import warm
-from helpers import ROOT, Job, learned, python, reached, read_metrics
+from helpers import QUICK_RAY, ROOT, Job, learned, python, reached, read_metrics
 
 SCRIPT = ROOT / "clusters/ray/train.py"
 DDP, FSDP = ROOT / "ddp_basics/train.py", ROOT / "fsdp_basics/train.py"
@@ -25,21 +24,13 @@ needs_ray = pytest.mark.skipif(
     bool(MISSING), reason=f"no {MISSING} here: pip install -r requirements-clusters.txt"
 )
 
-# A training under Ray starts eight processes that each import Ray and PyTorch for seconds, and Ray
-# gives some of them 30 s to answer. Here they passed on two free processors, at times.
-needs_processors = pytest.mark.skipif(
-    (os.cpu_count() or 1) < 4,
-    reason="needs 4 processors: on 2, Ray's own time limits run out when something else runs",
-)
-
-
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of four CPUs, whatever the machine has: (its processes, what a driver must be told)."""
     with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
         told = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
         told |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
-        told |= {"RAY_raylet_start_wait_time_s": "120"}  # 30 are few on a busy machine
+        told |= QUICK_RAY
         told |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # a process less in each training
         with Job([sys.executable, "-c", RAY], **told) as head:
             found = head.wait_until(lambda: re.search(r"^here: (\S+)\n", head.output, re.M), 200)
@@ -72,7 +63,6 @@ def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
 
 
 @needs_ray
-@needs_processors
 @pytest.mark.slow
 def test_a_killed_rank(cluster, tmp_path):
     """fsdp_basics: Ray starts both ranks anew; the end is that of torchrun's run, bit for bit."""
@@ -121,7 +111,6 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @needs_ray
-@needs_processors
 @pytest.mark.slow
 def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
     """ddp_basics: each rate's training is torchrun's; one loses a worker of Ray's on the way."""
@@ -150,7 +139,6 @@ def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
 
 
 @needs_ray
-@needs_processors
 @pytest.mark.slow
 def test_more_workers_than_there_are_processors(cluster, tmp_path):
     args = ("--workers", 5, DDP, "--output-dir", tmp_path)

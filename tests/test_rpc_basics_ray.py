@@ -7,7 +7,7 @@ import tempfile
 
 import psutil
 import pytest
-from helpers import ROOT, Job, python
+from helpers import QUICK_RAY, ROOT, Job, python
 
 SCRIPT = ROOT / "rpc_basics/ray_parameter_server.py"
 needs_ray = pytest.mark.skipif(
@@ -21,9 +21,8 @@ needs_ray = pytest.mark.skipif(
 def test_actors_train_as_one_process_does():
     """The tolerance: fp32 means of two gradients, after 20 steps. What moved, moved by over 0.1."""
     with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
-        # Ray writes a token to HOME, and sockets and logs to the other. On a busy machine it needs
-        # minutes to start.
-        told = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_raylet_start_wait_time_s": "400"}
+        # Ray writes a token to HOME, and sockets and logs to the other.
+        told = {"HOME": folder, "RAY_TMPDIR": folder} | QUICK_RAY
         with Job([sys.executable, SCRIPT, "--timeout", 300], **told) as job:
             output = job.wait(800).check().output
             # Its last processes end a moment after the driver.
