@@ -24,6 +24,7 @@ needs_ray = pytest.mark.skipif(
     bool(MISSING), reason=f"no {MISSING} here: pip install -r requirements-clusters.txt"
 )
 
+
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of four CPUs, whatever the machine has: (its processes, what a driver must be told)."""
