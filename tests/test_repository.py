@@ -356,6 +356,20 @@ def test_the_first_page_shows_minimal_in_full(page):
     assert shows(text, (ROOT / "ddp_basics/minimal.py").read_text())
 
 
+def facts_of_rows(page: str) -> list[tuple]:
+    """Of each row of the page's tables: where its links lead, and its numbers, in any order."""
+    rows = re.findall(r"^\|.*", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    links = [re.findall(r"\]\(([^)#]+)\)", row) for row in rows]
+    return [
+        (to, sorted(re.findall(r"\d(?:[\d.,]*\d)?", row)))
+        for to, row in zip(links, rows, strict=True)
+    ]
+
+
+def test_both_first_pages_say_the_same():
+    assert facts_of_rows("README.zh-CN.md") == facts_of_rows("README.md")
+
+
 @pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
 def test_readme_shows_minimal_in_full(path):
     assert shows((path.parent / "README.md").read_text(encoding="utf-8"), path.read_text())
