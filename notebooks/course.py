@@ -4,6 +4,7 @@ start_ranks(2)    two processes that wait for %%px cells, joined in one Gloo pro
 gather("x")       what each rank calls `x`: a list in rank order
 stop_ranks()      end the processes; the end of the kernel, of whatever kind, does that too
 run_script("ddp_basics/train.py", "--epochs", 2, ranks=2)    runs a script of this repository
+quick_start()     from now on scripts need not import PyTorch: for pages that start many
 check(right, answer)    whether an exercise is solved: see exercises.py. Pictures: see figures/.
 """
 
@@ -17,11 +18,13 @@ import uuid
 from pathlib import Path
 
 import psutil
+import warm_server
 from exercises import check as check  # for the chapters
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = uuid.uuid4().hex  # marks, in the environment, every process that this kernel starts
 FOLDER = Path(tempfile.gettempdir(), f"course_{KERNEL}")  # for files that nobody needs later
+keep = []  # the pipe to warm_server.py, which ends when it is closed
 _client = None  # ipyparallel's connection to the ranks, while there are any
 
 
@@ -147,6 +150,18 @@ def run_script(
     if not show:
         return text["stdout"]
     print(text["stdout"], end="")
+
+
+def quick_start() -> None:
+    """From now on each `python` that the page starts is a fork of one that has imported PyTorch.
+
+    So are torchrun's ranks. Returns at once. Nothing changes where there is no Linux.
+    """
+    if sys.platform == "linux" and "WARM_PYTHON" not in os.environ:  # the tests have done it
+        folder = FOLDER / "warm"
+        keep.append(warm_server.start(folder, os.environ))
+        os.environ["WARM_PYTHON"] = str(folder)
+        sys.executable = str(folder / "python")
 
 
 def end_processes(mark: str) -> None:

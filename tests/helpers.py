@@ -25,6 +25,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "notebooks"))
+import warm_server  # noqa: E402
+
 REPEAT = int(os.environ.get("REPEAT", "1"))  # how often what once failed rarely is tried
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -37,14 +40,7 @@ QUICK_RAY = {"PYTHONPATH": str(ROOT / "tests/quick_ray"), "RAY_raylet_start_wait
 def warm_folder() -> Path:
     """The folder of a warm_server.py that lives as long as this process."""
     folder = Path(tempfile.mkdtemp(prefix="warm"))
-    # pyarrow, which scikit-learn imports where there is one, must not start a thread.
-    environment = clean_environment(
-        WARM_PYTHON_ROOM="x" * 2**16, JE_ARROW_MALLOC_CONF="background_thread:false"
-    )
-    command = [sys.executable, ROOT / "tests/warm_server.py", folder, "x" * 2**13]
-    server = subprocess.Popen(
-        command, stdin=subprocess.PIPE, env=environment, cwd=ROOT, start_new_session=True
-    )
+    server = warm_server.start(folder, clean_environment())
     deadline = time.monotonic() + 120
     while not (folder / "server.json").exists():
         if server.poll() is not None or time.monotonic() > deadline:

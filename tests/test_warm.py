@@ -1,4 +1,4 @@
-"""tests/warm_python.py: a fork that stands in for a new Python is like one."""
+"""notebooks/warm_python.py: a fork that stands in for a new Python is like one."""
 
 import json
 import os
@@ -25,7 +25,9 @@ def test_warm_ranks_print_whole_lines(tmp_path):
     assert sorted(lines) == sorted(f"rank {r} {i}" for r in (0, 1) for i in range(5000))
 
 
-@pytest.mark.parametrize("name", ["helpers", "warm", "copies", "check_environment", "train"])
+@pytest.mark.parametrize(
+    "name", ["helpers", "warm", "copies", "check_environment", "train", "course", "warm_server"]
+)
 def test_warm_ranks_do_not_see_the_tests(tmp_path, name):
     script = tmp_path / "imports.py"
     script.write_text(f"import torch\nimport {name}\n")

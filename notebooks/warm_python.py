@@ -1,4 +1,4 @@
-"""Stands in for `python` in tests: what it is told to run runs in a fork that has PyTorch loaded.
+"""Stands in for `python`: what it is told to run runs in a fork that has PyTorch loaded.
 
     WARM_PYTHON=FOLDER python -IS warm_python.py [-u] SCRIPT|-m MODULE ARGUMENTS...
 
@@ -8,7 +8,8 @@ This process passes signals on to it and ends as it ends; if this one is killed,
 Whoever looks for a job by its arguments or environment, as with ps, finds the fork only. Where a
 fork would not be like a new process, this process becomes a plain `python` instead (exec).
 
-Only modules that are loaded in milliseconds are imported here.
+The tests and course.quick_start() use it: to import PyTorch takes a processor for 2 to 5 seconds,
+in torchrun and in each rank. Only what is imported in milliseconds is imported here.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 
 # What Python and PyTorch read when they start or are imported:
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_", "HF_", "CUDA_")
@@ -33,6 +35,7 @@ READ_LATER = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
+PATIENCE = 120  # seconds until the server has imported everything
 MAKES_NAMESPACES = "lab.py"  # process 1 of one must not be a fork's stand-in
 NAMESPACES = ("cgroup", "ipc", "user", "pid", "net", "uts", "mnt")
 ENTERED = {"pid", "net", "uts", "mnt"}  # the fork follows this process there: hosts of a lab
@@ -42,7 +45,12 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 def main() -> None:
     arguments = sys.argv[1:]
-    server = json.loads(read(f"{os.environ['WARM_PYTHON']}/server.json"))
+    until = time.monotonic() + PATIENCE
+    while not os.path.exists(address := f"{os.environ['WARM_PYTHON']}/server.json"):
+        if time.monotonic() > until:
+            sys.exit(f"warm_python.py: no {address} after {PATIENCE} s")
+        time.sleep(0.02)
+    server = json.loads(read(address))
     command = arguments[1:] if arguments[:1] == ["-u"] else arguments
     is_plain = bool(command) and (command[0] == "-m" or not command[0].startswith("-"))
     is_plain = is_plain and os.path.basename(command[0]) != MAKES_NAMESPACES

@@ -1,10 +1,10 @@
-"""Forks the processes of warm_python.py: see there.
+"""Forks the processes of warm_python.py: see there. For Linux.
 
-    WARM_PYTHON_ROOM=xxx python warm_server.py FOLDER xxx < PIPE
+    server = warm_server.start(folder, environment)
 
-Ends, with all its forks, when PIPE is closed: whoever holds it is gone then. FOLDER gets
-server.json and tools for the PATH. The two xxx are as long as a fork's environment and arguments
-may be, which are written over them.
+`folder` has a `python` and a `torchrun` for the PATH then. They wait until the server has imported
+everything. It ends, with all its forks, when the pipe to it is closed: server.communicate(), or the
+end, of whatever kind, of the process that has started it.
 
 It forks from a process with one thread. To fork from torchrun's agent, which has several, would let
 one start in thirty hang: on a lock that another thread held in that moment.
@@ -24,6 +24,7 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -45,6 +46,19 @@ IMPORTED = (
 )
 
 
+def start(folder: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """A server in the background. environment: what it, and a fork at its start, has read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tools(folder)
+    # As long as a fork's environment and arguments may be, which are written over these. And
+    # pyarrow, which scikit-learn imports where there is one, must not start a thread.
+    room = {"WARM_PYTHON_ROOM": "x" * 2**16, "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    command = [sys.executable, __file__, folder, "x" * 2**13]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, env=environment | room, start_new_session=True
+    )
+
+
 class Fork(Exception):
     """Raised in a fork, out of the server's loop: (request, connection to the stand-in, files)."""
 
@@ -60,7 +74,6 @@ class Server:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"{folder}/socket")
         self.listener.listen(256)
-        make_tools(folder)
         about = {
             "address": f"{folder}/socket",
             "executable": sys.executable,
