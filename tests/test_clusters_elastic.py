@@ -159,8 +159,10 @@ class Hosts(Lab):
     def start_agent(self, host: int, *more, restarts: int = 100) -> Job:
         torchrun = [*TORCHRUN, "--nnodes=1:3", "--nproc-per-node=1", f"--max-restarts={restarts}"]
         torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29500", "--rdzv-id=elastic"]
-        # An agent that is silent for 6 s counts as lost: 3 s are too short for a busy machine.
-        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
+        # An agent that is silent for 6 s counts as lost: 3 s are too short for a busy machine. The
+        # agents wait 4 s for each other: where one takes longer to end its rank they begin over and
+        # over, each time without another one.
+        conf = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=6"
         torchrun += [f"--rdzv-conf={conf}", self.script, "--output-dir", self.folder / "run"]
         command = (*torchrun, "--timeout", 10, *more)
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
