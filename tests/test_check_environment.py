@@ -126,6 +126,7 @@ def run(*command):
     )
 
 
+@pytest.mark.slow
 def test_here():
     """The real thing, in the environment that runs the tests."""
     result = run(sys.executable, ROOT / "check_environment.py")

@@ -66,6 +66,7 @@ def test_a_job_that_ends_well_leaves_no_record(tmp_path):
         (("--bug", "other"), "invalid choice: 'other'"),
     ],
 )
+@pytest.mark.slow
 def test_bad_arguments(args, says):
     result = subprocess.run(
         [sys.executable, SCRIPT, *args], capture_output=True, text=True, timeout=60

@@ -75,6 +75,7 @@ def test_dice_agree(save, restart, mtbf):
     assert abs(statistics.mean(runs) - goodput(interval, save, restart, mtbf)) < 4 * error
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_agree():
     """A sleep is never shorter than asked for: nothing is gained over what is on paper. It may be
     longer on a busy machine, hence only half of that is asked for."""

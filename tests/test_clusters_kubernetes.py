@@ -272,6 +272,7 @@ def test_the_image_has_what_the_manifests_want():
         ("os.kill(os.getpid(), 9)", 137),
     ],
 )
+@pytest.mark.slow
 def test_the_status_is_the_ranks(tmp_path, line, status):
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys\n{line}\n")

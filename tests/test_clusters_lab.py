@@ -88,6 +88,7 @@ def test_a_command_keeps_its_arguments_its_directory_and_its_status(hosts):
     assert result.output == f"{ROOT} ['a b', '$HOME', '-x']\n"
 
 
+@pytest.mark.slow
 def test_cables_are_cut_mended_and_slowed(hosts):
     command = [sys.executable, LAB, "--name", hosts, "exec", 2, "--", sys.executable, "-c", SERVER]
     with Job(command) as server:

@@ -171,6 +171,7 @@ def test_what_is_wrong_is_named(lab, tmp_path):
         assert line == pattern or re.fullmatch(pattern, line), lines
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_asked(lab):
     with Job([sys.executable, CLUSTERS / "preflight.py", "--lab", 4], LAB=lab.name) as job:
         result = job.wait(60)

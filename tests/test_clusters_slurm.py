@@ -109,6 +109,7 @@ def cluster(running):
     running.wait_until(running.idle)
 
 
+@pytest.mark.slow
 def test_a_partition_that_does_not_exist(cluster):
     result = cluster.run("sbatch", "--partition=gpu", SLURM / "train.sbatch", TRAIN)
     assert result.returncode == 1  # sbatch says it itself
@@ -116,6 +117,7 @@ def test_a_partition_that_does_not_exist(cluster):
 
 
 @pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
+@pytest.mark.slow
 def test_a_script_that_does_not_exist(cluster, file, tmp_path):
     log = tmp_path / "log"
     assert cluster.finish(SLURM / file, "ddp_basics/tain.py", output=log) == 2
@@ -131,6 +133,7 @@ print(socket.gethostname(), *(os.environ[name] for name in names.split()))
 """
 
 
+@pytest.mark.slow
 def test_interactive(cluster, tmp_path):
     """What a batch script does, it does within salloc as well."""
     script = tmp_path / "tell.py"

@@ -84,6 +84,7 @@ def test_a_bad_moment_is_no_straggler(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_a_job_names_its_slow_rank():
     """The sleep makes its own work 30 ms at least, on any machine; a whole step is equal for all,
     as each waits for the slow one."""
@@ -105,6 +106,7 @@ def test_a_job_names_its_slow_rank():
         ({"RANK": "0", "WORLD_SIZE": "2"}, "there is no rank 2 in a job of 2"),
     ],
 )
+@pytest.mark.slow
 def test_mistakes_are_one_sentence(environment, says):
     result = python(SCRIPT, "--slow-rank", 2, timeout=60, **environment)
     assert result.returncode == 2

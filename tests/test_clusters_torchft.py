@@ -232,6 +232,7 @@ def test_a_lost_lighthouse_ends_all_groups(group, tmp_path):
     assert len(committed(read_lines(log))) <= steps + 1  # the one that was under way
 
 
+@pytest.mark.slow
 def test_no_lighthouse(group):
     address = f"http://localhost:{free_port()}"
     script = FOLDER / "train.py"

@@ -97,6 +97,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtyp
 
 
 @each_dtype
+@pytest.mark.slow
 def test_one_to_all_and_all_to_one(got, world, dtype):
     for shape, root in itertools.product(SHAPES, (0, world - 1)):
         xs = [given(world, rank, shape, dtype) for rank in range(world)]
@@ -109,6 +110,7 @@ def test_one_to_all_and_all_to_one(got, world, dtype):
 
 
 @each_dtype
+@pytest.mark.slow
 def test_all_to_all_ranks(got, world, dtype):
     for shape in SHAPES:
         xs, key = [given(world, rank, shape, dtype) for rank in range(world)], (str(dtype), shape)

@@ -28,6 +28,7 @@ def found(request, tmp_path_factory) -> tuple[int, list[dict]]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.slow
 def test_equals_a_plain_computation(found, operation):
     world, saved = found
     for rank, results in enumerate(saved):

@@ -40,6 +40,7 @@ def saved(folder: Path, ranks: int) -> list:
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "zero_copy", "barrier", "recv", "send", "future"])
+@pytest.mark.slow
 def test_a_killed_rank_is_named_at_once(tmp_path, call):
     milliseconds = []
     for turn in range(REPEAT):
@@ -84,6 +85,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path):
 # ---- a rank is late, or calls something else
 
 
+@pytest.mark.slow
 def test_a_time_out_names_who_is_missing_and_where(tmp_path):
     """Rank 2 is in recv; who runs out of time first depends, and all hear the same."""
     calls = run("late", tmp_path, 3)
@@ -254,6 +256,7 @@ def small_source(tmp_path, monkeypatch) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_a_killed_build_does_not_block_the_next(small_source):
     directory = build.cache() / build.fingerprint()
     unfinished = directory / "unfinished"
@@ -270,6 +273,7 @@ def test_a_killed_build_does_not_block_the_next(small_source):
         build.load()
 
 
+@pytest.mark.slow
 def test_what_the_compiler_says_is_shown(small_source):
     small_source.write_text("int main() { return forty_two; }\n")
     with pytest.raises(

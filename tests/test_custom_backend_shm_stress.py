@@ -13,6 +13,7 @@ OPERATIONS = 500
 
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 1), (3, 2), (4, 3)])
 @pytest.mark.timeout(120 + 120 * REPEAT)
+@pytest.mark.slow
 def test_random_operations_equal_gloo(ranks, seed):
     count = OPERATIONS * REPEAT
     result = warm.run(

@@ -27,6 +27,7 @@ def seen(request, tmp_path_factory) -> tuple[int, list, list]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_trains_as_on_gloo(seen, way):
     ranks, on_shm, on_gloo = seen
     if ranks != 2 and way in ("pipeline", "tensor parallel"):

@@ -159,6 +159,7 @@ for step in range(1, 10_000):
 
 
 @pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.slow
 def test_kill_9_during_a_save_leaves_a_whole_checkpoint(tmp_path, attempt):
     """A process that does nothing but save is killed while the temporary file grows."""
     script, path = tmp_path / "saver.py", tmp_path / "checkpoint.pt"
@@ -365,6 +366,7 @@ print("gloo threads", sum("gloo" in name for name in threads()))
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads thread names from /proc")
+@pytest.mark.slow
 def test_leaving_joins_the_threads_of_the_group(tmp_path):
     """The cause of the abort at exit, not its frequency: no thread of Gloo may be left."""
     script = tmp_path / "leave.py"
@@ -372,6 +374,7 @@ def test_leaving_joins_the_threads_of_the_group(tmp_path):
     assert "gloo threads 0" in python(script, "drop", cold=True).check().output
 
 
+@pytest.mark.slow
 def test_a_model_that_outlives_the_group_is_warned_of(tmp_path):
     """The work is done: to fail now would make --max-restarts do it again."""
     script = tmp_path / "leave.py"

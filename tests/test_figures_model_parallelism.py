@@ -89,6 +89,7 @@ def test_timelines_refuse_what_cannot_be(shown):
         pipeline.timelines({"GPipe": lines[::-1]})
 
 
+@pytest.mark.slow
 def test_ring(shown):
     seen = [[(rank - step) % 4 for step in range(4)] for rank in range(4)]
     context_parallel.ring(seen)

@@ -424,6 +424,7 @@ def script(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_run_script_prints_in_rank_order(script, capsys):
     course.run_script(script, "ok", ranks=3)
     assert capsys.readouterr().out == "here is 0\nhere is 1\nhere is 2\n"
@@ -431,6 +432,7 @@ def test_run_script_prints_in_rank_order(script, capsys):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
 def test_run_script_raises_what_the_script_raises(script, ranks):
     with pytest.raises(RuntimeError, match=r"failed with exit status 1\n(.|\n)*no such digit: 11"):
         course.run_script(script, "raise", ranks=ranks, timeout=300)
@@ -438,6 +440,7 @@ def test_run_script_raises_what_the_script_raises(script, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
 def test_run_script_returns_all_that_was_printed(script, ranks):
     printed = course.run_script(script, "talk", ranks=ranks, show=False)
     expected = []
@@ -509,6 +512,7 @@ signal.pause()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there are no forks elsewhere")
+@pytest.mark.slow
 def test_scripts_start_quickly_and_nothing_outlives_the_kernel(tmp_path):
     script, page = tmp_path / "script.py", tmp_path / "page.py"
     script.write_text("import sys\nprint('torch' in sys.modules)\n")

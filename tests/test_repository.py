@@ -455,6 +455,7 @@ def options_of(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PARSING, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.slow
 def test_help(path, helps):
     status, text = helps[path]
     assert status == 0, f"{path} --help: {status}"

@@ -137,6 +137,7 @@ def test_the_gradient_of_the_policy():
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reward_rises():
     """16 games a round, 48 in three rounds. Over five seeds it became 2.4 to 3.8 times as much."""
     output = run(INFERENCE, "--games", 8, "--rounds", 15, ranks=3)
@@ -145,6 +146,7 @@ def test_the_reward_rises():
     assert float(end) > 2 * float(begin)
 
 
+@pytest.mark.slow
 def test_two_agents_learn_one_policy():
     output = run(INFERENCE, "--agents", 2, "--games", 2, "--rounds", 3, ranks=5)
     assert "2 agent(s) with the same policy: True" in output

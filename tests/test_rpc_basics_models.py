@@ -41,6 +41,7 @@ TOLERANCE = {"sgd": (1e-6, 1e-6), "adamw": (1e-6, 1e-5)}
     ("ranks", "servers", "optimizer"),
     [(3, 1, "adamw"), (4, 2, "sgd"), (5, 2, "sgd"), (6, 3, "sgd")],
 )
+@pytest.mark.slow
 def test_table_on_servers_and_dense_layers_under_ddp(ranks, servers, optimizer):
     """5 ranks, two servers: three trainers. Three servers: 1,088 rows do not divide by three."""
     command = (SCRIPTS / "ddp_with_rpc.py", "--servers", servers, "--optimizer", optimizer)

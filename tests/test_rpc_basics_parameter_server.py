@@ -48,6 +48,7 @@ def differences(output: str) -> list[tuple[float, float]]:
     ],
     ids=["digits", "two servers, text", "uneven shares", "no momentum"],
 )
+@pytest.mark.slow
 def test_synchronous_is_one_process(ranks, args):
     """Tolerance: the same sums of fp32 in another order; what moved, moved 10,000 times as far."""
     output = run("--compare", "--steps", 5, *args, ranks=ranks)
@@ -59,6 +60,7 @@ def test_synchronous_is_one_process(ranks, args):
     assert float(moved) > 1e-2
 
 
+@pytest.mark.slow
 def test_compressed_gradients_differ_by_what_they_leave_out():
     """Of gradients up to 0.1: fp16 has 11 bits, int8 one in 127, topk leaves out all but 5 %."""
     output = run("--compare", "--steps", 5, "--compress", *KINDS)
@@ -100,6 +102,7 @@ def test_asynchronous_learns_what_synchronous_learns():
     assert all(row["staleness"] == "0.0" for row in table if row["mode"] == "sync")
 
 
+@pytest.mark.slow
 def test_staleness_is_measured_and_bounded(tmp_path):
     picture = tmp_path / "staleness.png"
     args = ("--mode", "async", "--steps", 60, "--pull-every")

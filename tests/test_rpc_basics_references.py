@@ -48,6 +48,7 @@ def test_lifetime_needs_three_workers():
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.slow
 def test_both_pipelines_have_the_gradients_of_one_process(microbatches):
     """The tolerance: fp32 sums over micro-batches; the largest gradient is some 1e-1."""
     command = (SCRIPTS / "pipeline_with_rpc.py", "--microbatches", microbatches, "--repeats", 2)

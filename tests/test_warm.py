@@ -12,7 +12,10 @@ import pytest
 import warm
 from helpers import ROOT, Job, clean_environment, python, torchrun, warm_folder
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are no forks elsewhere")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="there are no forks elsewhere"),
+]
 
 
 def test_warm_ranks_print_whole_lines(tmp_path):
