@@ -18,7 +18,6 @@ import uuid
 from pathlib import Path
 
 import psutil
-import warm_server
 from exercises import check as check  # for the chapters
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,13 +154,18 @@ def run_script(
 def quick_start() -> None:
     """From now on each `python` that the page starts is a fork of one that has imported PyTorch.
 
-    So are torchrun's ranks. Returns at once. Nothing changes where there is no Linux.
+    So are torchrun's ranks. Returns at once. Nothing changes where there is no Linux, or where the
+    folder of temporary files has too long a name for a socket, or may not hold programs.
     """
-    if sys.platform == "linux" and "WARM_PYTHON" not in os.environ:  # the tests have done it
-        folder = FOLDER / "warm"
+    folder = FOLDER / "warm"
+    possible = sys.platform == "linux" and len(str(folder)) < 90
+    if possible and "WARM_PYTHON" not in os.environ:  # there it is in the tests
+        import warm_server
+
         keep.append(warm_server.start(folder, os.environ))
-        os.environ["WARM_PYTHON"] = str(folder)
-        sys.executable = str(folder / "python")
+        if os.access(folder / "python", os.X_OK):
+            os.environ["WARM_PYTHON"] = str(folder)
+            sys.executable = str(folder / "python")
 
 
 def end_processes(mark: str) -> None:

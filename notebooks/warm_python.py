@@ -35,7 +35,7 @@ READ_LATER = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
-PATIENCE = 120  # seconds until the server has imported everything
+PATIENCE = 60  # seconds until the server has imported everything
 MAKES_NAMESPACES = "lab.py"  # process 1 of one must not be a fork's stand-in
 NAMESPACES = ("cgroup", "ipc", "user", "pid", "net", "uts", "mnt")
 ENTERED = {"pid", "net", "uts", "mnt"}  # the fork follows this process there: hosts of a lab
@@ -47,8 +47,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     until = time.monotonic() + PATIENCE
     while not os.path.exists(address := f"{os.environ['WARM_PYTHON']}/server.json"):
-        if time.monotonic() > until:
-            sys.exit(f"warm_python.py: no {address} after {PATIENCE} s")
+        if time.monotonic() > until:  # it has failed: then without it
+            os.execv(sys.executable, [sys.executable, *arguments])
         time.sleep(0.02)
     server = json.loads(read(address))
     command = arguments[1:] if arguments[:1] == ["-u"] else arguments
