@@ -351,9 +351,12 @@ def test_a_dead_rank_is_named_at_once(make_groups):
 
 def test_the_first_death_is_named_also_by_who_hears_of_the_second_first(make_groups, monkeypatch):
     """Rank 1 dies, rank 2 dies of that, and rank 0 has not been told by its own connection yet."""
-    lose = Wire.lose
+    lose, tell, told = Wire.lose, Wire.tell_others, []
     monkeypatch.setattr(
         Wire, "lose", lambda w, peer, why: (w.rank, peer) == (0, 1) or lose(w, peer, why)
+    )
+    monkeypatch.setattr(
+        Wire, "tell_others", lambda w, dead, why: told.append((w.rank, dead)) or tell(w, dead, why)
     )
     groups = make_groups(3)
     waits = [group.barrier() for group in (groups[0], groups[2])]
@@ -363,6 +366,10 @@ def test_the_first_death_is_named_also_by_who_hears_of_the_second_first(make_gro
     found += messages(on_all([waits[0]], lambda work: work.wait()))
     for rank, text in zip((2, 0), found, strict=True):
         assert re.match(rf"rank {rank}, barrier .*: rank 1 is gone: its connection has ended", text)
+    assert eventually(
+        lambda: not any(reader.is_alive() for reader in groups[1].wire.readers.values())
+    )
+    assert told == [(2, 1)]  # who aborts blames nobody; who has been told does not tell of the next
 
 
 def test_who_has_left_is_missed_only_by_those_who_want_something(make_groups):
