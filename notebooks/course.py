@@ -23,8 +23,8 @@ from exercises import check as check  # for the chapters
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = uuid.uuid4().hex  # marks, in the environment, every process that this kernel starts
 FOLDER = Path(tempfile.gettempdir(), f"course_{KERNEL}")  # for files that nobody needs later
-keep = []  # the pipe to warm_server.py, which ends when it is closed
 _client = None  # ipyparallel's connection to the ranks, while there are any
+_server = None  # of quick_start(): it ends when nobody holds the pipe to it
 
 
 def start_ranks(n: int = 2, timeout: float = 20) -> None:
@@ -157,12 +157,13 @@ def quick_start() -> None:
     So are torchrun's ranks. Returns at once. Nothing changes where there is no Linux, or where the
     folder of temporary files has too long a name for a socket, or may not hold programs.
     """
+    global _server
     folder = FOLDER / "warm"
     possible = sys.platform == "linux" and len(str(folder)) < 90
     if possible and "WARM_PYTHON" not in os.environ:  # there it is in the tests
         import warm_server
 
-        keep.append(warm_server.start(folder, os.environ))
+        _server = warm_server.start(folder, os.environ)
         if os.access(folder / "python", os.X_OK):
             os.environ["WARM_PYTHON"] = str(folder)
             sys.executable = str(folder / "python")
