@@ -35,6 +35,16 @@ def test_actors_train_as_one_process_does():
 
 
 @needs_ray
+def test_ray_is_imported_without_what_it_does_not_need(tmp_path):
+    """QUICK_RAY, without which it did not come up on a busy machine."""
+    script = tmp_path / "imports.py"
+    script.write_text("import sys, ray\nprint(*sys.modules)\n")
+    loaded = python(script, timeout=100, cold=True, **QUICK_RAY).check().output.split()
+    assert "ray" in loaded
+    assert "rfc3987_syntax.syntax_helpers" not in loaded
+
+
+@needs_ray
 def test_trainers_that_do_not_divide_the_batch():
     result = python(SCRIPT, "--trainers", 7, timeout=60)
     assert result.returncode == 2
