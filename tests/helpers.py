@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,24 +126,20 @@ class Job:
         return read.decode(errors="replace")  # a character may be half written
 
     def processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("TEST_JOB_MARK") == self.mark:
-                    found.append(process)
-            except psutil.Error:
-                pass  # gone, or another user's
-        return found
+        return those(lambda p: p.environ().get("TEST_JOB_MARK") == self.mark)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks that run now, in order."""
-        ranks = [p for p in self.processes() if "RANK" in p.environ()]
-        return sorted(ranks, key=lambda p: int(p.environ()["RANK"]))
+        numbers = {}
+        for process in self.processes():
+            with contextlib.suppress(*GONE, KeyError):  # KeyError: no rank
+                numbers[process] = int(process.environ()["RANK"])
+        return sorted(numbers, key=numbers.get)
 
     def agents(self) -> list[psutil.Process]:
         """torchrun's own processes, one a host."""
         started_as = ["-m", "torch.distributed.run"]
-        return [p for p in self.processes() if p.cmdline()[1:3] == started_as]
+        return those(lambda p: p.cmdline()[1:3] == started_as, self.processes())
 
     def kill(self) -> list[psutil.Process]:
         """Kill whatever still runs; return what that was."""
@@ -192,14 +188,25 @@ class Job:
             time.sleep(max(0.005, 4 * (now - asked)))  # the job needs the processors itself
 
 
-def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended by now."""
+# What psutil raises about a process that ends while it is asked, or is another user's.
+GONE = (psutil.Error, FileNotFoundError)
+
+
+def those(
+    condition: Callable[[psutil.Process], bool], among: Iterable[psutil.Process] | None = None
+) -> list[psutil.Process]:
+    """Those processes (of this machine, or `among` some) of which that is true by now."""
     found = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error, FileNotFoundError):  # gone while we ask
-            if process.status() != psutil.STATUS_ZOMBIE:
+    for process in psutil.process_iter() if among is None else among:
+        with contextlib.suppress(*GONE):
+            if condition(process):
                 found.append(process)
     return found
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended by now."""
+    return those(lambda p: p.status() != psutil.STATUS_ZOMBIE, processes)
 
 
 def python(

@@ -144,13 +144,16 @@ class Hosts(Lab):
         super().__init__(name)
         self.folder, self.agents, self.all = folder, {}, []
         self.seen = []
-        # Each step takes 0.2 s while the file is there: time for something to happen.
+        # While the file is there a job takes longer to end than wait_for may take three times, and
+        # soon has done the steps that wait_for waits for: from its 10th on a step takes a second.
         (folder / "hold").touch()
         hold = (
+            "from itertools import count\n"
             "from torch.optim import SGD\n"
-            "step = SGD.step\n"
+            "step, done = SGD.step, count()\n"
             "def slowly(*args, **more):\n"
-            f"    time.sleep(0.2 * os.path.exists({str(folder / 'hold')!r}))\n"
+            f"    if os.path.exists({str(folder / 'hold')!r}):\n"
+            "        time.sleep(0.2 if next(done) < 10 else 1)\n"
             "    return step(*args, **more)\n"
             "SGD.step = slowly"
         )
@@ -159,9 +162,9 @@ class Hosts(Lab):
     def start_agent(self, host: int, *more, restarts: int = 100) -> Job:
         torchrun = [*TORCHRUN, "--nnodes=1:3", "--nproc-per-node=1", f"--max-restarts={restarts}"]
         torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29500", "--rdzv-id=elastic"]
-        # An agent that is silent for 6 s counts as lost: 3 s are too short for a busy machine. The
-        # agents wait 4 s for each other: where one takes longer to end its rank they begin over and
-        # over, each time without another one.
+        # An agent that is silent for 6 s counts as lost: 3 s are too short for a busy machine. Who
+        # waits for the agents' meeting looks once a second whether it has begun: one of 1 s would
+        # miss some, and they begin anew.
         conf = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=6"
         torchrun += [f"--rdzv-conf={conf}", self.script, "--output-dir", self.folder / "run"]
         command = (*torchrun, "--timeout", 10, *more)
@@ -179,7 +182,9 @@ class Hosts(Lab):
             if len(lines) >= steps:
                 return lines[0]
             time.sleep(0.05)
-        said = "\n".join(f"host{i}: {job.output[-4000:]}" for i, job in self.agents.items())
+        for job in self.agents.values():
+            job.abort()  # each process says what it was doing
+        said = "\n".join(f"host{i}: {job.output[-9000:]}" for i, job in self.agents.items())
         raise AssertionError(f"no {steps} steps of {ranks} ranks in {timeout} s\n{said}")
 
     def errors(self) -> list[str]:

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import lab_hosts
+import psutil
 import pytest
-from helpers import ROOT, Job, Result
+from helpers import ROOT, Job, Result, those
 from lab_hosts import LAB, Lab, name_of
 
 LAUNCH = ROOT / "clusters/torchrun/launch.py"
@@ -40,17 +41,9 @@ def lab(*args, name: str) -> Result:
     return Lab(name).run(*args)
 
 
-def processes_of(name: str) -> list[str]:
-    """Command lines of whatever belongs to that lab."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = place.read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if f"--name {name} " in line:
-            found.append(line)
-    return found
+def processes_of(name: str, command: str = "") -> list[psutil.Process]:
+    """Whatever belongs to that lab."""
+    return those(lambda p: f"--name {name} {command}" in " ".join(p.cmdline()))
 
 
 def network_devices() -> set[str]:
@@ -120,13 +113,13 @@ def test_nothing_is_left(hosts, end):
     before = network_devices()
     sleeper = [sys.executable, LAB, "--name", hosts, "exec", 1, "--", "sleep", "1000"]
     with Job(sleeper) as job:
-        job.wait_until(lambda: any(p.name() == "sleep" for p in job.processes()), 30)
-        (inner,) = (p for p in job.processes() if p.name() == "sleep")
-        parent, keeper = keepers(hosts)
+        (inner,) = job.wait_until(lambda: those(lambda p: p.name() == "sleep", job.processes()), 30)
+        # unshare, and the keeper, its child
+        parent, keeper = sorted(processes_of(hosts, "keep "), key=lambda p: p.pid)
         if end == "down":
             lab("down", name=hosts).check()
         else:
-            os.kill(keeper if end == "kill the keeper" else parent, signal.SIGKILL)
+            (keeper if end == "kill the keeper" else parent).kill()
         job.wait(30)
         assert not inner.is_running()
     until = time.monotonic() + 30
@@ -140,13 +133,6 @@ def test_nothing_is_left(hosts, end):
         f"lab.py: error: there is no lab of the name {hosts}; `lab.py up 3` makes one\n"
     )
     lab("up", 1, name=hosts).check()  # and a new one can be made
-
-
-def keepers(name: str) -> list[int]:
-    """unshare, and the keeper, its child."""
-    lines = {int(p.name): p / "cmdline" for p in Path("/proc").glob("[0-9]*")}
-    mark = f"--name {name} keep ".replace(" ", "\0")
-    return sorted(process for process, line in lines.items() if mark in line.read_text())
 
 
 def test_mistakes_are_one_sentence(hosts):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import warm
-from helpers import ROOT, Job, Result, clean_environment, learned
+from helpers import ROOT, Job, Result, clean_environment, learned, those
 
 SLURM = ROOT / "clusters/slurm"
 LAB = ROOT / "clusters/lab.py"
@@ -94,9 +94,8 @@ def running(tmp_path_factory):
             raise
         yield Cluster(name, conf, tmp_path_factory.mktemp("jobs"))
         job.process.terminate()
-        for process in job.processes():
-            if process.name() == "sleep":
-                process.kill()
+        for process in those(lambda p: p.name() == "sleep", job.processes()):
+            process.kill()
         assert job.wait(30).returncode == 143
         assert not job.kill()  # daemons and jobs have ended with it
         assert not Path(conf).parent.exists()
@@ -205,16 +204,13 @@ def test_a_world_that_does_not_divide(cluster, tmp_path):
 
 def of_jobs(cluster: Cluster) -> list[psutil.Process]:
     """Processes of Python on the nodes."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-        except psutil.Error:
-            continue
-        here = environment.get("SLURM_CONF") == cluster.environment["SLURM_CONF"]
-        if here and "SLURM_PROCID" in environment and process.name().startswith("python"):
-            found.append(process)
-    return found
+
+    def here(process) -> bool:
+        environment = process.environ()
+        ours = environment.get("SLURM_CONF") == cluster.environment["SLURM_CONF"]
+        return ours and "SLURM_PROCID" in environment and process.name().startswith("python")
+
+    return those(here)
 
 
 # train.py, which does not go on from step 30 before it is asked to stop, the first time.

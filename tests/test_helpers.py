@@ -1,10 +1,12 @@
 """tests/helpers.py: what a job prints is read whole, while it runs too."""
 
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from helpers import Job, python, read_metrics
+from helpers import Job, python, read_metrics, those
 
 LINES = 100_000
 PRINT_LINES = f"""
@@ -51,3 +53,16 @@ def test_a_line_that_is_half_written_is_not_read(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1}]
     log.write_text('{"step": 1}\n{"step": 2}\n')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_who_ends_while_asked_is_none_of_those():
+    def ends(process: psutil.Process) -> bool:
+        assert process.environ()
+        process.kill()
+        sleeper.wait(10)
+        return bool(process.environ())
+
+    with subprocess.Popen(["sleep", "1000"]) as sleeper:
+        asked = psutil.Process(sleeper.pid)
+        assert those(lambda p: p.name() == "sleep", [asked]) == [asked]
+        assert those(ends, [asked]) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from helpers import ROOT, Job, still_running
+from helpers import ROOT, Job, still_running, those
 
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
@@ -383,14 +383,8 @@ def wait_until_gone(processes, timeout: float = 20) -> None:
 
 def of_this_kernel() -> list[psutil.Process]:
     """Ranks and scripts that `course` has started here, and whatever they have started."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("COURSE_MARK", "").startswith(f"{course.KERNEL}/"):
-                found.append(process)
-        except psutil.Error:
-            pass  # gone, or another user's
-    return found
+    mark = f"{course.KERNEL}/"
+    return those(lambda p: p.environ().get("COURSE_MARK", "").startswith(mark))
 
 
 SCRIPT = """
@@ -520,7 +514,7 @@ def test_scripts_start_quickly_and_nothing_outlives_the_kernel(tmp_path):
     with Job([sys.executable, page], cwd=tmp_path, cold=True) as job:
         job.wait_until(lambda: "\nalive" in job.output, timeout=200)
         assert job.output.split() == ["False", "True", "True", "True", "alive"]
-        assert any("warm_server.py" in " ".join(p.cmdline()) for p in job.processes())
+        assert those(lambda p: "warm_server.py" in " ".join(p.cmdline()), job.processes())
         job.process.kill()
         job.process.wait()
         wait_until_gone(job.processes)

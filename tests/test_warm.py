@@ -218,3 +218,35 @@ def test_torchruns_ranks_are_forks(tmp_path):
     for cold in (True, False):
         result = torchrun(script, cold=cold).check()
         assert sorted(result.output.splitlines()) == [f"0 {not cold}", f"1 {not cold}"]
+
+
+NAMES = """
+import inspect
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+asked = []
+stack = inspect.stack
+inspect.stack = lambda: asked.append(True) or stack()[1:]
+
+class Executor:
+    def note(self):
+        return dynamic_rendezvous.get_method_name(), dynamic_rendezvous.get_method_name(depth=3)
+
+    def keep_alive(self):
+        return self.note()
+
+def agent():
+    return Executor().keep_alive()
+
+print(*agent(), bool(asked))
+"""
+
+
+def test_agents_in_forks_look_through_no_modules(tmp_path):
+    """torch.distributed.run's agent does for each of its notes, 0.25 s long where torch._dynamo and
+    transformers are imported: with a heart that beats once a second too often for two processors.
+    """
+    script = tmp_path / "names.py"
+    script.write_text(NAMES)
+    assert python(script, cold=True).check().output == "keep_alive agent True\n"
+    assert python(script).check().output == "keep_alive agent False\n"
