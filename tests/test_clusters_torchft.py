@@ -38,14 +38,35 @@ def arguments(steps: int) -> argparse.Namespace:
     return argparse.Namespace(groups=2, steps=steps)
 
 
+# train.py, in which a group that has been alone for 10 steps takes 3 s longer for each: the end
+# must not come before the other one is back, which takes half a minute on a busy machine.
+WAITS = """
+import runpy, sys, time
+import torchft
+participants, sleep, alone = torchft.Manager.num_participants, time.sleep, 0
+def num_participants(manager):
+    global alone
+    groups = participants(manager)
+    alone = alone + 1 if groups < 2 else 0
+    return groups
+torchft.Manager.num_participants = num_participants
+time.sleep = lambda seconds: sleep(seconds + 3 * (alone > 10))
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
 @pytest.fixture(scope="module")
 def killed(modules, tmp_path_factory):
-    """60 steps of two groups, slow enough for a restart on a busy machine; each of them is killed
-    once. (What was counted, the logs' lines, the two states at the end.)"""
+    """60 steps of two groups, each of which is killed once. (What was counted, the logs' lines, the
+    two states at the end.)"""
     kills, _ = modules
     folder = tmp_path_factory.mktemp("torchft")
+    (folder / "train.py").write_text(WAITS.format(script=str(FOLDER / "train.py")))
     before = set(psutil.Process().children(recursive=True))
-    found = kills.replica_groups(arguments(60), [(8, 1), (15, 0)], folder, "--pause", "0.4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kills, "HERE", folder)
+        found = kills.replica_groups(arguments(60), [(8, 1), (15, 0)], folder, "--pause", "0.4")
     assert not set(psutil.Process().children(recursive=True)) - before
     lines = [kills.read(folder / f"group{group}.jsonl") for group in range(2)]
     states = [torch.load(folder / f"group{group}.pt", weights_only=True) for group in range(2)]
