@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CalledProcessError
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import warm
-from helpers import QUICK_RAY, ROOT, Job, learned, python, reached, read_metrics
+from helpers import QUICK_RAY, ROOT, Job, before_others, learned, python, reached, read_metrics
 
 SCRIPT = ROOT / "clusters/ray/train.py"
 DDP, FSDP = ROOT / "ddp_basics/train.py", ROOT / "fsdp_basics/train.py"
@@ -33,8 +34,10 @@ def cluster():
         told |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
         told |= QUICK_RAY
         told |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # a process less in each training
-        with Job([sys.executable, "-c", RAY], **told) as head:
+        with Job(before_others(sys.executable, "-c", RAY), **told) as head:
             found = head.wait_until(lambda: re.search(r"^here: (\S+)\n", head.output, re.M), 200)
+            with suppress(OSError):  # it is up: from now on like others
+                Path(f"/proc/{head.process.pid}/autogroup").write_text("0")
             yield head, told | {"RAY_ADDRESS": found[1]}
 
 

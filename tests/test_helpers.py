@@ -1,12 +1,13 @@
 """tests/helpers.py: what a job prints is read whole, while it runs too."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers import Job, python, read_metrics, those
+from helpers import Job, before_others, python, read_metrics, those
 
 LINES = 100_000
 PRINT_LINES = f"""
@@ -66,3 +67,13 @@ def test_who_ends_while_asked_is_none_of_those():
         asked = psutil.Process(sleeper.pid)
         assert those(lambda p: p.name() == "sleep", [asked]) == [asked]
         assert those(ends, [asked]) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there are no such sessions elsewhere")
+def test_who_comes_before_others():
+    with Job(before_others("sh", "-c", "cat /proc/self/autogroup; exit 3")) as job:
+        result = job.wait(30)
+    assert result.returncode == 3
+    may = subprocess.run(["nice", "-n", "-1", "true"], capture_output=True)
+    if not may.stderr and os.access("/proc/self/autogroup", os.W_OK):
+        assert result.output.endswith(" nice -10\n")

@@ -7,7 +7,7 @@ import tempfile
 
 import psutil
 import pytest
-from helpers import QUICK_RAY, ROOT, Job, python
+from helpers import QUICK_RAY, ROOT, Job, before_others, python
 
 SCRIPT = ROOT / "rpc_basics/ray_parameter_server.py"
 needs_ray = pytest.mark.skipif(
@@ -23,7 +23,7 @@ def test_actors_train_as_one_process_does():
     with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
         # Ray writes a token to HOME, and sockets and logs to the other.
         told = {"HOME": folder, "RAY_TMPDIR": folder} | QUICK_RAY
-        with Job([sys.executable, SCRIPT, "--timeout", 300], **told) as job:
+        with Job(before_others(sys.executable, SCRIPT, "--timeout", 300), **told) as job:
             output = job.wait(800).check().output
             # Its last processes end a moment after the driver.
             left = psutil.wait_procs(job.processes(), timeout=120)[1]
