@@ -76,7 +76,9 @@ def test_answers_that_are_too_large():
     assert "1000000000000000: " in first.check().output
     assert "can't allocate memory" in first.output
     assert re.search(r"268435456: .*timeout", first.output)
-    assert "then [0.0, 0.0]\nleft\n" in first.output
+    assert "then [0.0, 0.0]\n" in first.output
+    # Before this torch may say that the late answer never came: the other one has ended.
+    assert first.output.endswith("left\n")
     assert "left\n" in second.check().output
 
 
