@@ -20,7 +20,7 @@ INFERENCE = ROOT / "rpc_basics/batched_inference.py"
 
 
 def run(script, *args, ranks: int) -> str:
-    return warm.run(script, *args, ranks=ranks, timeout=60).check().output
+    return warm.run(script, *args, ranks=ranks).check().output
 
 
 # ---- updates

@@ -19,7 +19,7 @@ SCRIPT = ROOT / "rpc_basics/parameter_server.py"
 
 
 def run(*args, ranks: int = 4) -> str:
-    return warm.run(SCRIPT, *args, ranks=ranks, timeout=60).check().output
+    return warm.run(SCRIPT, *args, ranks=ranks).check().output
 
 
 def rows(output: str) -> list[dict]:

@@ -18,7 +18,7 @@ def test_an_object_lives_as_long_as_the_references_to_it(tmp_path):
     """The script itself waits for the counts that it prints, and fails where they never come."""
     picture = tmp_path / "lifetime.png"
     command = (SCRIPTS / "rref_lifetime.py", "--rounds", 5, "--plot", picture)
-    output = warm.run(*command, ranks=3, timeout=60).check().output
+    output = warm.run(*command, ranks=3).check().output
     found = re.findall(LINE, output, re.MULTILINE)
     told = [(what.strip(), int(references), int(objects)) for what, references, objects in found]
     assert told == [
