@@ -162,6 +162,16 @@ class Job:
         self.process.wait(timeout=10)
         return alive
 
+    def left_running(self, patience: float = 10) -> list[psutil.Process]:
+        """Kill and return what does not end by itself soon, now that the command has ended.
+
+        multiprocessing's resource tracker, for one, ends when it sees that its parent has.
+        """
+        deadline = time.monotonic() + patience
+        while still_running(self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.kill()
+
     def wait(self, timeout: float = 300) -> Result:
         """Wait for the end; on time-out kill everything and raise with the output so far.
 
@@ -246,7 +256,7 @@ def torchrun(
     command = torchrun_command(script, *args, ranks=ranks, options=options)
     with Job(command, cwd, cold, **environment) as job:
         result = job.wait(timeout)
-        left = job.kill()
+        left = job.left_running()
         assert not left, f"left running: {left}\n{result.output[-3000:]}"
         return result
 

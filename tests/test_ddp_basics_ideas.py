@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import warm
-from helpers import REPEAT, ROOT, Job, python, still_running, torchrun
+from helpers import REPEAT, ROOT, Job, python, torchrun
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -320,23 +320,11 @@ def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
     assert largest_difference(first["parameters"], dict(model.named_parameters())) < 1e-6
 
 
-def assert_nothing_left(job):
-    try:
-        import psutil
-
-        left = psutil.wait_procs(still_running(job.processes()), timeout=5)[
-            1
-        ]  # helpers that end by themselves
-    finally:
-        job.kill()
-    assert not left, f"left running: {left}\n{job.output}"
-
-
 @pytest.mark.parametrize("how", ["spawn", "environment"])
 def test_dead_rank_ends_the_job(how):
     with Job([sys.executable, SPAWN, "--how", how, "--kill-rank", 1]) as job:
         result = job.wait(90)
-        assert_nothing_left(job)
+        assert not job.left_running(), job.output
     assert result.returncode == 1, result.output
     last = result.output.splitlines()[-1]
     assert re.fullmatch(r"spawn.py: rank 1 failed: .*(SIGKILL|-9); .* were stopped", last), last
@@ -348,7 +336,7 @@ def test_sigterm_stops_all_ranks(how):
         job.wait_until(lambda: "2 rank(s)" in job.output)
         job.process.send_signal(signal.SIGTERM)
         result = job.wait(60)
-        assert_nothing_left(job)
+        assert not job.left_running(), job.output
     assert result.returncode == 128 + signal.SIGTERM, result.output
 
 

@@ -56,6 +56,15 @@ def test_a_line_that_is_half_written_is_not_read(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
+@pytest.mark.parametrize(("lives_for", "is_left"), [(0.7, False), (60, True)])
+def test_a_process_that_ends_soon_after_its_parent_is_not_left(lives_for, is_left):
+    with Job(["sh", "-c", f"sleep {lives_for} & true"]) as job:
+        job.wait(60).check()
+        assert len(job.processes()) == 1  # or nothing was tried
+        assert bool(job.left_running(patience=10 - 9 * is_left)) == is_left
+        assert not job.processes()
+
+
 def test_who_ends_while_asked_is_none_of_those():
     def ends(process: psutil.Process) -> bool:
         assert process.environ()

@@ -27,7 +27,7 @@ def run(
     changes: of the environment.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    jobs = []
+    jobs, left = [], []
     try:
         for rank in range(ranks):
             told = environment(rank, ranks, store, **changes)
@@ -36,13 +36,14 @@ def run(
         if status is None:
             jobs[0].abort()
             raise TimeoutError(f"no end within {timeout} s\n{jobs[0].output[-20_000:]}")
+        if status == 0:
+            left = jobs[0].left_running()
     finally:
-        left = [process for job in jobs[:1] for process in job.kill()]  # they have one mark
         for job in jobs:
-            job.process.wait(10)
+            job.kill()
     output = jobs[0].output
     jobs[0].log.close()
-    assert status or not left, f"processes were left running: {left}\n{output[-3000:]}"
+    assert not left, f"processes were left running: {left}\n{output[-3000:]}"
     return Result(status, output)
 
 
