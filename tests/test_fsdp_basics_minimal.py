@@ -61,7 +61,7 @@ def test_minimal_equals_one_process(one_process, tmp_path, ranks):
             torch.testing.assert_close(actual, expected[kind], rtol=0, atol=1e-9)
     assert printed_losses(result) == pytest.approx(epoch_losses, abs=5e-3)
     assert found["units"] == 4  # three blocks and the root: not gathered in one piece
-    assert found["left"]  # the job
+    assert found["end"] == ["barrier", "destroy_process_group"]
 
 
 def printed_losses(result) -> list[float]:

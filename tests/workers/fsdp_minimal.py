@@ -21,7 +21,7 @@ STEPS = (0, 1, 2, 29)  # of which all is compared; an epoch has 29 steps
 
 if __name__ == "__main__":
     script, results_file = sys.argv[1:]
-    results, units, steps_done = {}, set(), [0]
+    results, units, steps_done, end = {}, set(), [0], []
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double  # of the images
     rank_is_main = [False]
@@ -44,10 +44,20 @@ if __name__ == "__main__":
     def held(optimizer) -> list[torch.nn.Parameter]:
         return optimizer.param_groups[0]["params"]
 
+    def noting(name: str) -> None:
+        function = getattr(dist, name)
+
+        def noted(*args, **kwargs):
+            function(*args, **kwargs)
+            end.append(name)
+
+        setattr(dist, name, noted)
+
+    noting("barrier")
+    noting("destroy_process_group")
     register_module_forward_pre_hook(before_forward)
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     runpy.run_path(script, run_name="__main__")
-    left = not dist.is_initialized()
     if rank_is_main[0]:
-        torch.save({"steps": results, "units": len(units), "left": left}, results_file)
+        torch.save({"steps": results, "units": len(units), "end": end}, results_file)
