@@ -168,9 +168,11 @@ class Job:
         multiprocessing's resource tracker, for one, ends when it sees that its parent has.
         """
         deadline = time.monotonic() + patience
-        while still_running(self.processes()) and time.monotonic() < deadline:
+        while still_running(self.processes()):
+            if time.monotonic() > deadline:
+                return self.kill()
             time.sleep(0.05)
-        return self.kill()
+        return []
 
     def wait(self, timeout: float = 300) -> Result:
         """Wait for the end; on time-out kill everything and raise with the output so far.

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -56,12 +57,20 @@ def test_a_line_that_is_half_written_is_not_read(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
-@pytest.mark.parametrize(("lives_for", "is_left"), [(0.7, False), (60, True)])
-def test_a_process_that_ends_soon_after_its_parent_is_not_left(lives_for, is_left):
-    with Job(["sh", "-c", f"sleep {lives_for} & true"]) as job:
+def test_a_process_that_ends_soon_after_its_parent_is_not_left():
+    with Job(["sh", "-c", "sleep 60 & true"]) as job:
         job.wait(60).check()
-        assert len(job.processes()) == 1  # or nothing was tried
-        assert bool(job.left_running(patience=10 - 9 * is_left)) == is_left
+        (helper,) = job.processes()
+        end = threading.Timer(0.7, helper.terminate)
+        end.start()
+        assert not job.left_running()
+        end.join()
+
+
+def test_a_process_that_does_not_end_is_left_and_killed():
+    with Job(["sh", "-c", "sleep 60 & true"]) as job:
+        job.wait(60).check()
+        assert job.left_running(patience=0.5)
         assert not job.processes()
 
 
