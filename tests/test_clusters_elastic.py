@@ -9,10 +9,11 @@ import lab_hosts
 import pytest
 import torch
 import warm
-from helpers import ROOT, TORCHRUN, Job, python, read_lines
+from helpers import ROOT, TORCHRUN, Job, learned, python, read_lines
 from lab_hosts import Lab, name_of
 
 SCRIPT = ROOT / "clusters/elastic_train.py"
+TEMPLATE = ROOT / "ddp_basics/train.py"
 
 
 def log(folder) -> list[dict]:
@@ -47,14 +48,15 @@ def test_any_number_of_ranks_computes_the_same(tmp_path):
 WRAPPER = """
 import os, resource, runpy, signal, sys, time
 sys.argv[0] = {script!r}
+sys.path.insert(0, os.path.dirname({script!r}))
 {before}
 runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def wrapped(tmp_path, before: str):
-    wrapper = tmp_path / "wrapper.py"
-    wrapper.write_text(WRAPPER.format(script=str(SCRIPT), before=before))
+def wrapped(tmp_path, before: str, script=SCRIPT):
+    wrapper = tmp_path / f"wrapper_{script.parent.name}.py"
+    wrapper.write_text(WRAPPER.format(script=str(script), before=before))
     return wrapper
 
 
@@ -157,16 +159,17 @@ class Hosts(Lab):
             "    return step(*args, **more)\n"
             "SGD.step = slowly"
         )
-        self.script = wrapped(folder, hold)
+        self.scripts = {script: wrapped(folder, hold, script) for script in (SCRIPT, TEMPLATE)}
 
-    def start_agent(self, host: int, *more, restarts: int = 100) -> Job:
+    def start_agent(self, host: int, *more, restarts: int = 100, script=SCRIPT) -> Job:
         torchrun = [*TORCHRUN, "--nnodes=1:3", "--nproc-per-node=1", f"--max-restarts={restarts}"]
         torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29500", "--rdzv-id=elastic"]
         # An agent that is silent for 6 s counts as lost: 3 s are too short for a busy machine. Who
         # waits for the agents' meeting looks once a second whether it has begun: one of 1 s would
         # miss some, and they begin anew.
         conf = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=6"
-        torchrun += [f"--rdzv-conf={conf}", self.script, "--output-dir", self.folder / "run"]
+        torchrun += [f"--rdzv-conf={conf}", self.scripts[script]]
+        torchrun += ["--output-dir", self.folder / "run"]
         command = (*torchrun, "--timeout", 10, *more)
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.agents[host] = self.start(host, *command, **environment)
@@ -253,6 +256,41 @@ def test_hosts_come_and_go(hosts, tmp_path, one_process):
     repeated = len(lines) - len({line["step"] for line in lines})
     assert repeated <= 20
     assert_same_run(tmp_path / "run", one_process, tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_the_template_goes_on_with_any_number_that_divides_its_batch(hosts, tmp_path):
+    """ddp_basics/train.py as it is: one host, then three, then two."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    args = ("--batch-size", 60, "--epochs", 3, "--checkpoint-every", 5, "--log-every", 1)
+    args += ("--optimizer", "sgd", "--lr", 0.05)
+
+    def starts(ranks: int) -> int:
+        return sum(job.output.count(f"{ranks} rank(s) on cpu") for job in hosts.all)
+
+    def wait_for(ranks: int, before: int) -> None:
+        """Until so many ranks have begun once more, and have done three steps."""
+        wait_until(lambda: starts(ranks) > before)
+        done = len(learned(run))
+        wait_until(lambda: len(learned(run)) >= done + 3)
+
+    for host, ranks in ((0, 1), (1, 2), (2, 3)):
+        hosts.start_agent(host, *args, script=TEMPLATE)
+        wait_for(ranks, before=0)
+    before = starts(ranks=2)
+    hosts.agents.pop(1).kill()
+    wait_for(2, before)
+    hosts.end()
+
+    warm.run(TEMPLATE, *args, "--output-dir", whole, timeout=120).check()
+    actual, expected = learned(run), learned(whole)
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    for name in ("loss", "lr", "grad_norm", "test_loss"):
+        a, b = ([line[name] for line in lines if name in line] for lines in (actual, expected))
+        assert a == pytest.approx(b, abs=1e-4), name
+    ends = [torch.load(d / "checkpoints/step_00000069.pt", weights_only=True) for d in (run, whole)]
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(ends[0][part], ends[1][part], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
