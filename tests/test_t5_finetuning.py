@@ -106,7 +106,7 @@ def test_clipping_is_by_the_norm_of_the_whole_model(results):
         assert norm == pytest.approx(0.05, rel=1e-4)
 
 
-def test_norm_in_the_log_is_that_of_one_process(results):
+def test_norm_is_that_of_one_process(results):
     for name in ("adamw, clip", "sgd, accumulate"):
         for step in results["cases"][name]["steps"]:
             # Squares of some 1e4 numbers, summed in another order.
@@ -207,10 +207,13 @@ def test_resumed_run_equals_the_straight_one(results, files):
     assert steps == list(zip([0] * 3 + [1] * 5 + [2] * 5, range(1, 14), strict=True))
 
 
-def test_loss_in_the_log_is_that_of_all_ranks(results, files):
-    logged = [line["loss"] for line in read_metrics(files / "straight") if "loss" in line]
+def test_loss_and_norm_in_the_log_are_those_of_all_ranks(results, files):
+    lines = [line for line in read_metrics(files / "straight") if "loss" in line]
     ranks = results["stop and resume"]["losses of ranks"]
-    assert logged == pytest.approx([sum(parts) for parts in zip(*ranks, strict=True)], rel=1e-5)
+    losses = [sum(parts) for parts in zip(*ranks, strict=True)]
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    norms = results["stop and resume"]["norms"]
+    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-5)
 
 
 def test_ranks_draw_their_own_numbers(results):

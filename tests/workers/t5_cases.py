@@ -218,7 +218,7 @@ def stop_and_resume(worker) -> dict:
     options = ["--name-epochs=1", "--epochs=3", "--log-every=1", "--dropout=0.1", "--patience=9"]
     files = [FOLDER / f"{part}.jsonl" for part in ("train", "eval", "names")]
     real_step, real_export, real_evaluate = train.train_step, train.export, train.evaluate
-    finished, steps, exports, evaluations, losses = [], [], [], [], []
+    finished, steps, exports, evaluations, losses, norms = [], [], [], [], [], []
     seeds = [None] * worker.world_size  # of the random numbers of each rank
 
     def run(folder: Path, *more, stop_at: int = 0, names: bool = True) -> None:
@@ -230,6 +230,7 @@ def stop_and_resume(worker) -> dict:
                 os.kill(os.getpid(), signal.SIGTERM)
             loss, norm = real_step(*values)
             losses.append(loss.item())
+            norms.append(norm.full_tensor().item())
             return loss, norm
 
         def export(*values):
@@ -256,6 +257,7 @@ def stop_and_resume(worker) -> dict:
         return "not refused"
 
     run(FOLDER / "straight")
+    norms_of_straight = norms[:]
     losses_of_ranks = [None] * worker.world_size
     dist.all_gather_object(losses_of_ranks, losses)
     run(FOLDER / "stopped", stop_at=3)
@@ -264,6 +266,7 @@ def stop_and_resume(worker) -> dict:
         "finished": finished[:],
         "seeds": seeds,
         "losses of ranks": losses_of_ranks,
+        "norms": norms_of_straight,
         "exports": exports[0],
         "evaluations": evaluations[0],
         "infinite": refused(FOLDER / "infinite", "--lr=1e30", "--warmup=0"),
