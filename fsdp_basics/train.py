@@ -217,7 +217,7 @@ def train_step(
         total_loss += loss.detach()
     scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
     # A rank holds shards of the gradients. As they are DTensors, the norm is that of the whole
-    # gradient: full_tensor() adds the squares of all ranks' shards.
+    # gradient, of all ranks' shards together; full_tensor() makes a plain tensor of it.
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     grad_norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
     if settings.clip:
