@@ -153,14 +153,23 @@ class Job:
         return those(lambda p: p.cmdline()[1:3] == started_as, self.processes())
 
     def kill(self) -> list[psutil.Process]:
-        """Kill whatever still runs; return what that was."""
-        alive = still_running(self.processes())
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=10)
-        self.process.wait(timeout=10)
-        return alive
+        """Kill whatever still runs; return what that was.
+
+        Whoever is just being started may not bear the mark yet, or may hand it on to its fork while
+        we look. So the command itself is killed in any case, and we look until nothing is found.
+        """
+        killed = []
+        while True:
+            alive = still_running(self.processes())
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.kill()
+            psutil.wait_procs(alive, timeout=10)
+            self.process.wait(timeout=10)
+            if not alive:
+                return killed
+            killed += alive
 
     def left_running(self, patience: float = 10) -> list[psutil.Process]:
         """Kill and return what does not end by itself soon, now that the command has ended.

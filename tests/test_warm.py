@@ -39,6 +39,30 @@ def test_warm_ranks_do_not_see_the_tests(tmp_path, name):
     assert f"No module named '{name}'" in result.output
 
 
+HIDES = """
+import os, sys, time
+from pathlib import Path
+pid_file = Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    pid_file.with_suffix(".part").write_text(str(os.getpid()))
+    pid_file.with_suffix(".part").rename(pid_file)
+    os.execve("/bin/sleep", ["sleep", "60"], {})
+while not pid_file.exists():
+    time.sleep(0.01)
+while not Path(f"/proc/{pid_file.read_text()}/cmdline").read_bytes().startswith(b"sleep"):
+    time.sleep(0.01)
+sys.exit(2)
+"""
+
+
+def test_a_rank_that_bears_no_mark_is_killed_too(tmp_path):
+    """As for a moment one does that is being started: who looks for the mark does not find it."""
+    script, pid = tmp_path / "hides.py", tmp_path / "pid"
+    script.write_text(HIDES)
+    assert warm.run(script, pid, ranks=2, timeout=30).returncode == 2
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
 TELL = """
 import json, os, resource, sys
 told = {

@@ -39,10 +39,8 @@ def run(
         if status == 0:
             left = jobs[0].left_running()
     finally:
-        for job in jobs[:1]:
-            job.kill()  # the others too: they have one mark
         for job in jobs:
-            job.process.wait(10)
+            job.kill()
     output = jobs[0].output
     jobs[0].log.close()
     assert not left, f"processes were left running: {left}\n{output[-3000:]}"
