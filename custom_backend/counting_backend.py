@@ -28,6 +28,8 @@ from call_log import CallLog
 
 HERE = Path(__file__).resolve().parent
 log = CallLog()
+if torch.__version__ < "2.14":  # operations have other names there, and a group other duties
+    raise ImportError(f"counting_backend.py needs torch 2.14 or newer, this is {torch.__version__}")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ imports do, and how an interpreter ends, is tested with jobs that are cold.
 import atexit
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -34,6 +35,12 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 # For Ray on a busy machine. Its first process ends when two others have not begun within 15 s
 # (ray-project/ray, issue 65983), so let them begin sooner; for itself it may have longer than 30 s.
 QUICK_RAY = {"PYTHONPATH": str(ROOT / "tests/quick_ray"), "RAY_raylet_start_wait_time_s": "120"}
+
+
+def installed(package: str) -> bool:
+    """Whether it can be imported; a folder of the same name, such as clusters/ray, is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def before_others(*command) -> list:

@@ -5,7 +5,6 @@ of pods, their variables, rules for failed ones. A host of the lab then stands i
 """
 
 import copy
-import importlib.util
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import lab_hosts
 import pytest
 import torch
 import warm
-from helpers import ROOT, Job, learned
+from helpers import ROOT, Job, installed, learned
 from lab_hosts import Lab, name_of
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
@@ -28,11 +27,7 @@ KUBERNETES = ROOT / "clusters/kubernetes"
 TRAIN = ROOT / "ddp_basics/train.py"
 MANIFESTS = ["job.yaml", "jobset.yaml", "trainjob.yaml"]
 VERSION = "1.37"  # of Kubernetes, whose schemas are taken
-MISSING = [
-    name
-    for name in ("kubernetes_validate", "kubeflow_trainer_api")
-    if importlib.util.find_spec(name) is None
-]
+MISSING = [name for name in ("kubernetes_validate", "kubeflow_trainer_api") if not installed(name)]
 needs_schemas = pytest.mark.skipif(
     bool(MISSING), reason=f"no {MISSING} here: pip install -r requirements-clusters.txt"
 )

@@ -15,12 +15,22 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import warm
-from helpers import QUICK_RAY, ROOT, Job, before_others, learned, python, reached, read_metrics
+from helpers import (
+    QUICK_RAY,
+    ROOT,
+    Job,
+    before_others,
+    installed,
+    learned,
+    python,
+    reached,
+    read_metrics,
+)
 
 SCRIPT = ROOT / "clusters/ray/train.py"
 DDP, FSDP = ROOT / "ddp_basics/train.py", ROOT / "fsdp_basics/train.py"
 RATES = ("0.0005", "0.005")
-MISSING = [x for x in ("ray", "pandas", "pyarrow") if importlib.util.find_spec(x) is None]
+MISSING = [x for x in ("ray", "pandas", "pyarrow") if not installed(x)]
 needs_ray = pytest.mark.skipif(
     bool(MISSING), reason=f"no {MISSING} here: pip install -r requirements-clusters.txt"
 )

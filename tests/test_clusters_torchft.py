@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import ROOT, Job, free_port, python, read_lines
+from helpers import ROOT, Job, free_port, installed, python, read_lines
 
-if importlib.util.find_spec("torchft") is None:
+if not installed("torchft"):
     pytest.skip("needs torchft: pip install -r requirements-clusters.txt", allow_module_level=True)
 FOLDER = ROOT / "clusters/torchft"
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import threading
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import warm
 from helpers import ROOT, learned
+from torch.torch_version import TorchVersion
 from workers import custom_backend_counting as worker
 
 COUNT = ROOT / "custom_backend/counting_backend.py"
@@ -33,6 +35,12 @@ def label(event: dict) -> str:
     """The comment on the line of the worker that asked for this call."""
     number = int(re.search(r"\.py:(\d+) ", event["args"]["caller"])[1])
     return LINES[number - 1].rpartition("# ")[2].strip()
+
+
+def test_an_old_torch_is_one_clear_sentence(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    with pytest.raises(ImportError, match=r"needs torch 2\.14 or newer, this is 2\.13\.0$"):
+        runpy.run_path(COUNT)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import warm
 from helpers import REPEAT, ROOT, python
+from torch.torch_version import TorchVersion
 
 pytest.importorskip("shm", exc_type=RuntimeError)  # it says that there is no compiler
 from shm import backend, build
@@ -237,6 +239,13 @@ def test_no_compiler_is_one_clear_sentence(tmp_path, monkeypatch):
     (tmp_path / "ninja").write_text("#!/bin/sh\n")
     (tmp_path / "ninja").chmod(0o755)
     with pytest.raises(RuntimeError, match=r"^shm: c\+\+ not found\."):
+        build.load()
+
+
+def test_an_old_torch_is_one_clear_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    with pytest.raises(RuntimeError, match=r"^shm: needs torch 2\.14 or newer, this is 2\.13\.0$"):
         build.load()
 
 

@@ -1,17 +1,16 @@
 """The parameter server of Ray actors: equal to one process, and no process of Ray's is left."""
 
-import importlib.util
 import re
 import sys
 import tempfile
 
 import psutil
 import pytest
-from helpers import QUICK_RAY, ROOT, Job, before_others, python
+from helpers import QUICK_RAY, ROOT, Job, before_others, installed, python
 
 SCRIPT = ROOT / "rpc_basics/ray_parameter_server.py"
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None,
+    not installed("ray"),
     reason="needs Ray: pip install -r requirements-clusters.txt",
 )
 

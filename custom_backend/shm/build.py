@@ -88,6 +88,8 @@ def check_tools() -> None:
     """Raises RuntimeError with one sentence where what is to be compiled cannot be."""
     if library().exists():
         return
+    if torch.__version__ < "2.14":  # operations have other names there
+        raise RuntimeError(f"shm: needs torch 2.14 or newer, this is {torch.__version__}")
     missing = [tool for tool in (compiler(), "ninja") if shutil.which(tool) is None]
     if missing:
         raise RuntimeError(
