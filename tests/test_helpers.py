@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import Job, before_others, python, read_metrics, those
+from helpers import Job, before_others, installed, python, read_metrics, those
 
 LINES = 100_000
 PRINT_LINES = f"""
@@ -95,3 +95,11 @@ def test_who_comes_before_others():
     may = subprocess.run(["nice", "-n", "-1", "true"], capture_output=True)
     if not may.stderr and os.access("/proc/self/autogroup", os.W_OK):
         assert result.output.endswith(" nice -10\n")
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "just_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not installed("just_a_folder")
+    assert not installed("no_such_package")
+    assert installed("pytest")
