@@ -98,7 +98,7 @@ class MeetAfterReading:
             if name in ("get", "check") and not self.has_read:
                 self.has_read = True
                 with contextlib.suppress(threading.BrokenBarrierError):
-                    self.meeting.wait(2)
+                    self.meeting.wait(10)
             return value
 
         return call
@@ -183,10 +183,9 @@ def barrier_that_opens_once(store, world_size):
 
 
 def take_by_get_and_set(store):
-    if not store.check(["head"]):
-        store.set("head", "1")
-    place = int(store.get("head"))
-    store.set("head", str(place + 1))
+    store.add("head", 0)  # makes it, for everyone alike; the race is between the next two lines
+    place = int(store.get("head")) + 1
+    store.set("head", str(place))
     task = store.get(f"tasks/{min(place, 24)}")
     return None if task == stores.END else task
 
