@@ -26,6 +26,7 @@ READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_", "
 READ_AT_START += ("HOME", "XDG_")  # where caches lie; for these a fork is too late ...
 # ... but for these, which warm_server.py looks after, or which are read when they are used.
 READ_LATER = {
+    "PYTHONBREAKPOINT",
     "PYTHONPATH",
     "PYTHONFAULTHANDLER",
     "PYTHONUNBUFFERED",

@@ -189,7 +189,8 @@ def enter(names: list[str], stand_in: int) -> None:
 def become(told: dict, connection: socket.socket, files: list[int]) -> None:
     """In the fork: be like the process that `python` would have been."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    enter(told["namespaces"], struct.unpack("iii", credentials)[0])
+    stand_in, _, _ = struct.unpack("iii", credentials)
+    enter(told["namespaces"], stand_in)
     os.setsid()
     *files, until = files
     for target, file in enumerate(files):
@@ -209,7 +210,8 @@ def become(told: dict, connection: socket.socket, files: list[int]) -> None:
     environment = told["environment"]
     os.environ.clear()
     os.environ.update(environment)
-    block = "".join(f"{name}={value}\0" for name, value in environment.items())
+    shown = environment | {"WARM_STAND_IN": str(stand_in)}  # for who asks; no child inherits it
+    block = "".join(f"{name}={value}\0" for name, value in shown.items())
     warm_python.show("environment", block.encode())
     warm_python.show("command", " ".join([sys.executable, *told["command"]]).encode())
     if "JPY_PARENT_PID" in environment:  # a kernel ends when its parent is another one

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "notebooks"))
@@ -67,6 +68,13 @@ def warm_folder() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.communicate)  # first: closes the pipe, which ends it
     return folder
+
+
+def warm_executable(patch: pytest.MonkeyPatch) -> None:
+    """What starts this Python from here on, by sys.executable, starts what stands in for it."""
+    patch.setattr(sys, "executable", f"{warm_folder()}/python")
+    for name, value in clean_environment(WARM_PYTHON=str(warm_folder())).items():
+        patch.setenv(name, value)
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
@@ -246,6 +254,12 @@ def those(
 def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended by now."""
     return those(lambda p: p.status() != psutil.STATUS_ZOMBIE, processes)
+
+
+def parent_of(process: psutil.Process) -> psutil.Process:
+    """Who has started it; or who has started what stands in for it."""
+    stand_in = process.environ().get("WARM_STAND_IN")
+    return (psutil.Process(int(stand_in)) if stand_in else process).parent()
 
 
 def python(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, warm_executable
 
 
 @pytest.fixture
@@ -35,12 +35,13 @@ def test_bad_repeats(module, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_bytes_that_cross_the_slow_link(module):
+def test_bytes_that_cross_the_slow_link(module, monkeypatch):
     """One repeat of "hsdp" in the lab. Headers of full frames are 66 of 1,514 bytes; then there
     are acknowledgements, and barriers."""
     if reason := module("clusters").why_no_lab():
         pytest.skip(reason)
     links = module("clusters_links")
+    warm_executable(monkeypatch)
     found = links.run("hsdp", repeats=1)
     for name, per_parameter in links.CROSSING.items():
         ((_, sent),) = found[name]

@@ -1,12 +1,11 @@
 """clusters/flight_recorder.py: each rank leaves a record, and torchfrtrace finds the difference."""
 
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, torchrun
+from helpers import ROOT, Job, python, torchrun
 
 SCRIPT = ROOT / "clusters" / "flight_recorder.py"
 READER = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
@@ -17,10 +16,8 @@ def recorded(folder: Path, *args, ranks: int = 2):
     job = torchrun(SCRIPT, *args, "--output-dir", folder, ranks=ranks, timeout=120)
     if not list(folder.glob("rank_*")):
         return job, ""
-    command = [*READER, folder, "--prefix", "rank_"]
-    reader = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert reader.returncode == 0, reader.stderr
-    return job, reader.stdout + reader.stderr
+    with Job([*READER, folder, "--prefix", "rank_"]) as reader:
+        return job, reader.wait(120).check().output
 
 
 def line_of(text: str) -> int:
@@ -68,8 +65,6 @@ def test_a_job_that_ends_well_leaves_no_record(tmp_path):
 )
 @pytest.mark.slow
 def test_bad_arguments(args, says):
-    result = subprocess.run(
-        [sys.executable, SCRIPT, *args], capture_output=True, text=True, timeout=60
-    )
+    result = python(SCRIPT, *args, timeout=60)
     assert result.returncode == 2
-    assert says in result.stderr.splitlines()[-1]
+    assert says in result.output.splitlines()[-1]

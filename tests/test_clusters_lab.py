@@ -11,7 +11,7 @@ from pathlib import Path
 import lab_hosts
 import psutil
 import pytest
-from helpers import ROOT, Job, Result, those
+from helpers import ROOT, Job, Result, parent_of, those
 from lab_hosts import LAB, Lab, name_of
 
 LAUNCH = ROOT / "clusters/torchrun/launch.py"
@@ -243,7 +243,7 @@ time.sleep(1000)
 def test_when_one_host_fails_all_end(hosts, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(FAILS_ON_HOST1)
-    with launch("--lab", 3, script, name=hosts, cold=True) as job:
+    with launch("--lab", 3, script, name=hosts) as job:
         result = job.wait(120)
         assert not job.kill()  # nobody was left
     assert result.returncode == 1
@@ -258,14 +258,16 @@ def test_when_one_host_fails_all_end(hosts, tmp_path):
 def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
     script = tmp_path / "trains.py"
     script.write_text(
+        "import time\n"
         "from datetime import timedelta\n"
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', timeout=timedelta(seconds=5))\n"
         "print('in the job', flush=True)\n"
         "while True:\n"
         "    dist.all_reduce(torch.ones(1))\n"
+        "    time.sleep(0.01)\n"
     )
-    with launch("--lab", 2, script, name=hosts, cold=True) as job:
+    with launch("--lab", 2, script, name=hosts) as job:
         job.wait_until(lambda: job.output.count("in the job") == 2, 60)
         if end == "Ctrl-C":
             job.process.send_signal(signal.SIGINT)
@@ -273,7 +275,7 @@ def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
             lab("cut", 1, name=hosts).check()
         else:
             rank1 = next(p for p in job.ranks() if p.environ()["RANK"] == "1")
-            rank1.parent().kill()
+            parent_of(rank1).kill()
         result = job.wait(120)
         assert not job.kill()
     assert result.returncode == status

@@ -22,6 +22,7 @@ from helpers import (
     before_others,
     installed,
     learned,
+    parent_of,
     python,
     reached,
     read_metrics,
@@ -40,18 +41,21 @@ needs_ray = pytest.mark.skipif(
 def cluster():
     """A Ray of four CPUs, whatever the machine has: (its processes, what a driver must be told)."""
     with tempfile.TemporaryDirectory() as folder:  # short: the names of sockets have a limit
-        told = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+        told = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
         told |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
         told |= QUICK_RAY
         told |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # a process less in each training
-        with Job(before_others(sys.executable, "-c", RAY), **told) as head:
+        script = Path(folder) / "ray_head.py"
+        script.write_text(RAY)
+        with Job(before_others(sys.executable, script), **told) as head:
             found = head.wait_until(lambda: re.search(r"^here: (\S+)\n", head.output, re.M), 200)
             with suppress(OSError):  # it is up: from now on like others
                 Path(f"/proc/{head.process.pid}/autogroup").write_text("0")
             yield head, told | {"RAY_ADDRESS": found[1]}
 
 
-# `ray start` would start three processes more, of which each imports Ray for seconds.
+# `ray start` would start three processes more, of which each imports Ray for seconds. A file, so
+# that the workers, which this Python starts as it was started itself, are forks: see helpers.py.
 RAY = """
 import signal, ray
 context = ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -61,7 +65,7 @@ signal.pause()
 
 
 def train(told: dict, *args) -> Job:
-    """It takes a row of processes that each import Ray and PyTorch: half a minute to begin."""
+    """It takes a row of processes that each import Ray: several seconds to begin."""
     return Job([sys.executable, SCRIPT, *args], **told)
 
 
@@ -135,7 +139,7 @@ def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
         begun(job, hurt)
         child = rank(head, hurt, 1)
         job.wait_until(lambda: reached(hurt, 22), 100)
-        child.parent().kill()  # the worker
+        parent_of(child).kill()  # the worker
         assert not psutil.wait_procs([child], timeout=5)[1]  # its rank goes with it
         output = job.wait(200).check().output
 

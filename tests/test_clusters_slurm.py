@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import warm
-from helpers import ROOT, Job, Result, clean_environment, learned, those
+from helpers import ROOT, Job, Result, clean_environment, learned, those, warm_folder
 
 SLURM = ROOT / "clusters/slurm"
 LAB = ROOT / "clusters/lab.py"
@@ -35,7 +35,9 @@ class Cluster:
 
     def __init__(self, name: str, conf: str, folder: Path):
         self.name, self.folder = name, folder
-        self.environment = clean_environment(LAB=name, SLURM_CONF=conf, PATH=path())
+        self.environment = clean_environment(
+            LAB=name, SLURM_CONF=conf, PATH=path(), WARM_PYTHON=str(warm_folder())
+        )
 
     def run(self, *command, timeout: float = 60, cwd: Path = ROOT) -> Result:
         done = subprocess.run(
@@ -66,19 +68,21 @@ class Cluster:
 
     def wait_until(self, condition: Callable[[], object], *logs: Path, timeout: float = 120):
         until = time.monotonic() + timeout
-        while not (value := condition()):
+        while True:
+            asked = time.monotonic()
+            if value := condition():
+                return value
             said = "\n".join(log.read_text() for log in logs if log.exists())
             assert time.monotonic() < until, self.run("squeue").output + said[-6000:]
-            time.sleep(0.05)
-        return value
+            time.sleep(max(0.05, 4 * (time.monotonic() - asked)))  # to ask takes a processor, too
 
     def idle(self) -> bool:
         return not self.run("squeue", "--noheader").check().output
 
 
 def path() -> str:
-    """Where the jobs find this Python as "python", and its torchrun."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    """Where the jobs find what stands in for this Python as "python", and its torchrun."""
+    return os.pathsep.join([str(warm_folder()), os.environ["PATH"]])
 
 
 @pytest.fixture(scope="module")

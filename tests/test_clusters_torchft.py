@@ -128,9 +128,9 @@ def test_the_end_is_that_of_one_process(killed, modules):
 def test_restarts_do_steps_again(modules, tmp_path):
     """There is a save every 20 steps: what was done since is done again."""
     kills, _ = modules
-    found = kills.restarts(arguments(400), [(30, 1)], tmp_path)
+    found = kills.restarts(arguments(120), [(30, 1)], tmp_path)
     steps = [line["step"] for line in kills.read(tmp_path / "log.jsonl")]
-    assert sorted(set(steps)) == list(range(1, 401))
+    assert sorted(set(steps)) == list(range(1, 121))
     last = [before for before, after in itertools.pairwise(steps) if after <= before]
     assert found["steps done in vain"] == sum(before % 20 for before in last)
     assert found["no rank trains, s (median)"] > 0.5  # a restart, and no step

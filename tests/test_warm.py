@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import warm
-from helpers import ROOT, Job, clean_environment, python, torchrun, warm_folder
+from helpers import ROOT, Job, clean_environment, parent_of, python, torchrun, warm_folder
 
 pytestmark = [
     pytest.mark.slow,
@@ -172,6 +172,7 @@ def test_a_fork_and_its_stand_in_die_together(tmp_path, victim):
         assert fork.pid != job.process.pid
         assert fork.cmdline()[1:] == [str(script), "argument"]
         assert fork.environ()["NAME"] == "value"
+        assert parent_of(fork) == psutil.Process()
         (fork if victim == "the fork" else job.process).kill()
         assert job.wait(10).returncode == -signal.SIGKILL
         psutil.wait_procs([fork], timeout=10)

@@ -147,12 +147,13 @@ def rank_at(agent, local_rank, log, step, ranks, dead, since) -> psutil.Process 
     """This rank's process, none of the dead, if since then it has come to this step with all."""
     if agent.poll() == 0:
         sys.exit("kills.py: error: the training was over before all kills: give it more --steps")
+    lines = [line for line in read(log) if line["time"] > since]
+    if not lines or lines[-1]["step"] < step or lines[-1]["ranks"] != ranks:
+        return None
     for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
         with suppress(psutil.Error):  # it has just ended
             if process not in dead and process.environ().get("RANK") == str(local_rank):
-                lines = [line for line in read(log) if line["time"] > since]
-                there = lines and lines[-1]["step"] >= step and lines[-1]["ranks"] == ranks
-                return process if there else None
+                return process
     return None
 
 
