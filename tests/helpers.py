@@ -73,7 +73,10 @@ def warm_folder() -> Path:
 def warm_executable(patch: pytest.MonkeyPatch) -> None:
     """What starts this Python from here on, by sys.executable, starts what stands in for it."""
     patch.setattr(sys, "executable", f"{warm_folder()}/python")
-    for name, value in clean_environment(WARM_PYTHON=str(warm_folder())).items():
+    environment = clean_environment(WARM_PYTHON=str(warm_folder()))
+    for name in os.environ.keys() - environment:
+        patch.delenv(name)
+    for name, value in environment.items():
         patch.setenv(name, value)
 
 
