@@ -27,7 +27,7 @@ import report
 from clusters_links import hosts
 
 TIMEOUT = 5  # seconds that a collective waits for the missing
-KEEP_ALIVE = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+KEEP_ALIVE = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=6"  # elastic.md's
 NOTICED = r"\w*Error\b|got exception|exitcode: -9"  # a line that speaks of a fault has this in it
 LIGHTHOUSE = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000"]
 FAULTS = {
@@ -192,11 +192,12 @@ ABOUT = (
     "Medians (min ... max). One job, a rank on each of two hosts, is struck again and again, "
     "and each time waited for until both are back. Noticed: the first line of any output that"
     f" speaks of it. A collective waits {TIMEOUT} s for the missing; a host that is not heard of"
-    " is given up after 3 s (agents of torchrun) or 1 s (torchft's lighthouse). Where a cable is "
-    "cut or a host is frozen, the next step is that of the other host alone. An agent that is"
-    " killed is not noticed, its rank trains on: the seconds are from the start of a new "
-    "agent. Where they meet is the first host: the other agent ends itself, and the next step"
-    " is counted from the same commands again. restart can but wait for a host that is away."
+    " is given up after 6 s (agents of torchrun, which also wait 4 s for more hosts) or 1 s"
+    " (torchft's lighthouse). Where a cable is cut or a host is frozen, the next step is that of"
+    " the other host alone. An agent that is killed is not noticed, its rank trains on: the"
+    " seconds are from the start of a new agent. Where they meet is the first host: the other"
+    " agent ends itself, and the next step is counted from the same commands again. restart can"
+    " but wait for a host that is away."
 )
 
 
