@@ -129,7 +129,7 @@ def in_threads(function, store=None) -> list:
 def check_counting(count) -> None:
     store, meeting = dist.HashStore(), threading.Barrier(N)
     store.set("key", "0")
-    in_threads(lambda store, rank: count(rank)(store, "key", lambda: meeting.wait(2)), store)
+    in_threads(lambda store, rank: count(rank)(store, "key", lambda: meeting.wait(10)), store)
     value = int(store.get("key").split()[0])
     assert value == N, f"{N} ranks added 1, the counter says {value}"
 
