@@ -90,10 +90,13 @@ class Training:
         self.agents[host] = self.run(host, *words, *more)
 
     def processes(self, host: int) -> list[psutil.Process]:
-        """The agent of this host, and its rank."""
-        below = psutil.Process(self.agents[host].pid).children(recursive=True)
-        (rank,) = (process for process in below if "TORCHELASTIC_RUN_ID" in process.environ())
-        return [rank.parent(), rank]
+        """The agent of this host, and its rank, while two train."""
+        while True:
+            below = psutil.Process(self.agents[host].pid).children(recursive=True)
+            ranks = [process for process in below if "TORCHELASTIC_RUN_ID" in process.environ()]
+            if len(ranks) == 1:
+                return [ranks[0].parent(), ranks[0]]
+            self.next_step(2, time.time())  # the agents have met once more
 
     def next_step(self, ranks: int, since: float, before: tuple = (0, 0), anew: bool = False):
         """(When a fault was first spoken of, when the first step was done by so many ranks.)
