@@ -27,7 +27,7 @@ import report
 from clusters_links import hosts
 
 TIMEOUT = 5  # seconds that a collective waits for the missing
-KEEP_ALIVE = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=6"  # elastic.md's
+KEEP_ALIVE = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 NOTICED = r"\w*Error\b|got exception|exitcode: -9"  # a line that speaks of a fault has this in it
 LIGHTHOUSE = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000"]
 FAULTS = {
@@ -90,13 +90,10 @@ class Training:
         self.agents[host] = self.run(host, *words, *more)
 
     def processes(self, host: int) -> list[psutil.Process]:
-        """The agent of this host, and its rank, while two train."""
-        while True:
-            below = psutil.Process(self.agents[host].pid).children(recursive=True)
-            ranks = [process for process in below if "TORCHELASTIC_RUN_ID" in process.environ()]
-            if len(ranks) == 1:
-                return [ranks[0].parent(), ranks[0]]
-            self.next_step(2, time.time())  # the agents have met once more
+        """The agent of this host, and its rank."""
+        below = psutil.Process(self.agents[host].pid).children(recursive=True)
+        (rank,) = (process for process in below if "TORCHELASTIC_RUN_ID" in process.environ())
+        return [rank.parent(), rank]
 
     def next_step(self, ranks: int, since: float, before: tuple = (0, 0), anew: bool = False):
         """(When a fault was first spoken of, when the first step was done by so many ranks.)
@@ -195,12 +192,11 @@ ABOUT = (
     "Medians (min ... max). One job, a rank on each of two hosts, is struck again and again, "
     "and each time waited for until both are back. Noticed: the first line of any output that"
     f" speaks of it. A collective waits {TIMEOUT} s for the missing; a host that is not heard of"
-    " is given up after 6 s (agents of torchrun, which also wait 4 s for more hosts) or 1 s"
-    " (torchft's lighthouse). Where a cable is cut or a host is frozen, the next step is that of"
-    " the other host alone. An agent that is killed is not noticed, its rank trains on: the"
-    " seconds are from the start of a new agent. Where they meet is the first host: the other"
-    " agent ends itself, and the next step is counted from the same commands again. restart can"
-    " but wait for a host that is away."
+    " is given up after 3 s (agents of torchrun) or 1 s (torchft's lighthouse). Where a cable is "
+    "cut or a host is frozen, the next step is that of the other host alone. An agent that is"
+    " killed is not noticed, its rank trains on: the seconds are from the start of a new "
+    "agent. Where they meet is the first host: the other agent ends itself, and the next step"
+    " is counted from the same commands again. restart can but wait for a host that is away."
 )
 
 
