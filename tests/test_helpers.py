@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -82,9 +83,15 @@ def test_who_ends_while_asked_is_none_of_those():
         return bool(process.environ())
 
     with subprocess.Popen(["sleep", "1000"]) as sleeper:
-        asked = psutil.Process(sleeper.pid)
-        assert those(lambda p: p.name() == "sleep", [asked]) == [asked]
-        assert those(ends, [asked]) == []
+        try:
+            asked = psutil.Process(sleeper.pid)
+            until = time.monotonic() + 10
+            while not asked.environ() and time.monotonic() < until:
+                pass  # for a moment, while it becomes `sleep`, it has none
+            assert those(lambda p: p.name() == "sleep", [asked]) == [asked]
+            assert those(ends, [asked]) == []
+        finally:
+            sleeper.kill()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there are no such sessions elsewhere")
