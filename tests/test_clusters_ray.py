@@ -138,6 +138,8 @@ def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
     with train(told, *args) as job:
         begun(job, hurt)
         child = rank(head, hurt, 1)
+        if sys.platform == "linux":  # a fork, or these tests take twice as long
+            assert "WARM_STAND_IN" in child.environ()
         job.wait_until(lambda: reached(hurt, 22), 100)
         parent_of(child).kill()  # the worker
         assert not psutil.wait_procs([child], timeout=5)[1]  # its rank goes with it
