@@ -18,6 +18,7 @@ COPIES = [
     ("arguments.py", "ddp_basics", EXAMPLES),
     ("metrics.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
     ("stopping.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
+    ("replicas.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
     ("data.py", "ddp_basics", ["fsdp_basics"]),
     ("checkpoint.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("model.py", "transformer_basics", ["parallel_basics"]),
