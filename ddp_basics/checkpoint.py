@@ -11,6 +11,7 @@ from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.distributed as dist
+from alone import on_rank_0
 from arguments import UserError
 from runtime import Worker
 
@@ -21,7 +22,7 @@ def save_checkpoint(
     """All ranks call this; rank 0 writes. What differs between ranks, the random generators, is
     collected first.
 
-    parts: name -> object with state_dict() and load_state_dict().
+    parts: name -> object with state_dict() and load_state_dict(); "model" is a module.
     step: optimizer steps done, which is also the position in the data.
     run: settings, so that the state is continued under the same ones.
     keep: how many of the newest checkpoints stay.
@@ -32,13 +33,18 @@ def save_checkpoint(
         generators["cuda"] = torch.cuda.get_rng_state(worker.device)
     all_generators = [None] * worker.world_size
     dist.all_gather_object(all_generators, generators)
-    if worker.is_main:
+    file = folder / f"step_{step:08}.pt"
+
+    def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         state = {name: part.state_dict() for name, part in parts.items()}
         state |= {"step": step, "run": run, "generators": all_generators}
-        write_file(folder / f"step_{step:08}.pt", state)
+        state["buffers"] = dict(parts["model"].named_buffers())  # a state dict may leave some out
+        write_file(file, state)
         for old in saves(folder)[:-keep]:
             old.unlink()
+
+    on_rank_0(write, worker, f"writing {file}")
 
 
 def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, dict]:
@@ -49,18 +55,10 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     Raises `UserError` if none can be read, or if it is foreign or of a run with other settings.
     """
     # Rank 0 reads and sends, so that all ranks continue from the same file, with or without a
-    # shared disk. An error is sent likewise, or the others would wait for a rank that has left.
-    state = error = None
-    if worker.is_main:
-        try:
-            state = newest(folder)
-        except UserError as failure:
-            error = failure
-    box = [error]
-    dist.broadcast_object_list(box, src=0)
-    if box[0]:
-        raise box[0]
-    state = broadcast_state(state, worker)
+    # shared disk.
+    found = {}
+    on_rank_0(lambda: found.update(state=newest(folder)), worker, f"reading {folder}")
+    state = broadcast_state(found.get("state"), worker)
     if state is None:
         return 0, {}
     for name, value in run.items():
@@ -73,6 +71,8 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     try:
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        for name, buffer in parts["model"].named_buffers():
+            buffer.copy_(state["buffers"][name])
     except (KeyError, RuntimeError, ValueError):
         raise UserError(f"{folder} does not fit this model: choose another --output-dir") from None
     # With another number of ranks the data order is the same, but the ranks draw new numbers.
@@ -150,14 +150,21 @@ def read_file(path: Path) -> dict:
 def broadcast_state(state: dict | None, worker: Worker) -> dict | None:
     """Rank 0's `state` (on the CPU) on all ranks: first its form, then one tensor after the other.
 
-    So each rank holds the state once, and nothing of it is pickled or takes memory on a GPU.
+    So each rank holds the state once, and nothing of it is pickled or takes memory on a GPU. Sent
+    are the bytes of dense tensors: a slice has other strides than what the others receive it into.
     """
+    state = map_tensors(torch.Tensor.contiguous, state)
     form = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), state)
     box = [form]
     dist.broadcast_object_list(box, src=0)
     if not worker.is_main:
         state = map_tensors(lambda tensor: torch.empty_like(tensor, device="cpu"), box[0])
-    map_tensors(lambda tensor: dist.broadcast(tensor, src=0), state)
+
+    def send(tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # any dtype
+
+    map_tensors(send, state)
     return state
 
 
