@@ -89,7 +89,7 @@ def train(settings: Settings, worker: Worker) -> int:
     with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
         for epoch, batch in batches(loader, step, steps_per_epoch, settings.epochs, worker.device):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
-            loss, grad_norm = train_step(ddp_model, batch, optimizer, scaler, settings)
+            loss, grad_norm = train_step(ddp_model, batch, optimizer, scaler, settings, worker)
             step += 1
             if profiler:
                 profiler.step()
@@ -136,21 +136,26 @@ def train(settings: Settings, worker: Worker) -> int:
 
 
 def train_step(
-    ddp_model: DistributedDataParallel, batch, optimizer, scaler, settings: Settings
+    ddp_model: DistributedDataParallel,
+    batch,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    settings: Settings,
+    worker: Worker,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimizer step on this rank's share of the global batch.
 
     Returns the mean loss of the global batch, and the norm of its gradient before clipping.
     """
     optimizer.zero_grad(set_to_none=True)
-    local_batch = settings.batch_size // dist.get_world_size()
-    sums = torch.zeros(2, dtype=torch.float64, device=ddp_model.device)  # of losses, their count
+    local_batch = settings.batch_size // worker.world_size
+    sums = torch.zeros(2, dtype=torch.float64, device=worker.device)  # of losses, their count
     for i, part in enumerate(split(batch, settings.accumulate)):
         last = i == settings.accumulate - 1
         # Gradients travel in the last backward only; the earlier ones add up on each rank. The
         # forward pass must be inside no_sync() too: it is where DDP decides.
         with nullcontext() if last else ddp_model.no_sync():
-            with autocast(settings, ddp_model.device):
+            with autocast(settings, worker.device):
                 loss_sum, count, _ = compute_loss(ddp_model, part)
             scaler.scale(loss_sum / local_batch).backward()
         sums[0] += loss_sum.detach()

@@ -14,6 +14,9 @@ the model travels between ranks; on several nodes the folder lies on a disk that
 
 import os
 import shutil
+import socket
+import time
+import uuid
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,18 +27,39 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from arguments import UserError
 from runtime import Worker
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 SHARDED = ("model", "optimizer")  # the parts that differ between ranks; the others are the same
-# Settings of the optimizer under the names of parameters, not in one list for all: the stages of a
-# pipeline have different parameters, and another number of stages must find its own.
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def check_shared(folder: Path, worker: Worker) -> None:
+    """All ranks call this, before they train. Raise `UserError` unless all see the same `folder`.
+
+    Otherwise each host would keep its own shards, and none of them could be loaded.
+    """
+    probe = [folder / f"probe_{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(probe, src=0)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe[0].touch()
+
+    together(lambda: write() if worker.is_main else None)
+    deadline = time.monotonic() + 10  # a network file system may need a moment
+    while not probe[0].exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = None if probe[0].exists() else socket.gethostname()
+    hosts = [None] * worker.world_size
+    dist.all_gather_object(hosts, (blind, socket.gethostname()))
+    if worker.is_main:
+        probe[0].unlink(missing_ok=True)
+    for rank, (host, _) in enumerate(hosts):
+        if host:
+            raise UserError(
+                f"{folder} is not on a disk that all ranks share: rank {rank} on {host} does not "
+                f"see what rank 0 on {hosts[0][1]} writes there: choose another --output-dir"
+            )
 
 
 def save_checkpoint(
@@ -49,31 +73,64 @@ def save_checkpoint(
     keep: how many of the newest saves stay.
     Raises `UserError` if it cannot be written; those before are then untouched.
     """
+    start_save(folder, parts, step, run, worker, keep)()
+
+
+def start_save(
+    folder: Path,
+    parts: dict,
+    step: int,
+    run: dict,
+    worker: Worker,
+    keep: int = 2,
+    group: dist.ProcessGroup | None = None,
+) -> Callable[[], None]:
+    """Like `save_checkpoint`, but the save counts only when all ranks have called what is returned.
+
+    group: None: everything is written now. A Gloo group that is used for nothing else: the shards
+        are copied now, and a thread writes them while training goes on.
+    """
     temporary = folder / "unfinished"
     together(lambda: make_empty(temporary) if worker.is_main else None)
     generators = {"cpu": torch.get_rng_state()}
     if worker.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state(worker.device)
-    try:
-        dcp.save(sharded_state(parts), checkpoint_id=temporary)
-    except dcp.api.CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        raise UserError(f"cannot write {folder}, those before are untouched: {reason}") from None
-    # Only small things are collected: dcp itself keeps no sums, so each rank takes those of its own
-    # files, and the states of its random generators, which no other rank has.
-    own_checksums = {
-        file.name: checksum(file) for file in temporary.glob(f"__{worker.rank}_*.distcp")
-    }
-    collected = [None] * worker.world_size
-    dist.all_gather_object(collected, (generators, own_checksums))
+    state = {name: part.state_dict() for name, part in parts.items() if name not in SHARDED}
+    state |= {"step": step, "run": run}
+    sharded = sharded_state(parts)
+    if group:
+        saving = dcp.async_save(sharded, checkpoint_id=temporary, process_group=group)
 
     def finish() -> None:
+        try:
+            if group:
+                saving.result()
+            else:
+                dcp.save(sharded, checkpoint_id=temporary)
+        except dcp.api.CheckpointException as error:
+            reason = next(iter(error.failures.values()))[0]
+            raise UserError(
+                f"cannot write {folder}, those before are untouched: {reason}"
+            ) from None
+        # Only small things are collected: dcp itself keeps no sums, so each rank takes those of its
+        # own files, and the states of its random generators, which no other rank has.
+        own_checksums = {
+            file.name: checksum(file) for file in temporary.glob(f"__{worker.rank}_*.distcp")
+        }
+        collected = [None] * worker.world_size
+        dist.all_gather_object(collected, (generators, own_checksums))
+        together(lambda: complete(collected) if worker.is_main else None)
+
+    def complete(collected: list[tuple]) -> None:
         checksums = {".metadata": checksum(temporary / ".metadata")}
         for _, checksums_of_rank in collected:
-            checksums |= checksums_of_rank
-        state = {name: part.state_dict() for name, part in parts.items() if name not in SHARDED}
-        state["step"] = step
-        state["run"] = run
+            checksums.update(checksums_of_rank)
+        missing = [name for name in checksums if not (temporary / name).is_file()]
+        if missing:
+            raise UserError(
+                f"cannot save to {folder}: rank 0 does not see {missing[0]}, which another rank "
+                "wrote: it is not on a disk that all ranks share"
+            )
         state["generators"] = [generators for generators, _ in collected]
         state["checksums"] = checksums
         write_file(temporary / "run.pt", state)
@@ -81,7 +138,10 @@ def save_checkpoint(
         for old in saves(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
-    together(lambda: finish() if worker.is_main else None)
+    if not group:
+        finish()
+        return lambda: None
+    return finish
 
 
 def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, dict]:
@@ -142,40 +202,88 @@ def load_model(
     if found is None:
         raise UserError(f"there is no checkpoint in {folder}")
     save, state = found
+    run = state["run"]
     try:
-        model = make(state["run"])
+        model = make(run)
     except KeyError:
         raise UserError(f"{save} is of another script") from None
-    weights = {"model": get_model_state_dict(model)}
+    state = model_state(model)
     try:
-        dcp.load(weights, checkpoint_id=save)
+        dcp.load(state, checkpoint_id=save)
     except dcp.api.CheckpointException:
         raise UserError(f"{save} does not hold this model") from None
-    set_model_state_dict(model, weights["model"])
-    return model, state["run"]
+    set_model_state_dict(model, state["model"])
+    return model, run
 
 
 # ---- the sharded parts
 
 
+def model_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Parameters and buffers by the names of the unsharded model; loading fills these tensors.
+
+    A state dict leaves buffers out that were registered with persistent=False, a rotary table for
+    example. Nothing else would fill them in a model that was built on the meta device.
+    """
+    state = get_model_state_dict(model)
+    return {
+        "model": state,
+        "buffers": {name: b for name, b in model.named_buffers() if name not in state},
+    }
+
+
 def sharded_state(parts: dict) -> dict:
     """What the ranks hold different parts of, by the names that the unsharded model would use."""
-    model, optimizer = parts["model"], parts["optimizer"]
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
-    }
+    optimizer = {f"{name}.{key}": value for name, key, value in optimizer_tensors(parts)}
+    return {**model_state(parts["model"]), "optimizer": optimizer}
+
+
+def optimizer_tensors(parts: dict) -> list[tuple[str, str, Tensor]]:
+    """(name of the parameter, name of the state, its tensor) of what the optimizer has so far.
+
+    A parameter that is frozen, or has had no gradient yet, has no state. (torch's
+    get_optimizer_state_dict asks for that of all trainable parameters, and so cannot load then.)
+    """
+    names = {p: name for name, p in parts["model"].named_parameters()}
+    return [
+        (names[p], key, value)
+        for p, state in parts["optimizer"].state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    ]
 
 
 def load_sharded(save: Path, parts: dict) -> None:
     """Fill the shards of this rank from `save`, whatever ranks wrote it; all ranks call this."""
-    state = sharded_state(parts)  # its tensors say which parts this rank wants; they are filled
+    model, optimizer = parts["model"], parts["optimizer"]
+    # The tensors say which parts this rank wants: the shapes are those of the whole model.
+    state = {**model_state(model), "optimizer": {}}
+    parameters = dict(model.named_parameters())
+    for entry, saved in dcp.FileSystemReader(save).read_metadata().state_dict_metadata.items():
+        kind, _, path = entry.partition(".")
+        name, _, key = path.rpartition(".")
+        if kind == "optimizer" and name in parameters:  # else it is another stage's of a pipeline
+            state["optimizer"][path] = empty_state(parameters[name], saved)
     try:
         dcp.load(state, checkpoint_id=save)
     except dcp.api.CheckpointException:
         raise UserError(f"{save} does not fit this model: choose another --output-dir") from None
-    set_model_state_dict(parts["model"], state["model"])
-    set_optimizer_state_dict(parts["model"], parts["optimizer"], state["optimizer"], options=FLAT)
+    set_model_state_dict(model, state["model"])
+    numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    by_number = {}
+    for path, value in state["optimizer"].items():
+        name, _, key = path.rpartition(".")
+        by_number.setdefault(numbers[parameters[name]], {})[key] = value
+    # The settings of the optimizer are the program's; its tensors are the save's.
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": by_number})
+
+
+def empty_state(parameter: Tensor, saved) -> Tensor:
+    """Memory for a tensor of the optimizer; saved: what dcp's metadata tell of it."""
+    dtype = saved.properties.dtype
+    if saved.size == parameter.shape:  # sharded like its parameter
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(saved.size, dtype=dtype)  # the number of its steps
 
 
 # ---- which save counts

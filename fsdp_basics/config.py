@@ -1,4 +1,4 @@
-"""What train.py can be told: a flag for each of the settings, checked where it is read."""
+"""What train.py can be told: the task's flags and those of the training, checked when read."""
 
 import math
 import os
@@ -7,33 +7,39 @@ from pathlib import Path
 
 import torch
 from arguments import ArgumentParser, above, at_least, between
-from data import DATASETS
 from runtime import known_backend
+from task import TaskSettings, add_flags
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# A run may be continued with other values of these: they change how it runs, not what it computes.
+# (It can be made longer, and go on with another number of ranks.)
+MAY_CHANGE = {
+    *("data_dir", "epochs", "accumulate", "reduce_once", "dp_replicate", "keep_gathered"),
+    *("activation_checkpointing", "offload", "prefetch", "compile", "device", "backend", "workers"),
+    *("timeout", "output_dir", "checkpoint_every", "async_save", "keep", "log_every"),
+    *("tensorboard", "profile"),
+}
+
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TaskSettings):
     """The defaults of the flags; `python train.py --help` says what each means."""
 
-    dataset: str = "digits"
-    data_dir: Path = Path("data")
-    augment: bool = False
     epochs: int = 20
     batch_size: int = 64  # global: over all ranks
     accumulate: int = 1
     optimizer: str = "adamw"
     lr: float = 3e-3
     warmup: float = 0.1
+    weight_decay: float = 0.01
     clip: float = 1.0
     precision: str = "fp32"
     compile: bool = False
     seed: int = 0
-    dim: int = 96
-    depth: int = 3
+    dp_replicate: int = 1
     keep_gathered: bool = False
-    activation_checkpointing: bool = False
+    reduce_once: bool = False
     offload: bool = False
     prefetch: int = 0
     device: str = "auto"
@@ -42,60 +48,53 @@ class Settings:
     timeout: float = 600
     output_dir: Path | None = None
     checkpoint_every: int = 0
+    async_save: bool = False
     keep: int = 2
     log_every: int = 50
     tensorboard: bool = False
-    tracker: str | None = None
     profile: bool = False
 
     def identity(self) -> dict[str, object]:
-        """What makes two runs the same run: a checkpoint continues under the same values only.
-
-        The number of ranks is not among them, nor --epochs: a run can be made longer.
-        """
-        names = "dataset augment batch_size optimizer lr warmup clip precision seed dim depth"
-        return {name: getattr(self, name) for name in names.split()}
+        """What makes two runs the same run: all settings that a continued run must not change."""
+        values = {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
+        return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
 
 def parse_args() -> Settings:
-    parser = ArgumentParser(
-        description="Train a vision transformer on handwritten digits with FSDP."
-    )
+    parser = ArgumentParser(description="Train a model with FSDP: its parameters are sharded.")
     add = parser.add_argument
-    # what is learned
-    add("--dataset", choices=DATASETS)
-    add("--data-dir", type=Path, help="where MNIST is, or is to be downloaded to")
-    add("--augment", action="store_true", help="move each image by up to a pixel, anew each epoch")
+    add_flags(add)  # the task's own
     # how
-    add("--epochs", type=at_least(1), help="a run can be continued with more of them")
-    add("--batch-size", type=at_least(1), help="images per optimizer step, over all ranks")
-    add("--accumulate", type=at_least(1), help="parts in which a rank works through its batch")
-    add("--optimizer", choices=("adamw", "sgd"))
+    add("--epochs", type=at_least(1), help="passes over the data (a run can be made longer)")
+    add("--batch-size", type=at_least(1), help="samples per optimizer step, over all ranks")
+    add("--accumulate", type=at_least(1), help="micro-batches per rank and optimizer step")
+    add("--optimizer", choices=("adamw", "sgd"), help="adamw, or sgd with momentum 0.9")
     add("--lr", type=above(0), help="peak learning rate")
     add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
+    add("--weight-decay", type=between(0, math.inf), help="of matrices (biases do not decay)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm; 0: no clipping")
-    add("--precision", choices=PRECISIONS)
-    add("--compile", action="store_true", help="torch.compile each block")
-    add("--seed", type=int)
-    # which model, and how it is sharded
-    add("--dim", type=at_least(4), help="width of the model, a multiple of 4")
-    add("--depth", type=at_least(1), help="blocks")
-    add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
-    add("--activation-checkpointing", action="store_true", help="compute activations twice")
-    add("--offload", action="store_true", help="shards and optimizer in CPU memory")
-    add("--prefetch", type=at_least(0), help="blocks to gather ahead; 0: FSDP's choice")
+    add("--precision", choices=PRECISIONS, help="of matrix products; parameters stay in fp32")
+    add("--compile", action="store_true", help="torch.compile each FSDP unit")
+    add("--seed", type=int, help="of first values, order of the data, augmentation, dropout")
+    # how the model is sharded
+    add("--dp-replicate", type=at_least(1), help="copies of the sharded model, one per node (HSDP)")
+    add("--keep-gathered", action="store_true", help="gather once per step, not twice (ZeRO-2)")
+    once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
+    add("--reduce-once", action="store_true", help=once)
+    add("--offload", action="store_true", help="keep shards and optimizer in CPU memory")
+    add("--prefetch", type=at_least(0), help="units to gather ahead; 0: FSDP's choice")
     # on what
     add("--device", choices=("auto", "cpu", "cuda"))
     add("--backend", type=known_backend, help="gloo, nccl, or a module's: runtime.py")
     add("--workers", type=at_least(0), help="processes per rank that load data")
-    add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
+    add("--timeout", type=above(0), help="seconds until a missing rank is an error")
     # what is kept
-    add("--output-dir", type=Path, help="checkpoints and metrics; continues a run that is there")
-    add("--checkpoint-every", type=at_least(0), help="steps; 0: at the end of each epoch")
-    add("--keep", type=at_least(1), help="newest checkpoints to keep: one may turn out broken")
+    add("--output-dir", type=Path, help="folder of checkpoints and metrics; continues a run there")
+    add("--checkpoint-every", type=at_least(0), help="save every N steps; 0: after each epoch")
+    add("--async-save", action="store_true", help="write checkpoints while training goes on")
+    add("--keep", type=at_least(1), help="how many of the newest checkpoints to keep")
     add("--log-every", type=at_least(1), help="steps between lines of the log")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    add("--tracker", choices=("wandb", "mlflow"), help="also send metrics there, if installed")
     add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
     parser.set_defaults(**asdict(Settings()))
     settings = Settings(**vars(parser.parse_args()))
@@ -107,8 +106,8 @@ def parse_args() -> Settings:
             f"{ranks * settings.accumulate} equal parts "
             f"({ranks} rank(s) x --accumulate {settings.accumulate})"
         )
-    if settings.dim % 4:
-        parser.error(f"--dim {settings.dim} does not divide into 4 attention heads")
+    if ranks % settings.dp_replicate:
+        parser.error(f"--dp-replicate {settings.dp_replicate} does not divide {ranks} rank(s)")
     if (settings.tensorboard or settings.profile) and not settings.output_dir:
         parser.error("--tensorboard and --profile need an --output-dir to write to")
     parser.make_folder("--output-dir", settings.output_dir)

@@ -34,6 +34,7 @@ class Worker:
     local_rank: int  # counts on this node
     world_size: int
     device: torch.device
+    store: dist.Store | None = None  # small notes from rank to rank, in no collective
 
     @property
     def is_main(self) -> bool:
@@ -75,7 +76,7 @@ def distributed_worker(
         where = f"{place.type}, {dist.get_backend()}"
         print(f"{world_size} rank(s) on {where}, torch {torch.__version__}", flush=True)
     try:
-        yield Worker(rank, local_rank, world_size, place)
+        yield Worker(rank, local_rank, world_size, place, store)
     except UserError as error:
         # To leave closes connections, which others may still be making: they would fail, aloud.
         with suppress(RuntimeError):  # whoever is missing by then has another problem

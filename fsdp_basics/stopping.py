@@ -1,18 +1,22 @@
-"""SIGTERM, agreed upon: all ranks leave the loop after the same step, in time to save."""
+"""A signal to stop, agreed upon: all ranks leave the loop after the same step, and save."""
 
 import os
 import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from runtime import Worker
 
+# A cluster's scheduler, Ctrl-C, a closed terminal, a scheduler's warning before the time limit.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
 
 class StopRequests:
-    """A cluster sends SIGTERM before it takes the machine; torchrun passes it on to its ranks.
+    """The signals after which a run saves and ends; torchrun passes on all but SIGUSR1.
 
         stop = StopRequests(worker)
         for step in ...:
@@ -21,26 +25,30 @@ class StopRequests:
                 break  # on all ranks
 
     Then there are 30 seconds, until torchrun kills. All ranks construct it: it is a collective.
+    A second Ctrl-C ends the process at once.
     """
 
     def __init__(self, worker: Worker):
-        self.asked = False
+        self.asked = 0  # the number of the signal that came
         self.last_look = None  # (step, time)
         self.next_look, self.interval = 0, 1  # in steps
-        signal.signal(signal.SIGTERM, self._ask)
+        for number in SIGNALS:
+            signal.signal(number, self._ask)
         self._watch_neighbours(worker)
 
-    def _ask(self, *_) -> None:
-        self.asked = True
+    def _ask(self, number: int, frame) -> None:
+        if number == self.asked == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        self.asked = number
 
-    def agreed(self, step: int) -> bool:
-        """True on all ranks after the same step, once any of them was asked to stop.
+    def agreed(self, step: int) -> int:
+        """The same on all ranks after the same step: the signal that any of them got, or 0.
 
-        To be called after each step by every rank. They compare notes about once a second: after
+        Every rank calls this after each step. The ranks exchange it about once a second: after
         every step if steps take longer, else after so many that it costs nothing.
         """
         if step < self.next_look:
-            return False
+            return 0
         now, seconds_per_step = time.perf_counter(), 1.0
         if self.last_look:
             last_step, last_time = self.last_look
@@ -49,30 +57,34 @@ class StopRequests:
         # Gloo adds numbers on the CPU, also beside NCCL: no GPU is waited for.
         notes = torch.tensor([self.asked, seconds_per_step], dtype=torch.float64)
         dist.all_reduce(notes, op=dist.ReduceOp.MAX)
-        any_asked, slowest = notes.tolist()
+        asked, slowest = notes.tolist()
         # From the same numbers all ranks conclude the same. Doubling keeps one odd step harmless.
         self.interval = max(1, min(int(1 / slowest), 2 * self.interval))
         self.next_look = step + self.interval
-        return bool(any_asked)
+        return int(asked)
 
     def _watch_neighbours(self, worker: Worker) -> None:
-        """Make SIGTERM end this process at once if a rank of this node has died.
+        """Make a signal end this process at once if a rank of this node has died.
 
-        torchrun then sends SIGTERM, too, to be rid of the survivors. One that waits in a collective
-        for the dead rank never returns to Python, where the handler above would run, and torchrun
-        waits 30 seconds for it. A thread hears of the signal all the same.
+        torchrun also sends SIGTERM to end the survivors of a failure. A survivor that waits in a
+        collective for the dead rank never returns to Python, where the handler above would run, and
+        torchrun waits 30 seconds for it. A thread hears of the signal all the same.
         """
+        # Two containers of one host may have the host's name, and process numbers of their own.
+        namespace = Path("/proc/self/ns/pid")  # Linux only
+        here = (socket.gethostname(), os.readlink(namespace) if namespace.exists() else "")
         everyone = [None] * worker.world_size
-        dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()))
-        neighbours = [pid for host, pid in everyone if host == socket.gethostname()]
+        dist.all_gather_object(everyone, (here, os.getpid()))
+        neighbours = [pid for place, pid in everyone if place == here]
         signals, signal_writer = os.pipe()
         os.set_blocking(signal_writer, False)
         signal.set_wakeup_fd(signal_writer)  # each signal writes a byte there, whatever Python does
 
         def watch() -> None:
-            while os.read(signals, 1):
-                if not all(_is_running(pid) for pid in neighbours):
-                    os._exit(128 + signal.SIGTERM)
+            while number := os.read(signals, 1):
+                alive = all(_is_running(pid) for pid in neighbours)
+                if number[0] in SIGNALS and not alive:
+                    os._exit(128 + number[0])
 
         threading.Thread(target=watch, daemon=True).start()
 
@@ -83,3 +95,11 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def goodbye(stopped_by: int, step: int, total_steps: int, folder, worker: Worker) -> None:
+    """Rank 0 says why the run ends here. folder: where it was saved, or None."""
+    if worker.is_main:
+        saved = f"saved to {folder}, the same command continues" if folder else "not saved"
+        name = signal.Signals(stopped_by).name
+        print(f"stopped by {name} after step {step} of {total_steps}: {saved}", flush=True)

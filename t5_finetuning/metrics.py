@@ -1,10 +1,9 @@
-"""What a run tells: lines to read, JSON lines to plot, and whatever tracker you use. By rank 0."""
+"""What a run tells: lines to read, JSON lines to plot, TensorBoard if asked for. By rank 0."""
 
 import json
-import resource
+import math
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -19,7 +18,8 @@ class Metrics:
     step: of the checkpoint that is continued. Lines beyond it are dropped from the file: those
         steps are done, and written, again.
     total_steps: of the run, for the printed line.
-    tracker: is called with each dict of values and its step; see `make_tracker`.
+    tensorboard: also write OUTPUT_DIR/tensorboard. For another tracker: `log` is where all values
+        pass; give it the run's id again after a restart.
     Raises `UserError` if the file there is not ours.
     """
 
@@ -30,9 +30,8 @@ class Metrics:
         total_steps: int,
         worker: Worker,
         tensorboard: bool = False,
-        tracker: Callable[[dict, int], None] | None = None,
     ):
-        self.total_steps, self.worker, self.tracker = total_steps, worker, tracker
+        self.total_steps, self.worker = total_steps, worker
         self.file = self.board = None
         if output_dir is None or not worker.is_main:
             return
@@ -52,7 +51,7 @@ class Metrics:
             self.board = SummaryWriter(output_dir / "tensorboard", purge_step=step + 1)
 
     def log(self, step: int, epoch: int, **values: float) -> None:
-        """values: by name, as in loss=0.3 or images_per_second=5000."""
+        """values: by name, as in loss=0.3 or samples_per_second=5000."""
         if not self.worker.is_main:
             return
         words = [f"{readable(name)} {number(value)}" for name, value in values.items()]
@@ -64,8 +63,6 @@ class Metrics:
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
-        if self.tracker:
-            self.tracker(values, step)
 
     def close(self) -> None:
         for writer in (self.file, self.board):
@@ -106,34 +103,31 @@ class Throughput:
         return self.steps / self.seconds if self.steps else 0.0
 
 
-def make_tracker(name: str | None, run: dict, worker: Worker) -> Callable[[dict, int], None] | None:
-    """A function (values, step) that sends metrics to "wandb" or "mlflow"; None without a name.
+def check_finite(step: int, loss: float, grad_norm: float, precision: str = "fp32") -> None:
+    """Raise `UserError` rather than train on, and save, what is no number any more."""
+    # In fp16 a step with infinite gradients is normal: the scaler leaves it out, and scales less.
+    if not math.isfinite(loss if precision == "fp16" else loss + grad_norm):
+        raise UserError(
+            f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a smaller --lr, "
+            "a longer --warmup or a smaller --clip; checkpoints from before are as they were"
+        )
 
-    run: the settings, shown beside the curves. Raises `UserError` if it is not installed.
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """MB, by name for `Metrics.log`: the most that tensors took so far, and what torch reserved.
+
+    On a CPU, the most that this whole process had in memory (RSS).
     """
-    if name is None or not worker.is_main:
-        return None
+    if device.type != "cpu":
+        allocated = torch.accelerator.max_memory_allocated(device)
+        reserved = torch.accelerator.max_memory_reserved(device)
+        return {"memory_mb": allocated / 1e6, "reserved_mb": reserved / 1e6}
     try:
-        if name == "wandb":
-            import wandb
-
-            wandb.init(config=run)
-            return lambda values, step: wandb.log(values, step=step)
-        import mlflow
-
-        mlflow.log_params(run)
-        return lambda values, step: mlflow.log_metrics(values, step=step)
-    except ImportError:
-        raise UserError(f"--tracker {name} is not installed: pip install {name}") from None
-
-
-def memory_mb(device: torch.device) -> float:
-    """MB in use on the GPU, as nvidia-smi shows it; on a CPU the most this process had (RSS)."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return (total - free) / 1e6
+        import resource
+    except ImportError:  # Windows
+        return {}
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+    return {"memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6}
 
 
 def make_profiler(on: bool, output_dir: Path | None, worker: Worker) -> AbstractContextManager:

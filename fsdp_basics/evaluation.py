@@ -1,0 +1,46 @@
+"""What the model reaches on data that it is not trained on."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from loading import to_device
+from runtime import Worker
+from task import collate, compute_loss
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, dataset: Dataset, batch_size: int, workers: int, worker: Worker
+) -> dict[str, float]:
+    """All ranks call this. Means over the whole data set, each sample counted once: "loss", and
+    whatever else the task sums.
+
+    A DistributedSampler would repeat samples until all ranks have equally many. Here the ranks have
+    equally many batches, since under FSDP each forward pass is a collective; a batch of a rank that
+    has no samples left is computed and not counted.
+    """
+    own = range(worker.rank, len(dataset), worker.world_size)
+    longest = math.ceil(len(dataset) / worker.world_size)  # what rank 0 has
+    shares = [own[start : start + batch_size] for start in range(0, longest, batch_size)]
+    loader = DataLoader(
+        dataset,
+        batch_sampler=[list(share) or [0] for share in shares],
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=worker.device.type != "cpu",
+        generator=torch.Generator(),  # or it would draw from the global one
+    )
+    names, total = [], 0
+    model.eval()
+    for share, batch in zip(shares, loader, strict=True):
+        loss_sum, count, others = compute_loss(model, to_device(batch, worker.device))
+        names, values = ["loss", *others], [count, loss_sum, *others.values()]
+        sums = [torch.as_tensor(v, dtype=torch.float64, device=worker.device) for v in values]
+        total += torch.stack(sums) * (len(share) > 0)
+    model.train()
+    dist.all_reduce(total)
+    count, *sums = total.tolist()
+    return {name: value / count for name, value in zip(names, sums, strict=True)}

@@ -1,0 +1,142 @@
+"""From a data set to the batches of each rank, in an order that a run can take up again."""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from arguments import UserError
+from runtime import Worker
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+def make_loader(
+    dataset: Dataset, collate, batch_size: int, seed: int, workers: int, worker: Worker
+) -> DataLoader:
+    """Batches of this rank's samples of `dataset`: `batch_size` of them in each.
+
+    Rank r takes the samples r, r + N, r + 2N, ... of one shuffled order that all ranks share, so
+    that the k-th batches of all ranks together are the k-th batch of one process. drop_last keeps
+    every global batch full.
+    """
+    sampler = EpochSampler(
+        dataset,
+        num_replicas=worker.world_size,
+        rank=worker.rank,
+        shuffle=True,
+        seed=seed,
+        drop_last=True,
+    )
+    return DataLoader(
+        Seeded(dataset, seed),
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,  # else they are started anew in each epoch
+        pin_memory=worker.device.type != "cpu",
+        generator=torch.Generator(),  # its own: the global one is left to the model
+    )
+
+
+def batches(
+    loader: DataLoader, step: int, steps_per_epoch: int, epochs: int, device: torch.device
+) -> Iterator[tuple[int, object]]:
+    """Yield (epoch, batch) of this rank, on its device, from global batch `step` on."""
+    for epoch in range(step // steps_per_epoch, epochs):
+        loader.sampler.set_epoch(epoch)  # a new order per epoch, the same on all ranks
+        loader.sampler.skip = step % steps_per_epoch * loader.batch_size  # done before a restart
+        for batch in loader:
+            yield epoch, to_device(batch, device)
+            step += 1
+
+
+class EpochSampler(DistributedSampler):
+    """A DistributedSampler that can begin in the middle of an epoch; yields (epoch, index).
+
+    Nothing is read to be skipped: a run that continues reads just what the other would have read.
+    """
+
+    skip = 0  # samples of the epoch that this rank has had; set it before each epoch
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((self.epoch, index) for index in islice(super().__iter__(), self.skip, None))
+
+    def __len__(self) -> int:
+        return super().__len__() - self.skip
+
+
+class Seeded(Dataset):
+    """`dataset`, in which what a sample draws depends on seed, epoch and index alone.
+
+    Not on the rank or the process that reads it, nor on what was read before: any number of ranks
+    and --workers, and a run that was interrupted, see the same augmented samples. The epoch comes
+    with the index, since worker processes that live on do not see what is set in this one.
+    Transforms must draw from torch's global CPU generator, as torchvision's do: random and numpy
+    have generators of their own.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]):
+        epoch, index = key
+        before = torch.get_rng_state()
+        # A hash of integers is the same in every process.
+        torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**63)
+        try:
+            return self.dataset[index]
+        finally:
+            torch.set_rng_state(before)  # the model's dropout goes on as if nothing were drawn
+
+
+def check_same_data(datasets: list[Dataset], worker: Worker) -> None:
+    """All ranks call this. Raise `UserError` if a rank has other data than rank 0.
+
+    Compared are the lengths and three samples of each.
+    """
+    own = []
+    for dataset in datasets:
+        samples = [Seeded(dataset, 0)[0, i] for i in {0, len(dataset) // 2, len(dataset) - 1}]
+        numbers = [tensor for sample in samples for tensor in tensors_of(sample)]
+        digests = [hashlib.sha256(repr(t.tolist()).encode()).hexdigest() for t in numbers]
+        own.append((len(dataset), digests))
+    by_rank = [None] * worker.world_size
+    dist.all_gather_object(by_rank, own)
+    for rank, data in enumerate(by_rank):
+        if data != by_rank[0]:
+            lengths = [[length for length, _ in sets] for sets in (by_rank[0], data)]
+            raise UserError(
+                f"rank {rank} has other data than rank 0 (lengths {lengths[1]} and {lengths[0]}): "
+                "copy the same files to every host"
+            )
+
+
+def to_device(batch, device: torch.device):
+    """`batch` with each tensor in its dicts, lists and tuples on `device`."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def split(batch, parts: int) -> list:
+    """`parts` micro-batches of equally many samples: each tensor is split along dim 0."""
+    if parts == 1:
+        return [batch]
+    return [map_tensors(lambda tensor, i=i: tensor.chunk(parts)[i], batch) for i in range(parts)]
+
+
+def map_tensors(function, value):
+    """`value` with each tensor in its dicts, lists and tuples replaced by function(tensor)."""
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_tensors(function, item) for item in value]
+    return function(value) if isinstance(value, Tensor) else value
+
+
+def tensors_of(value) -> list[Tensor]:
+    found = []
+    map_tensors(found.append, value)
+    return found
