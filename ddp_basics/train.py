@@ -166,8 +166,9 @@ def train_step(
     loss_sum, count = sums
     scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
     gradients = [p.grad for p in ddp_model.parameters() if p.grad is not None]
+    factor = settings.batch_size / count  # 1 where samples are what counts
     for gradient in gradients:
-        gradient.mul_(settings.batch_size / count)  # 1 where samples are what counts
+        gradient.mul_(factor)
     # DDP has left the same gradients on every rank: the norm needs no communication.
     grad_norm = torch.nn.utils.get_total_norm(gradients)
     if settings.clip:

@@ -202,9 +202,10 @@ def train_step(
     loss_sum, count = sums
     scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    factor = settings.batch_size / count  # 1 where samples are what counts
     for gradient in gradients:
-        shard = gradient.to_local()
-        shard.mul_((settings.batch_size / count).to(shard.device))  # 1 where samples are counted
+        local = gradient.to_local()
+        local.mul_(factor.to(local.device))
     # A rank holds shards of the gradients. As they are DTensors, the norm is that of the whole
     # gradient, of all ranks' shards together; full_tensor() makes a plain tensor of it.
     grad_norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
