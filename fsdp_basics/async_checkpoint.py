@@ -23,9 +23,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from arguments import ArgumentParser, at_least
 from checkpoint import sharded_state
+from materialize import materialize
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
-from sharding import materialize, shard
+from sharding import shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -114,7 +115,7 @@ def build_sharded(dim: int, depth: int, worker: Worker):
     with torch.device("meta"):
         model = build()
     shard(model, init_device_mesh(worker.device.type, (worker.world_size,)))
-    materialize(model, build, worker.device, worker.is_main)
+    materialize(model, build, worker.device, worker)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 from fsdp1_models import LARGE, Job, frozen_position, fsdp1, fsdp2, large_modules
+from materialize import materialize
 from model import Block, VisionTransformer
-from sharding import materialize
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (
@@ -210,7 +210,7 @@ def values_of_rank_0(job: Job):
     else:
         old = fsdp1(job, job.model())
     new = fsdp2(job, job.model(seed=rank))
-    values = job.model().state_dict() if job.worker.is_main else {}
+    values = job.model().state_dict() if job.worker else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(new, values, options=options)
     return old, new
@@ -227,11 +227,11 @@ def without_memory_at_first(job: Job):
 
     with torch.device("meta"):
         new = build()
-    new = materialize(fsdp2(job, new), build, job.device, job.worker.is_main)
+    new = materialize(fsdp2(job, new), build, job.device, job.worker)
 
     if not job.on_gpu:
         return fsdp1(job, job.model()), new
-    if job.worker.is_main:
+    if job.worker:
         return fsdp1(job, build(), sync_module_states=True), new
     with torch.device("meta"):
         old = build()

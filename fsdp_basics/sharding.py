@@ -1,12 +1,7 @@
 """How a model is sharded, apart from the model and from the training loop."""
 
-from collections.abc import Callable
-
 import torch
-import torch.distributed as dist
-from arguments import UserError
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -79,57 +74,3 @@ def prefetch_blocks(blocks: list[nn.Module], count: int) -> None:
         next_in_backward = blocks[max(0, i - count) : i][::-1]
         block.set_modules_to_forward_prefetch(next_in_forward)
         block.set_modules_to_backward_prefetch(next_in_backward)
-
-
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """What `build` makes, with shapes and no memory: no rank needs room for the whole model."""
-    with torch.device("meta"):
-        model = build()
-        for parameter in model.parameters():  # FSDP takes dense ones only, and a slice is none
-            parameter.data = parameter.data.contiguous()
-    return model
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded model on the meta device memory for this rank's shards, without values yet.
-
-    Raises `UserError` naming a tensor that is neither a parameter nor a buffer.
-    """
-    model.to_empty(device=device)
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                raise UserError(
-                    f"{name or 'the model'} has a tensor {key!r} that is neither a parameter nor a "
-                    "buffer, which nothing fills in a sharded model: use register_buffer()"
-                )
-
-
-def initialize(model: nn.Module, build: Callable[[], nn.Module], is_main: bool) -> None:
-    """Give an allocated model the values of an ordinarily built one; all ranks call it.
-
-    build: makes the whole model with its first values, on the CPU. Only rank 0 calls it: its host
-    needs room for the whole model once, when a run starts anew. Each parameter is then broadcast,
-    and every rank keeps its shard. So all worlds begin with the parameters of one process, and no
-    GPU ever holds more than one whole parameter. Buffers are broadcast too, also those that are not
-    in the state dict (persistent=False), such as a rotary table.
-    """
-    whole = build() if is_main else None
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole.state_dict() if is_main else {}, options=options)
-    values = dict(whole.named_buffers()) if is_main else {}
-    for name, buffer in model.named_buffers():
-        value = values[name].to(buffer) if is_main else torch.empty_like(buffer)
-        value = value.contiguous()
-        if value.numel():
-            dist.broadcast(value.view(-1).view(torch.uint8), src=0)  # bytes: any dtype
-        buffer.copy_(value)
-
-
-def materialize(
-    model: nn.Module, build: Callable[[], nn.Module], device: torch.device, is_main: bool
-) -> nn.Module:
-    """`allocate` and `initialize`: for what does not continue a run that was saved."""
-    allocate(model, device)
-    initialize(model, build, is_main)
-    return model

@@ -23,11 +23,12 @@ from checkpoint import check_shared, resume, start_save
 from config import PRECISIONS, Settings, parse_args
 from evaluation import evaluate
 from loading import batches, check_same_data, make_loader, split
+from materialize import allocate, build_on_meta, initialize
 from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memory
 from optimizer import make_optimizer, set_learning_rate
 from replicas import average_buffers, check_replicas
 from runtime import Worker, distributed_worker
-from sharding import allocate, build_on_meta, initialize, prefetch_blocks, unit_options
+from sharding import prefetch_blocks, unit_options
 from stopping import StopRequests, goodbye
 from task import build_model, collate, compute_loss, download, load_data, units
 from torch import nn
@@ -77,7 +78,7 @@ def train(settings: Settings, worker: Worker) -> int:
         check_shared(folder, worker)
         step, saved_run = resume(folder, parts, settings.identity(), worker)
     if step == 0:  # else the values are those of the save, and nobody builds the whole model
-        initialize(model, build, worker.is_main)
+        initialize(model, build, worker)
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "

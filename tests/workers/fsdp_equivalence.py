@@ -16,9 +16,10 @@ import torch.nn.functional as F
 import train
 from communication import CountTraffic
 from config import Settings
+from materialize import materialize
 from model import VisionTransformer
 from runtime import distributed_worker
-from sharding import materialize, shard
+from sharding import shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from workers.batches import batches
@@ -117,7 +118,7 @@ def run_case(
     with torch.device("meta"):
         module = build(model)
     shard(module, mesh, **options)
-    materialize(module, lambda: build(model), torch.device("cpu"), worker.is_main)
+    materialize(module, lambda: build(model), torch.device("cpu"), worker)
     for block in module.blocks:
         block.recompute = recompute
     settings = Settings(optimizer=optimizer, lr=99.0, accumulate=accumulate, clip=clip)

@@ -1,0 +1,72 @@
+"""A sharded model from the meta device, where it has shapes, to memory and values.
+
+model = build_on_meta(build)
+fully_shard(model)              # each rank will hold its shards
+allocate(model, device)
+initialize(model, build, worker)    # or load a checkpoint
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from alone import on_rank_0
+from arguments import UserError
+from runtime import Worker
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """What `build` makes, with shapes and no memory: no rank needs room for the whole model."""
+    with torch.device("meta"):
+        model = build()
+        for parameter in model.parameters():  # FSDP takes dense ones only, and a slice is none
+            parameter.data = parameter.data.contiguous()
+    return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a sharded model on the meta device memory for this rank's shards, without values yet.
+
+    Raises `UserError` naming a tensor that is neither a parameter nor a buffer.
+    """
+    model.to_empty(device=device)
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise UserError(
+                    f"{name or 'the model'} has a tensor {key!r} that is neither a parameter nor a "
+                    "buffer, which nothing fills in a sharded model: use register_buffer()"
+                )
+
+
+def initialize(model: nn.Module, build: Callable[[], nn.Module], worker: Worker) -> None:
+    """Give an allocated model the values of an ordinarily built one; all ranks call it.
+
+    build: makes the whole model with its values, on the CPU. Only rank 0 calls it: its host needs
+    room for the whole model once, when a run starts anew. Each parameter is then broadcast, and
+    every rank keeps its shard. So all worlds begin with the parameters of one process, and no GPU
+    ever holds more than one whole parameter. Buffers are broadcast too, also those that are not in
+    the state dict (persistent=False), such as a rotary table.
+    """
+    built = []
+    on_rank_0(lambda: built.append(build()), worker, "building the whole model")
+    state = built[0].state_dict() if built else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    values = dict(built[0].named_buffers()) if built else {}
+    for name, buffer in model.named_buffers():
+        value = (values[name].to(buffer) if built else torch.empty_like(buffer)).contiguous()
+        if value.numel():
+            dist.broadcast(value.view(-1).view(torch.uint8), src=0)  # bytes: any dtype
+        buffer.copy_(value)
+
+
+def materialize(
+    model: nn.Module, build: Callable[[], nn.Module], device: torch.device, worker: Worker
+) -> nn.Module:
+    """`allocate` and `initialize`: for what does not continue a run that was saved."""
+    allocate(model, device)
+    initialize(model, build, worker)
+    return model
