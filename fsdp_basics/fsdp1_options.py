@@ -210,7 +210,7 @@ def values_of_rank_0(job: Job):
     else:
         old = fsdp1(job, job.model())
     new = fsdp2(job, job.model(seed=rank))
-    values = job.model().state_dict() if job.worker else {}
+    values = job.model().state_dict() if job.worker.is_main else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(new, values, options=options)
     return old, new
@@ -231,7 +231,7 @@ def without_memory_at_first(job: Job):
 
     if not job.on_gpu:
         return fsdp1(job, job.model()), new
-    if job.worker:
+    if job.worker.is_main:
         return fsdp1(job, build(), sync_module_states=True), new
     with torch.device("meta"):
         old = build()

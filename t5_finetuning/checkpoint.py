@@ -234,8 +234,9 @@ def model_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 def sharded_state(parts: dict) -> dict:
     """What the ranks hold different parts of, by the names that the unsharded model would use."""
-    optimizer = {f"{name}.{key}": value for name, key, value in optimizer_tensors(parts)}
-    return {**model_state(parts["model"]), "optimizer": optimizer}
+    state = model_state(parts["model"])  # first: it shards again what an evaluation left gathered
+    state["optimizer"] = {f"{name}.{key}": value for name, key, value in optimizer_tensors(parts)}
+    return state
 
 
 def optimizer_tensors(parts: dict) -> list[tuple[str, str, Tensor]]:
