@@ -8,6 +8,15 @@ from pathlib import Path
 from arguments import ArgumentParser, above, at_least, between
 from runtime import known_backend
 
+# A run may be continued with other values of these: they change how it runs, not what it computes.
+# (It can be made longer, and go on with another number of ranks. The files have checksums.)
+MAY_CHANGE = {
+    *("train_file", "eval_file", "data_dir", "epochs", "name_epochs", "accumulate", "reduce_once"),
+    *("activation_checkpointing", "device", "backend", "workers", "timeout", "output_dir"),
+    *("checkpoint_every", "keep", "log_every", "tensorboard", "profile", "eval_samples", "show"),
+    "patience",
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -28,7 +37,9 @@ class Settings:
     patience: int = 3
     batch_size: int = 32  # global: over all ranks
     accumulate: int = 1
+    reduce_once: bool = False
     lr: float = 2e-3
+    weight_decay: float = 0.01
     warmup: float = 0.05
     clip: float = 1.0
     dropout: float = 0.1
@@ -44,19 +55,14 @@ class Settings:
     keep: int = 2
     log_every: int = 50
     tensorboard: bool = False
-    tracker: str | None = None
     profile: bool = False
     eval_samples: int = 200
     show: int = 8
 
     def identity(self) -> dict[str, object]:
-        """What makes two runs the same run: a checkpoint continues under the same values only.
-
-        The number of ranks is not among them, nor --epochs: a run can be made longer.
-        """
-        names = "model prefix max_source max_target dim layers vocab_size batch_size lr warmup clip"
-        names += " dropout precision seed"
-        return {name: getattr(self, name) for name in names.split()}
+        """What makes two runs the same run: all settings that a continued run must not change."""
+        values = {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
+        return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
 
 def parse_args() -> Settings:
@@ -78,8 +84,11 @@ def parse_args() -> Settings:
     add("--name-epochs", type=at_least(0), help="the first, on names of functions: for a new T5")
     add("--patience", type=at_least(1), help="stop after so many epochs without a better one")
     add("--batch-size", type=at_least(1), help="pairs per optimizer step, over all ranks")
-    add("--accumulate", type=at_least(1), help="parts in which a rank works through its batch")
+    add("--accumulate", type=at_least(1), help="micro-batches per rank and optimizer step")
+    once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
+    add("--reduce-once", action="store_true", help=once)
     add("--lr", type=above(0), help="peak learning rate")
+    add("--weight-decay", type=between(0, math.inf), help="of matrices (biases do not decay)")
     add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
     add("--clip", type=between(0, math.inf), help="largest gradient norm; 0: no clipping")
     add("--dropout", type=between(0, 0.99))
@@ -97,7 +106,6 @@ def parse_args() -> Settings:
     add("--keep", type=at_least(1), help="newest checkpoints to keep: one may turn out broken")
     add("--log-every", type=at_least(1), help="steps between lines of the log")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    add("--tracker", choices=("wandb", "mlflow"), help="also send metrics there, if installed")
     add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
     add("--eval-samples", type=at_least(1), help="texts to generate summaries for")
     add("--show", type=at_least(0), help="summaries to print")

@@ -6,13 +6,16 @@ none.
 """
 
 import json
+import socket
 import zlib
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from arguments import UserError
+from runtime import Worker
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -71,6 +74,20 @@ class JsonLines(Dataset):
         return pair
 
 
+def check_same_files(datasets: list[JsonLines], worker: Worker) -> None:
+    """All ranks call this. Raise `UserError` if a rank does not have the files that rank 0 read."""
+    problem = None
+    for dataset in datasets:
+        size = dataset.path.stat().st_size if dataset.path.is_file() else None
+        if size != dataset.lengths.sum():
+            says = "is not there" if size is None else f"has {size} bytes"
+            problem = f"{dataset.path} {says} on {socket.gethostname()}, rank {worker.rank}"
+    problems = [None] * worker.world_size
+    dist.all_gather_object(problems, problem)
+    for problem in filter(None, problems):
+        raise UserError(f"{problem}: rank 0 read another one; copy the same files to every host")
+
+
 def epoch_batches(lengths: Tensor, batch_size: int, seed: int) -> Tensor:
     """The global batches of an epoch: (batches, batch_size) indices, the same on every rank.
 
@@ -85,27 +102,15 @@ def epoch_batches(lengths: Tensor, batch_size: int, seed: int) -> Tensor:
     return batches[torch.randperm(len(batches), generator=generator)]
 
 
-def make_loader(dataset: JsonLines, batches: list[list[int]], tokenizer, settings) -> DataLoader:
-    """Yields the given batches of pairs as tokens; --workers processes read and tokenize."""
+def make_loader(
+    dataset: JsonLines, batches: list[list[int]], collate: Callable, workers: int
+) -> DataLoader:
+    """Yields the given batches of pairs as tokens; `workers` processes read and tokenize."""
     return DataLoader(
         dataset,
         batch_sampler=batches,
-        collate_fn=partial(collate, tokenizer=tokenizer, settings=settings),
-        num_workers=settings.workers,
-        pin_memory=torch.cuda.is_available(),
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=torch.accelerator.is_available(),
         generator=torch.Generator(),  # its own: the global one is left to the model's dropout
     )
-
-
-def collate(pairs: list[Pair], tokenizer, settings) -> dict[str, Tensor]:
-    """input_ids, attention_mask and labels, each (batch, longest) int64; what is longer is cut."""
-    options = {"truncation": True, "padding": True, "return_tensors": "pt"}
-    texts, summaries = [settings.prefix + p.text for p in pairs], [p.summary for p in pairs]
-    batch = tokenizer(texts, max_length=settings.max_source, **options)
-    target = tokenizer(summaries, max_length=settings.max_target, **options)
-    labels = target["input_ids"].masked_fill(target["attention_mask"] == 0, IGNORED)
-    return {
-        "input_ids": batch["input_ids"],
-        "attention_mask": batch["attention_mask"],
-        "labels": labels,
-    }

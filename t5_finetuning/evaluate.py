@@ -5,34 +5,17 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from data import IGNORED, JsonLines, collate, make_loader
+from data import IGNORED, JsonLines, make_loader
 from model import gathered
 from runtime import Worker
+from task import collate, compute_loss, generate_texts
 from torch import Tensor
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
-# The likeliest token each time, those that were written already made less likely: a model that has
-# learnt little falls into loops, "the current current current". The penalty is that of Keskar et
-# al., "CTRL: A Conditional Transformer Language Model for Controllable Generation", 2019.
-SEARCH = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.5}
-
-
-def loss_sum(model, batch: dict[str, Tensor]) -> Tensor:
-    """The sum of the losses of all target tokens."""
-    labels = batch["labels"]
-    logits = model(
-        batch["input_ids"],
-        batch["attention_mask"],
-        decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),  # the tokens before
-        use_cache=False,
-    ).logits
-    return F.cross_entropy(  # in float32, whatever the matrices multiplied in
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
 
 
 @torch.no_grad()
@@ -41,10 +24,10 @@ def evaluate(model, dataset: JsonLines, tokenizer, settings, worker: Worker) -> 
     total_loss = total_tokens = 0
     model.eval()
     for batch, count in local_batches(dataset, len(dataset), tokenizer, settings, worker):
-        loss = loss_sum(model, batch)  # also if none counts: the forward pass is a collective
+        loss_sum, tokens = compute_loss(model, batch)  # also if none counts: it is a collective
         if count:
-            total_loss += loss
-            total_tokens += (batch["labels"] != IGNORED).sum()
+            total_loss += loss_sum
+            total_tokens += tokens
     model.train()
     total_loss, total_tokens = all_sum([total_loss, total_tokens], worker)
     return total_loss / total_tokens
@@ -58,15 +41,10 @@ def generate(model, dataset: JsonLines, tokenizer, settings, worker: Worker) -> 
     model.eval()
     with gathered(model):
         for batch, count in local_batches(dataset, samples, tokenizer, settings, worker):
-            tokens = model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=settings.max_target,
-                **SEARCH,
-                # Each token is a forward pass: a rank that is ready runs on until all are.
-                synced_gpus=worker.world_size > 1,
+            texts = generate_texts(
+                model, batch, tokenizer, settings.max_target, synced=worker.world_size > 1
             )
-            local_texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)[:count]
+            local_texts += texts[:count]
     model.train()
     all_texts = [None] * worker.world_size
     dist.all_gather_object(all_texts, local_texts)
@@ -77,8 +55,12 @@ def local_batches(
     dataset: JsonLines, samples: int, tokenizer, settings, worker: Worker
 ) -> Iterator[tuple[dict[str, Tensor], int]]:
     """Yield this rank's batches of the first `samples` pairs, and how many pairs of each count."""
-    shares = equal_shares(samples, settings.batch_size, worker.rank, worker.world_size)
-    loader = make_loader(dataset, [indices for indices, _ in shares], tokenizer, settings)
+    # As many at a time as in training: that is known to fit into memory.
+    micro_batch = settings.batch_size // worker.world_size // settings.accumulate
+    shares = equal_shares(samples, micro_batch, worker.rank, worker.world_size)
+    collate_pairs = partial(collate, tokenizer=tokenizer, settings=settings)
+    indices = [indices for indices, _ in shares]
+    loader = make_loader(dataset, indices, collate_pairs, settings.workers)
     for batch, (_, count) in zip(loader, shares, strict=True):
         yield {name: tensor.to(worker.device) for name, tensor in batch.items()}, count
 
@@ -147,6 +129,19 @@ class EarlyStopping:
     def load_state_dict(self, state: dict) -> None:
         self.best_loss = state["best_loss"]
         self.epochs_without_better = state["epochs_without_better"]
+
+
+class Before:
+    """What the model reached before training: in the checkpoint, as it is measured once."""
+
+    def __init__(self):
+        self.loss, self.texts = math.nan, []
+
+    def state_dict(self) -> dict:
+        return {"loss": self.loss, "texts": self.texts}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.loss, self.texts = state["loss"], state["texts"]
 
 
 def describe(model, train_set: JsonLines, eval_set: JsonLines, tokenizer, settings) -> None:

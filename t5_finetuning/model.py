@@ -2,63 +2,34 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from alone import on_rank_0
 from arguments import UserError
 from data import JsonLines
 from runtime import Worker
+from task import MODEL, MODEL_TYPE, new_config
 from tokenizer import train_tokenizer
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)  # fmt: skip
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoTokenizer, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 
-def on_rank_0(action: Callable[[], object], worker: Worker) -> object:
-    """What `action()` returns on rank 0, on every rank; a `UserError` there is raised on all."""
-    result = None
-    if worker.is_main:
-        try:
-            result = action()
-        except UserError as error:
-            result = error
-    results = [result]
-    dist.broadcast_object_list(results, src=0)
-    if isinstance(results[0], UserError):
-        raise results[0]
-    return results[0]
-
-
-def prepare(settings, train_set: JsonLines) -> tuple[T5Config, object]:
-    """(config, tokenizer): of --model, or of a small T5 that is yet to learn everything."""
+def prepare(settings, train_set: JsonLines) -> tuple[PreTrainedConfig, object]:
+    """(config, tokenizer): of --model, or of a small model that is yet to learn everything."""
     if settings.model:
         config = from_hub(AutoConfig, settings.model)
-        if config.model_type != "t5":
-            raise UserError(f"--model {settings.model} is of type {config.model_type}, not t5")
+        if config.model_type != MODEL_TYPE:
+            raise UserError(
+                f"--model {settings.model} is of type {config.model_type}, not {MODEL_TYPE}"
+            )
         config.dropout_rate = settings.dropout
         return config, from_hub(AutoTokenizer, settings.model)
     texts = (text for pair in train_set for text in (pair.text, pair.summary))
     tokenizer = train_tokenizer(texts, settings.vocab_size)
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=settings.dim,
-        d_kv=32,
-        d_ff=4 * settings.dim,
-        num_heads=settings.dim // 32,
-        num_layers=settings.layers,
-        dropout_rate=settings.dropout,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-    )
-    return config, tokenizer
+    return new_config(settings, tokenizer), tokenizer
 
 
 def from_hub(kind: type, name: str, **options):
@@ -73,25 +44,14 @@ def from_hub(kind: type, name: str, **options):
         ) from None
 
 
-def load_weights(model, make_source: Callable[[], T5ForConditionalGeneration], worker: Worker):
-    """Give the sharded model the values of a whole one, which rank 0 alone makes.
-
-    Rank 0 holds the whole model for a moment, in CPU memory; no other rank ever does.
-    """
-    values = {}
-    on_rank_0(lambda: values.update(make_source().state_dict()), worker)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, values, options=options)
-
-
-def export(model, config: T5Config, tokenizer, folder: Path, worker: Worker) -> None:
+def export(model, config: PreTrainedConfig, tokenizer, folder: Path, worker: Worker) -> None:
     """Save the sharded model as `folder`, for from_pretrained(); all ranks call this."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     values = get_model_state_dict(model, options=options)  # whole on rank 0, empty on the others
 
     def write() -> None:
         with torch.device("meta"):  # a plain model around the values: no second copy
-            plain = T5ForConditionalGeneration(config)
+            plain = MODEL(config)
         plain.load_state_dict(values, assign=True)
         plain.tie_weights()  # assign=True has made four matrices of one
         temporary, old = folder.with_name("model.tmp"), folder.with_name("model.old")
@@ -106,7 +66,7 @@ def export(model, config: T5Config, tokenizer, folder: Path, worker: Worker) -> 
         except OSError as error:
             raise UserError(f"cannot write {folder}: {error.strerror}") from None
 
-    on_rank_0(write, worker)
+    on_rank_0(write, worker, f"writing {folder}")
 
 
 @contextmanager

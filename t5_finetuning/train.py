@@ -16,34 +16,36 @@ OUTPUT_DIR/model is what from_pretrained() loads.
 minimal.py has the distributed lines alone; this file adds what a real run needs.
 """
 
-import math
 import os
-import signal
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from alone import on_rank_0
 from arguments import UserError
-from checkpoint import resume, save_checkpoint
+from checkpoint import check_shared, resume, save_checkpoint
 from config import Settings, parse_args
-from data import IGNORED, JsonLines, epoch_batches, make_loader
-from evaluate import EarlyStopping, all_sum, describe, evaluate, generate, loss_sum, report
+from data import JsonLines, check_same_files, epoch_batches, make_loader
+from evaluate import Before, EarlyStopping, describe, evaluate, generate, report
 from library import library_files
-from metrics import Metrics, Throughput, make_profiler, make_tracker, memory_mb
-from model import export, from_hub, load_weights, on_rank_0, prepare
+from materialize import allocate, build_on_meta, initialize
+from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memory
+from model import export, from_hub, prepare
+from replicas import average_buffers, check_replicas
 from runtime import Worker, distributed_worker
-from stopping import StopRequests
-from torch import Tensor
+from stopping import StopRequests, goodbye
+from task import MODEL, collate, compute_loss, lr_factor, units
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from transformers import T5Config, T5ForConditionalGeneration
 from transformers.utils import logging
 
 
@@ -61,17 +63,22 @@ def main() -> None:
         tempfile.TemporaryDirectory() as scratch,
         distributed_worker(settings.device, timeout, settings.backend) as worker,
     ):
-        finished = train(settings, files, settings.output_dir or Path(scratch), worker)
-    sys.exit(0 if finished else 128 + signal.SIGTERM)
+        stopped_by = train(settings, files, settings.output_dir or Path(scratch), worker)
+    sys.exit(128 + stopped_by if stopped_by else 0)
 
 
-def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -> bool:
-    """Train to the end and return True, or save and return False once SIGTERM has come."""
+def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -> int:
+    """Train to the end and return 0; or save, and return the signal that asked to stop."""
     stop = StopRequests(worker)
     # Rank 0 checks the files, asks the hub or learns a vocabulary; the others are told.
-    datasets = [on_rank_0(lambda file=file: JsonLines(file), worker) for file in files]
+    datasets = [
+        on_rank_0(lambda file=file: JsonLines(file), worker, f"reading {file}") for file in files
+    ]
+    check_same_files(datasets, worker)
     train_set, eval_set, *name_sets = datasets
-    config, tokenizer = on_rank_0(lambda: prepare(settings, train_set), worker)
+    config, tokenizer = on_rank_0(
+        lambda: prepare(settings, train_set), worker, "loading or learning a tokenizer"
+    )
     plan = make_plan(train_set, name_sets, settings)  # the data set of each epoch
     epoch_ends = list(accumulate(len(dataset) // settings.batch_size for dataset in plan))
     total_steps = epoch_ends[-1]
@@ -79,62 +86,65 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
         raise UserError(f"--batch-size {settings.batch_size} exceeds the {len(train_set)} pairs")
 
     torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10 bits in fp32's matrix products
-    model = make_sharded_model(config, settings, worker)
+    model = shard(config, settings, worker)
     optimizer = make_optimizer(model, settings)
-    early_stopping = EarlyStopping(settings.patience)
+    early_stopping, before = EarlyStopping(settings.patience), Before()
     torch.manual_seed(settings.seed + worker.rank)  # from here on, dropout differs between ranks
     if worker.is_main:
         describe(model, train_set, eval_set, tokenizer, settings)
-    before = (
-        evaluate(model, eval_set, tokenizer, settings, worker),
-        generate(model, eval_set, tokenizer, settings, worker),
-    )
 
     best_model = folder / "model"  # in Hugging Face's format
     checkpoints = settings.output_dir / "checkpoints" if settings.output_dir else None
-    parts = {"model": model, "optimizer": optimizer, "early_stopping": early_stopping}
+    parts = {"model": model, "optimizer": optimizer}
+    parts |= {"early_stopping": early_stopping, "before": before}
     identity = settings.identity() | {
         "name_epochs": len(plan) - plan.count(train_set),
         "checksum of the training file": train_set.checksum,
         "checksum of the evaluation file": eval_set.checksum,
     }
     run = identity | {"total_steps": total_steps}
-    step, saved_run = resume(checkpoints, parts, identity, worker) if checkpoints else (0, {})
-    if worker.is_main and step and saved_run["total_steps"] != total_steps:
+    step, saved_run = 0, {}
+    if checkpoints:
+        check_shared(checkpoints, worker)
+        step, saved_run = resume(checkpoints, parts, identity, worker)
+    if step == 0:  # else the values are those of the save, and nobody builds the whole model
+        initialize(model, partial(build_whole, config, settings), worker)
+        before.loss = evaluate(model, eval_set, tokenizer, settings, worker)
+        before.texts = generate(model, eval_set, tokenizer, settings, worker)
+    if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
             "the learning rate follows the new plan"
         )
-    tracker = make_tracker(settings.tracker, run, worker)
-    metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard, tracker)
-    stopping, throughput = False, Throughput(step)
+    metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
+    stopped_by, throughput = 0, Throughput(step)
 
     with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
         for epoch, batch in batches(plan, step, early_stopping, tokenizer, settings, worker):
-            lr = learning_rate(step, total_steps, settings)
-            loss, grad_norm = train_step(model, batch, optimizer, lr, settings, worker)
+            lr = set_learning_rate(optimizer, step, total_steps, settings)
+            loss, grad_norm = train_step(model, batch, optimizer, settings, worker)
             step += 1
             if profiler:
                 profiler.step()
 
-            stopping = stop.agreed(step) and step < total_steps
+            stopped_by = stop.agreed(step) if step < total_steps else 0
             end_of_epoch = step in epoch_ends
             save_now = settings.checkpoint_every and step % settings.checkpoint_every == 0
-            saving = checkpoints and (end_of_epoch or save_now or stopping)
-            if not (step % settings.log_every == 0 or end_of_epoch or saving or stopping):
+            saving = checkpoints and (end_of_epoch or save_now or stopped_by)
+            if not (step % settings.log_every == 0 or end_of_epoch or saving or stopped_by):
                 continue
 
-            (loss,) = all_sum([loss], worker)  # the mean of the global batch
-            grad_norm = grad_norm.full_tensor().item()  # of all shards: may be a collective
-            check_finite(step, loss, grad_norm)
+            check_finite(step, float(loss), float(grad_norm))
+            average_buffers(model)
+            check_replicas(model, step, worker)  # ranks that drift apart do so without an error
             metrics.log(
                 step,
                 epoch,
-                loss=loss,
+                loss=float(loss),
                 lr=lr,
-                grad_norm=grad_norm,
+                grad_norm=float(grad_norm),
                 pairs_per_second=throughput.stop(step) * settings.batch_size,
-                memory_mb=memory_mb(worker.device),
+                **peak_memory(worker.device),
             )
             if end_of_epoch:
                 eval_loss = evaluate(model, eval_set, tokenizer, settings, worker)
@@ -144,27 +154,23 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
                     export(model, config, tokenizer, best_model, worker)
             if saving:
                 save_checkpoint(checkpoints, parts, step, run, worker, settings.keep)
-            if stopping:
+            if stopped_by:
                 break
             throughput.start(step)  # what was done since it stopped is no training
 
     metrics.close()
-    if stopping:
-        if worker.is_main:
-            saved = "not saved"
-            if checkpoints:
-                saved = f"saved to {checkpoints}, the same command continues"
-            print(f"stopped by SIGTERM after step {step} of {total_steps}: {saved}")
-        return False
+    if stopped_by:
+        goodbye(stopped_by, step, total_steps, checkpoints, worker)
+        return stopped_by
     # What is judged is what was saved, of the best epoch: the files are thereby proven good.
-    load_weights(model, lambda: from_hub(T5ForConditionalGeneration, best_model), worker)
+    initialize(model, lambda: from_hub(MODEL, best_model), worker)
     after = (
         early_stopping.best_loss,
         generate(model, eval_set, tokenizer, settings, worker),
     )
     if worker.is_main:
-        report(before, after, train_set, eval_set, settings)
-    return True
+        report((before.loss, before.texts), after, train_set, eval_set, settings)
+    return 0
 
 
 def make_plan(
@@ -177,44 +183,38 @@ def make_plan(
     return name_sets * name_epochs + [train_set] * (settings.epochs - name_epochs)
 
 
-def make_sharded_model(
-    config: T5Config, settings: Settings, worker: Worker
-) -> T5ForConditionalGeneration:
-    """A sharded T5 with the weights of --model, or with random ones."""
-    with torch.device("meta"):  # shapes without memory
-        model = T5ForConditionalGeneration(config)
+def shard(config, settings: Settings, worker: Worker) -> nn.Module:
+    """The model of `config`, of which each rank has memory for its shards, without values yet."""
+    model = build_on_meta(lambda: MODEL(config))
     if settings.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
     # Parameters are kept, and gradients added up, in float32, whatever the matrices multiply in.
     compute_dtype = torch.bfloat16 if settings.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
-    for block in (*model.encoder.block, *model.decoder.block):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    # What is left is the root's, with the matrix that is both embeddings and the output. It cannot
-    # be a unit of its own, nor part of the encoder's or the decoder's: a unit has its parameters
-    # for its own forward pass only, and this one is used in all of them.
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit in units(model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # the root: what is in no unit
     # True of the position biases that T5's blocks hand on. Nobody changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-    model.to_empty(device=worker.device)  # memory for this rank's shards
-    # to_empty() makes four matrices of the shared one in a plain model. A sharded one keeps it
+    allocate(model, worker.device)
+    # to_empty() makes four matrices of T5's shared one in a plain model. A sharded one keeps it
     # whole (torch 2.13): this line makes sure.
     model.tie_weights()
-
-    def make_whole_model() -> T5ForConditionalGeneration:
-        torch.manual_seed(settings.seed)
-        if settings.model:
-            return from_hub(T5ForConditionalGeneration, settings.model, dtype=torch.float32)
-        return T5ForConditionalGeneration(config)
-
-    load_weights(model, make_whole_model, worker)  # rank 0's, to all
     # generate() calls the encoder, past the model's forward() at which the root's parameters are
     # gathered: told so, FSDP gathers them for generate() too.
     register_fsdp_forward_method(model, "generate")
     return model
+
+
+def build_whole(config, settings: Settings) -> nn.Module:
+    """An ordinary model on the CPU: with the weights of --model, or with random ones."""
+    torch.manual_seed(settings.seed)
+    if settings.model:
+        return from_hub(MODEL, settings.model, dtype=torch.float32)
+    return MODEL(config)
 
 
 def batches(
@@ -226,6 +226,7 @@ def batches(
     worker: Worker,
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (epoch, batch) of this rank, on its device, from global batch `step` on."""
+    collate_pairs = partial(collate, tokenizer=tokenizer, settings=settings)
     for epoch, dataset in enumerate(plan):
         if early_stopping.over:
             return
@@ -235,72 +236,76 @@ def batches(
         # Rank r takes the pairs r, r + N, r + 2N, ... of each global batch that is left.
         local_indices = indices[done:, worker.rank :: worker.world_size].tolist()
         if local_indices:
-            for batch in make_loader(dataset, local_indices, tokenizer, settings):
+            for batch in make_loader(dataset, local_indices, collate_pairs, settings.workers):
                 for name, tensor in batch.items():
                     batch[name] = tensor.to(worker.device, non_blocking=True)
                 yield epoch, batch
 
 
 def train_step(
-    model, batch: dict[str, Tensor], optimizer, lr: float, settings: Settings, worker: Worker
+    model: nn.Module, batch: dict[str, Tensor], optimizer, settings: Settings, worker: Worker
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step on this rank's part of the global batch.
+    """One optimizer step on this rank's share of the global batch.
 
-    Returns this part of the mean loss (the parts of all ranks add up to it), and the norm of the
-    gradients, a DTensor.
+    Returns the mean loss of the global batch, and the norm of its gradient before clipping.
     """
-    # The mean is taken over the global batch's tokens: a mean of the ranks' means would give the
-    # tokens of a rank with short summaries more weight.
-    tokens = (batch["labels"] != IGNORED).sum()
-    dist.all_reduce(tokens)
     optimizer.zero_grad(set_to_none=True)
-    total_loss = torch.zeros((), device=worker.device)
+    local_batch = settings.batch_size // worker.world_size
+    sums = torch.zeros(2, dtype=torch.float64, device=worker.device)  # of losses, their count
     for i in range(settings.accumulate):
-        # Gradients travel in the last backward; until then each rank adds up whole ones.
-        model.set_requires_gradient_sync(i == settings.accumulate - 1)
         part = {name: tensor[i :: settings.accumulate] for name, tensor in batch.items()}
-        loss = loss_sum(model, part) / tokens
-        (loss * worker.world_size).backward()  # FSDP will divide by the number of ranks
-        total_loss += loss.detach()
+        # Each backward reduces its gradients, and a rank adds up its shards. Reducing in the last
+        # backward only sends less, and keeps the gradients of the whole model on every rank.
+        model.set_requires_gradient_sync(not settings.reduce_once or i == settings.accumulate - 1)
+        loss_sum, count = compute_loss(model, part)
+        (loss_sum / local_batch).backward()
+        sums[0] += loss_sum.detach()
+        sums[1] += count
+    # The mean is taken over the global batch's tokens: a mean of the ranks' means would give the
+    # tokens of a rank with short summaries more weight. So far the gradient is divided by the
+    # pairs: local_batch above, and FSDP took the mean over the ranks.
+    dist.all_reduce(sums)
+    loss_sum, count = sums
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    factor = settings.batch_size / count
+    for gradient in gradients:
+        gradient.to_local().mul_(factor)
     # DTensors know that their norm is over the shards of all ranks.
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_factor"]
+    grad_norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
+    if settings.clip:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.clip, grad_norm)
     optimizer.step()
-    return total_loss, grad_norm
+    return loss_sum / count, grad_norm
 
 
-def check_finite(step: int, loss: float, grad_norm: float) -> None:
-    """Raise `UserError` rather than train on, and save, what is no number any more."""
-    if not math.isfinite(loss + grad_norm):
-        raise UserError(
-            f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a smaller --lr, "
-            "a longer --warmup or a smaller --clip; checkpoints from before are as they were"
-        )
-
-
-def make_optimizer(model, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW; its state is sharded as the parameters are."""
-    # AdamW moves every number by about lr. A new T5's embeddings are ten times larger than its
-    # matrices, and its position biases must grow to several times that: with one rate for all, it
-    # takes thousands of steps to begin copying words. (Adafactor, which T5 was made with, takes
-    # steps in proportion.) A trained T5 has all that behind it.
-    factors = {"shared.weight": 5, "relative_attention_bias.weight": 10}
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW over all parameters; its state is sharded as they are. Matrices decay, norms do not."""
     groups = {}
     for name, parameter in model.named_parameters():
-        factor = 1 if settings.model else factors.get(".".join(name.split(".")[-2:]), 1)
-        groups.setdefault(factor, []).append(parameter)
-    groups = [{"params": params, "lr_factor": factor} for factor, params in groups.items()]
-    # fused is one call for all shards: on CPUs, a call costs a DTensor more than what it computes.
-    return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
+        lr = settings.lr * (1.0 if settings.model else lr_factor(name))
+        weight_decay = settings.weight_decay if parameter.dim() > 1 else 0.0
+        groups.setdefault((lr, weight_decay), []).append(parameter)
+    # fused: one call for all shards of a group.
+    return torch.optim.AdamW(
+        [{"params": ps, "lr": lr, "weight_decay": decay} for (lr, decay), ps in groups.items()],
+        fused=True,
+    )
 
 
-def learning_rate(step: int, total_steps: int, settings: Settings) -> float:
-    """Linear over the warm-up to --lr, then linear down to zero."""
+def set_learning_rate(optimizer, step: int, total_steps: int, settings: Settings) -> float:
+    """Give each group its rate for `step`: its own lr at the start, times the schedule's factor.
+
+    Linear over the warm-up up to 1, then linear down to 0. Returns --lr times the factor.
+    """
     warmup = round(settings.warmup * total_steps)
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
-    return settings.lr * (total_steps - step) / max(1, total_steps - warmup)
+        factor = (step + 1) / warmup
+    else:
+        factor = (total_steps - step) / max(1, total_steps - warmup)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = factor * group["initial_lr"]
+    return factor * settings.lr
 
 
 if __name__ == "__main__":
