@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,16 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "t5_finetuning"))
 
 import config
 import evaluate
+import task
 import torch
 import torch.distributed as dist
 import train
 from arguments import UserError
 from data import JsonLines, epoch_batches
-from model import export, load_weights, prepare
+from materialize import initialize
+from model import export, prepare
 from runtime import distributed_worker
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
-from train import make_sharded_model
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5ForConditionalGeneration
 from transformers.utils import logging
 
@@ -35,6 +37,7 @@ CASES = {
     "adamw": {"optimizer": "adamw"},
     "adamw, clip": {"optimizer": "adamw", "clip": 0.05},
     "sgd, accumulate": {"accumulate": 3},
+    "sgd, accumulate, reduce once": {"accumulate": 3, "once": True},
     "adamw, activation checkpointing": {"optimizer": "adamw", "checkpointing": True},
     "sgd, bf16": {"precision": "bf16"},
 }
@@ -98,17 +101,23 @@ def noting_memory(module, *, real=train.fully_shard, **options):
     return real(module, **options)
 
 
-def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointing=False, **more):
+def make_sharded_model(t5_config, settings, worker):
+    model = train.shard(t5_config, settings, worker)
+    initialize(model, partial(train.build_whole, t5_config, settings), worker)
+    return model
+
+
+def run_case(
+    data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointing=False, once=False, **more
+):
     flags = ["--clip", clip, "--accumulate", accumulate, "--workers", 1 if accumulate > 1 else 0]
-    flags += ["--activation-checkpointing"] * checkpointing
+    flags += ["--activation-checkpointing"] * checkpointing + ["--reduce-once"] * once
     settings = settings_of(*flags, *(f"--{name}={value}" for name, value in more.items()))
     t5_config, tokenizer, train_set, eval_set = data
     model = make_sharded_model(t5_config, settings, worker)
     torch.manual_seed(settings.seed)
     reference = T5ForConditionalGeneration(t5_config)
     one, sharded = (OPTIMIZERS[optimizer](m.parameters()) for m in (reference, model))
-    lr = sharded.param_groups[0]["lr"]
-    sharded.param_groups[0] |= {"lr_factor": 1, "lr": 99.0}  # the step sets it
     early_stopping = evaluate.EarlyStopping(patience=1)
     batches = train.batches([train_set], 0, early_stopping, tokenizer, settings, worker)
     global_batches = epoch_batches(train_set.lengths, BATCH, settings.seed)
@@ -125,14 +134,14 @@ def run_case(data, worker, optimizer="sgd", clip=0.0, accumulate=1, checkpointin
             torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
         one.step()
         with Operations() as operations:
-            loss, sharded_norm = train.train_step(model, batch, sharded, lr, settings, worker)
+            loss, sharded_norm = train.train_step(model, batch, sharded, settings, worker)
         result["steps"].append(
             {
-                "loss": evaluate.all_sum([loss], worker)[0],
+                "loss": loss.item(),
                 "expected loss": expected.item(),
                 "reduce_scatters": sum("reduce_scatter" in name for name in operations.names),
                 "rows": len(batch["labels"]),
-                "norm": sharded_norm.full_tensor().item(),
+                "norm": sharded_norm.item(),
                 "expected norm": norm.item(),
                 "gradients": whole((n, p.grad) for n, p in model.named_parameters()),
                 "expected gradients": whole((n, p.grad) for n, p in reference.named_parameters()),
@@ -163,10 +172,10 @@ def generated(data, worker) -> tuple[list, list]:
         optimizer.zero_grad()
         plain_loss(plain, tokenizer, list(train_set)).backward()
         optimizer.step()
-    load_weights(model, lambda: plain, worker)
+    initialize(model, lambda: plain, worker)
     texts = [evaluate.generate(model, eval_set, tokenizer, each, worker) for each in settings]
     source = padded(tokens_of(tokenizer, [pair.text for pair in eval_set], 16), 0)
-    options = {"max_new_tokens": 8, **evaluate.SEARCH}
+    options = {"max_new_tokens": 8, **task.SEARCH}
     tokens = plain.eval().generate(source, attention_mask=source != 0, **options)
     return texts, tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
@@ -230,7 +239,7 @@ def stop_and_resume(worker) -> dict:
                 os.kill(os.getpid(), signal.SIGTERM)
             loss, norm = real_step(*values)
             losses.append(loss.item())
-            norms.append(norm.full_tensor().item())
+            norms.append(norm.item())
             return loss, norm
 
         def export(*values):
@@ -262,13 +271,14 @@ def stop_and_resume(worker) -> dict:
     dist.all_gather_object(losses_of_ranks, losses)
     run(FOLDER / "stopped", stop_at=3)
     run(FOLDER / "stopped")
+    evaluations_after_resuming = evaluations[-1]
     results = {
         "finished": finished[:],
         "seeds": seeds,
         "losses of ranks": losses_of_ranks,
         "norms": norms_of_straight,
         "exports": exports[0],
-        "evaluations": evaluations[0],
+        "evaluations": (evaluations[0], evaluations_after_resuming),
         "infinite": refused(FOLDER / "infinite", "--lr=1e30", "--warmup=0"),
         "infinite saved": len(list((FOLDER / "infinite/checkpoints").glob("step_*"))),
         "other names": refused(FOLDER / "straight", "--name-epochs=0"),
@@ -280,6 +290,23 @@ def stop_and_resume(worker) -> dict:
     results["other data"] = refused(FOLDER / "stopped")
     train.train_step, train.export, train.evaluate = real_step, real_export, real_evaluate
     return results
+
+
+class WithTable(T5ForConditionalGeneration):
+    """With a buffer that is not in the state dict, as a rotary table is."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("table", torch.arange(1, 6) / 7, persistent=False)
+
+
+def buffer_of_a_sharded_model(t5_config, worker) -> torch.Tensor:
+    real, train.MODEL = train.MODEL, WithTable
+    model = make_sharded_model(t5_config, settings_of(), worker)
+    train.MODEL = real
+    tables = [None] * worker.world_size
+    dist.all_gather_object(tables, model.table)
+    return torch.stack(tables)
 
 
 def measure(worker) -> dict:
@@ -300,6 +327,7 @@ def measure(worker) -> dict:
     batches = epoch_batches(train_set.lengths, BATCH, seed=0)[:2]
     pairs = [[train_set[i] for i in batch] for batch in batches]
     results["had memory"] = HAD_MEMORY
+    results["buffer"] = buffer_of_a_sharded_model(t5_config, worker)
     results["uses"] = three_gradients(t5_config, tokenizer, pairs[0])
     results["targets"] = [
         [len(ids) for ids in tokens_of(tokenizer, [pair.summary for pair in batch], 8)]
