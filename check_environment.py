@@ -47,7 +47,7 @@ def main():
 def check_all():
     builds, others = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-common"))
     torch, torch_error = try_import("torch")
-    # Whoever built a package may have written its name with "_": to pip that is the same name.
+    # Some builds write a package's name with "_" for "-": pip takes both as one name.
     installed = {d.metadata["Name"].replace("_", "-"): d.version for d in metadata.distributions()}
     versions = installed.get("torch"), installed.get("torchvision")
     transformers_error = try_import("transformers")[1]
