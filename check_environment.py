@@ -2,8 +2,9 @@
 
     python3 check_environment.py
 
-Needs nothing installed. One line per item: "ok", or "!!" and advice below. Exit status 1 if
-something is wrong that the examples cannot do without, else 0: a machine without a GPU is fine.
+Needs nothing installed, on Linux and macOS. One line per item: "ok", or "!!" and advice below. Exit
+status 1 if something is wrong that the examples cannot do without, else 0: a machine without a GPU
+is fine.
 """
 
 import os
@@ -31,21 +32,9 @@ class Check(NamedTuple):
 
 
 def main():
-    builds, others = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-common"))
-    torch, torch_error = try_import("torch")
-    # Whoever built a package may have written its name with "_": to pip that is the same name.
-    installed = {d.metadata["Name"].replace("_", "-"): d.version for d in metadata.distributions()}
-    checks = [
-        check_python(sys.version_info[:3]),
-        check_torch(installed.get("torch"), builds["torch"], torch_error),
-        check_torchvision(installed.get("torchvision"), builds["torchvision"], torch, call_nms),
-        check_packages(installed, others, try_import("transformers")[1]),
-        check_gpus(torch, shutil.which("nvidia-smi") is not None),
-        check_backends(torch),
-        check_host_name(socket.gethostname()),
-        check_loopback(torch, two_gloo_ranks),
-        check_machine(*this_machine()),
-    ]
+    checks = [ask("system", check_system, sys.platform)]
+    if not checks[0].stops:  # the other checks are for the systems that PyTorch's jobs run on
+        checks += check_all()
     for check in checks:
         print("{}  {:<12} {}".format("!!" if check.advice else "ok", check.name, check.found))
     for advice in dict.fromkeys(check.advice for check in checks if check.advice):
@@ -53,6 +42,43 @@ def main():
     broken = [check.name for check in checks if check.stops]
     print("not ready: " + ", ".join(broken) if broken else "ready")
     sys.exit(1 if broken else 0)
+
+
+def check_all():
+    builds, others = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-common"))
+    torch, torch_error = try_import("torch")
+    # Some builds write a package's name with "_" for "-": pip takes both as one name.
+    installed = {d.metadata["Name"].replace("_", "-"): d.version for d in metadata.distributions()}
+    versions = installed.get("torch"), installed.get("torchvision")
+    transformers_error = try_import("transformers")[1]
+    return [
+        ask("Python", check_python, sys.version_info[:3]),
+        ask("torch", check_torch, versions[0], builds["torch"], torch_error),
+        ask("torchvision", check_torchvision, versions[1], builds["torchvision"], torch, call_nms),
+        ask("packages", check_packages, installed, others, transformers_error),
+        ask("GPUs", check_gpus, torch, shutil.which("nvidia-smi") is not None),
+        ask("backends", check_backends, torch),
+        ask("torchrun", check_torchrun, os.environ.get("PET_LOCAL_ADDR")),
+        ask("host name", check_host_name, os.environ.get("GLOO_SOCKET_IFNAME")),
+        ask("loopback", check_loopback),
+        ask("Gloo", check_gloo, torch, two_gloo_ranks),
+        ask("machine", lambda: check_machine(*this_machine())),
+    ]
+
+
+def ask(name, check, *args):
+    """The check's answer. If the check itself raises, its error is the answer."""
+    try:
+        return check(*args)
+    except Exception as error:
+        advice = f"'{name}' could not be checked here: look at the error in its line"
+        return Check(name, f"not checked: {first_line(error)}", advice)
+
+
+def check_system(platform):
+    advice = "the examples run on Linux and macOS; on Windows, run all of this inside WSL"
+    supported = platform in ("linux", "darwin")
+    return Check("system", platform, "" if supported else advice, stops=not supported)
 
 
 def check_python(version):
@@ -115,28 +141,91 @@ def check_backends(torch):
     return Check("backends", ", ".join(there) or "none", advice, stops="gloo" not in there)
 
 
-def check_host_name(name):
-    """Gloo listens on the address of the host name, unless it is told an interface."""
+def check_torchrun(local_addr):
+    """torchrun --standalone connects to itself by two names, and waits for minutes if that fails.
+
+    local_addr: its option --local-addr; by default the second name is socket.getfqdn().
+    """
+    name = local_addr or socket.getfqdn()
     try:
-        address = socket.gethostbyname(name)
-        socket.create_server((address, 0)).close()
-    except OSError as error:
-        advice = f"add {name} to /etc/hosts as 127.0.0.1, or export GLOO_SOCKET_IFNAME=lo"
+        connect("localhost")
+    except (OSError, UnicodeError) as error:
+        advice = "add this line to /etc/hosts: 127.0.0.1 localhost"
+        return Check("torchrun", f"cannot reach localhost ({error})", advice, stops=True)
+    try:
+        connect(name)
+    except (OSError, UnicodeError) as error:
+        advice = "for jobs on this machine alone: export PET_LOCAL_ADDR=127.0.0.1"
+        advice += f" (or add this line to /etc/hosts: 127.0.0.1 {name})"
+        return Check("torchrun", f"cannot reach itself as {name} ({error})", advice, stops=True)
+    return Check("torchrun", f"reaches itself as localhost and as {name}")
+
+
+def connect(host):
+    """Connect to a server of this process, which listens on all addresses, as torchrun's does."""
+    both = socket.has_dualstack_ipv6()  # IPv4 and IPv6
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as server:
+        socket.create_connection((host, server.getsockname()[1]), timeout=5).close()
+
+
+def check_host_name(interfaces):
+    """Gloo listens on an address of the host name, unless GLOO_SOCKET_IFNAME names interfaces."""
+    here = [name for _, name in socket.if_nameindex()]
+    if interfaces:
+        unknown = sorted(set(interfaces.split(",")) - set(here))
+        found = f"GLOO_SOCKET_IFNAME={interfaces}"
+        if unknown:
+            found += f", but this machine has no {', '.join(unknown)}, only {', '.join(here)}"
+            return Check("host name", found, "unset GLOO_SOCKET_IFNAME", stops=True)
+        return Check("host name", f"not used by Gloo: {found}")
+    name = socket.gethostname()
+    try:
+        return Check("host name", f"{name} is {own_address(name)}")
+    except (OSError, UnicodeError) as error:
+        advice = f"Gloo warns and takes the loopback; on this machine alone: {take_loopback()}"
         return Check("host name", f"{name} has no address of this machine ({error})", advice)
-    return Check("host name", f"{name} is {address}")
 
 
-def check_loopback(torch, connect):
-    """connect: a function that lets two ranks add numbers over 127.0.0.1; raises if they cannot."""
+def own_address(name):
+    """The first address of the name that this machine can listen on, as Gloo looks for one."""
+    reason = None
+    for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+        try:
+            with socket.socket(family, kind) as server:
+                server.bind(address)
+            return address[0]
+        except OSError as error:
+            reason = error
+    raise reason
+
+
+def take_loopback():
+    """The command that keeps Gloo on this machine's loopback, which is lo0 on macOS."""
+    here = [name for _, name in socket.if_nameindex()]
+    return f"export GLOO_SOCKET_IFNAME={'lo0' if 'lo0' in here else 'lo'}"
+
+
+def check_loopback():
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
-        if torch:
-            connect(torch)
-    except Exception as error:
+    except OSError as error:
         advice = "let processes connect to 127.0.0.1: look at the firewall, a VPN, a sandbox"
         return Check("loopback", first_line(error), advice, stops=True)
-    return Check("loopback", "works" + (", two Gloo ranks have added numbers" if torch else ""))
+    return Check("loopback", "works")
+
+
+def check_gloo(torch, add):
+    """add: a function that lets two ranks add numbers, connected by Gloo; raises if they cannot."""
+    if torch is None:
+        return Check("Gloo", "not tried without torch", INSTALL, stops=True)
+    try:
+        add(torch)
+    except Exception as error:
+        advice = f"for jobs on this machine alone: {take_loopback()}"
+        return Check("Gloo", first_line(error), advice, stops=True)
+    return Check("Gloo", "two ranks have added numbers")
 
 
 def check_machine(cores, memory, disk, shared_memory):
@@ -164,7 +253,7 @@ def call_nms(torch):
 
 
 def two_gloo_ranks(torch):
-    """Join two ranks, here two threads, through a store on 127.0.0.1, as torchrun does."""
+    """Join two ranks, here two threads, as torchrun does; Gloo chooses the address between them."""
     dist, timeout = torch.distributed, timedelta(seconds=10)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
