@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from helpers import ROOT, Job, Result, clean_environment
+from helpers import ROOT, Job, Result, clean_environment, on_backend
 
 
 class Rank(Job):
@@ -15,7 +15,7 @@ class Rank(Job):
     """
 
     def __init__(self, script, *args, **told):
-        super().__init__([sys.executable, script, *args], **told)
+        super().__init__([sys.executable, *on_backend(script, *args)], **told)
 
 
 def run(
