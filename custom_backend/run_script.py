@@ -1,4 +1,7 @@
-"""Run another script in this process, as `python SCRIPT ARGUMENTS` would."""
+"""Run another script in this process, as `python SCRIPT ARGUMENTS` would.
+
+    from run_script import run_script  # custom_backend/run_script.py
+"""
 
 import runpy
 import sys
