@@ -27,7 +27,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # sections 3 and 4 provok
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, above
+from arguments import DEVICES, ArgumentParser, above
 from runtime import choose_device
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -40,7 +40,7 @@ def main() -> None:
     args = parse_args()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     board = open_board()  # so that the ranks can agree on ports and folders before they are a group
-    backend = choose_backend(args.device, board)
+    backend = choose_backend(args.device, board, rank, world_size)
     if rank == 0:
         print(f"{world_size} rank(s), {backend}, torch {torch.__version__}")
     timeout = timedelta(seconds=args.timeout)
@@ -140,7 +140,8 @@ def join(method: str, board, rank: int, world_size: int, declared: int, timeout,
 
 
 def add_up() -> int:
-    x = torch.ones(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    on_cpu = dist.get_backend() == "gloo"
+    x = torch.ones(1, device="cpu" if on_cpu else torch.accelerator.current_accelerator())
     dist.all_reduce(x)
     return int(x)
 
@@ -255,19 +256,19 @@ def reason(error: Exception) -> str:
     return str(error).splitlines()[0].split("] ", 1)[-1].split(". You ")[0]
 
 
-def choose_backend(device: str, board: dist.Store) -> str:
-    place = choose_device(device, board)
+def choose_backend(device: str, board: dist.Store, rank: int, world_size: int) -> str:
+    place = choose_device(device, board, rank, world_size)
     if place.type == "cpu":
         return "gloo"
-    torch.cuda.set_device(place)
-    return "nccl"
+    torch.accelerator.set_device_index(place.index)
+    return dist.get_default_backend_for_device(place)
 
 
 def parse_args():
     parser = ArgumentParser(description="Join and leave a process group in every way there is.")
     add = parser.add_argument
     add("--timeout", type=above(0), default=0.5, help="seconds until a missing rank is given up")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 
 

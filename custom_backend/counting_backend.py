@@ -16,8 +16,6 @@ waiting for it.
 
 import atexit
 import os
-import runpy
-import sys
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from call_log import CallLog
+from run_script import run_script
 
-HERE = Path(__file__).resolve().parent
 log = CallLog()
 if torch.__version__ < "2.14":  # operations have other names there, and a group other duties
     raise ImportError(f"counting_backend.py needs torch 2.14 or newer, this is {torch.__version__}")
@@ -200,17 +198,6 @@ def serve(group: dist.ProcessGroup, device: torch.device, backend) -> None:
 
 def kind_of(backend: str) -> dist.ProcessGroup.BackendType:
     return dist.Backend.backend_type_map.get(backend, dist.ProcessGroup.BackendType.CUSTOM)
-
-
-def run_script(script: Path, arguments: list[str]) -> None:
-    """Do what `python script arguments` does."""
-    for name, module in list(sys.modules.items()):
-        # The script may have a runtime.py or an arguments.py of its own.
-        if name != "__main__" and Path(getattr(module, "__file__", None) or "/").parent == HERE:
-            del sys.modules[name]
-    sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
 
 
 def parse_args():

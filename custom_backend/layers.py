@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, at_least
+from arguments import DEVICES, ArgumentParser, at_least
 from recording_store import RecordingStore
-from runtime import choose_device, leave, meeting_point
+from runtime import choose_backend, choose_device, leave, meeting_point
 from sequence import Message, draw, now, print_sequence
 from source_map import print_map
 from spies import print_objects, watch_all_reduce
@@ -67,11 +67,10 @@ def meet(device: str) -> tuple[dist.Store, list[Message], torch.device]:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if launched else "itself"
     found = Message(started, me, "store", f"rendezvous: connect to {where}", took)
 
-    place = choose_device(device, store)
-    on_gpu = place.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(place)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    place = choose_device(device, store, rank, size)
+    if place.type != "cpu":
+        torch.accelerator.set_device_index(place.index)
+    backend = choose_backend(None, place.type)
     recording = RecordingStore(store, me)
     call = now(me, me, f'init_process_group("{backend}")')
     dist.init_process_group(backend, store=recording, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -85,8 +84,8 @@ def time_all_reduce(tensor: torch.Tensor, repeats: int = 20) -> float:
     for _ in range(repeats):
         started = time.perf_counter()
         dist.all_reduce(tensor)
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
+        if tensor.device.type != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - started)
     return sorted(seconds)[repeats // 2]
 
@@ -96,7 +95,7 @@ def parse_args():
     add = parser.add_argument
     add("--elements", type=at_least(1), default=1000, help="fp32 numbers that are added")
     add("--picture", type=Path, metavar="FILE", help="draw what was seen, such as layers.png")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 
 

@@ -18,9 +18,7 @@ the collectives are those of ring/collectives.py. Look at
 
 import argparse
 import os
-import runpy
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,6 +30,7 @@ import torch.distributed as dist
 from arguments import ArgumentParser, at_least
 from links import Links, read_links, ring_seconds
 from ring.group import new_ring_group
+from run_script import run_script
 from runtime import Worker, distributed_worker
 from slow_wire import register
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -58,7 +57,7 @@ def main() -> None:
         show_all_reduce(args.links, slow, plain, args.repeats, worker)
 
 
-def run_on_slow_links(script: str, arguments: list[str]) -> None:
+def run_on_slow_links(script: Path, arguments: list[str]) -> None:
     """What `python script arguments` does, with "slow" wherever it asks for a backend."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # our links carry CPU tensors
     init_process_group, new_group = dist.init_process_group, dist.new_group
@@ -70,14 +69,7 @@ def run_on_slow_links(script: str, arguments: list[str]) -> None:
         return new_group(ranks, timeout, "slow", *args, **kwargs)
 
     dist.init_process_group, dist.new_group = init_slow, new_slow
-    # The script finds its own siblings, not ours of the same name.
-    here = Path(__file__).resolve().parent
-    for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").parent == here:
-            del sys.modules[name]
-    sys.path[:] = [str(Path(script).resolve().parent)] + [p for p in sys.path if p != str(here)]
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    run_script(script, arguments)
 
 
 def show_messages(other: int, links: Links, slow, plain, repeats: int, worker: Worker) -> None:
@@ -145,7 +137,7 @@ def parse_args():
     add = parser.add_argument
     add("--links", type=links_of, default="slow", help="a preset, a file or lines: see links.py")
     add("--repeats", type=at_least(1), default=5)
-    add("script", nargs="?", help="to run on these links, instead of measuring them")
+    add("script", type=Path, nargs="?", help="to run on these links, instead of measuring them")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
     return parser.parse_args()
 

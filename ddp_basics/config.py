@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from arguments import ArgumentParser, above, at_least, between
-from runtime import known_backend
 from task import TaskSettings, add_flags
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +73,7 @@ def parse_args() -> Settings:
     add("--seed", type=int, help="of first values, order of the data, augmentation, dropout")
     # on what
     add("--device", choices=("auto", "cpu", "cuda"))
-    add("--backend", type=known_backend, help="gloo, nccl, or a module's: runtime.py")
+    add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="processes per rank that load data")
     add("--timeout", type=above(0), help="seconds until a missing rank is an error")
     # what is kept

@@ -13,12 +13,12 @@ of the whole global batch, parameters after --steps steps. What no table shows: 
 computes, the other waits. Pipeline parallelism fills that time; fully_shard needs no split at all.
 """
 
-import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError, at_least
+from arguments import DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from model import SmallCNN
 from runtime import Worker, distributed_worker
@@ -31,36 +31,53 @@ from torch.nn.parallel import DistributedDataParallel
 def main() -> None:
     args = parse_args()
     # "cpu": this gives us the ranks and a Gloo group for the report. It would choose one GPU per
-    # rank and tie NCCL to it; we choose two, and make a group for them below.
+    # rank and tie NCCL to it; this script chooses two, and makes a group for them below.
     with distributed_worker("cpu") as worker:
         if args.batch_size % worker.world_size:
             raise UserError(
                 f"--batch-size {args.batch_size} does not divide over {worker.world_size} rank(s)"
             )
         devices = choose_devices(args.device, worker)
-        group = dist.new_group(backend="nccl") if devices[0].type == "cuda" else None
+        on_cpu = devices[0].type == "cpu"
+        backend = None if on_cpu else dist.get_default_backend_for_device(devices[0])
+        group = None if on_cpu else dist.new_group(backend=backend)
         train(devices, group, args, worker)
 
 
-def choose_devices(device: str, worker: Worker) -> tuple[torch.device, torch.device]:
-    """The devices of this rank's two halves. Raises `UserError` where --device cuda cannot be."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus < 2 * ranks:
-        raise UserError(
-            f"--device cuda needs two GPUs per rank: {ranks} rank(s), {gpus} GPU(s) here"
-        )
-    if device == "cpu" or gpus < 2 * ranks:
-        return torch.device("cpu"), torch.device("cpu")
-    first = 2 * worker.local_rank  # the global rank would be wrong on the second node
-    torch.cuda.set_device(first)  # else every rank would also start a context on GPU 0
-    return torch.device("cuda", first), torch.device("cuda", first + 1)
+def choose_devices(device: str, worker: Worker) -> list[torch.device]:
+    """Those of this rank's two halves. Raises `UserError`, on all ranks, if one lacks them."""
+    pairs = [None] * worker.world_size
+    dist.all_gather_object(pairs, own_devices(device, worker.local_rank))
+    for rank, pair in enumerate(pairs):
+        if not pair:
+            raise UserError(
+                f"rank {rank} needs two devices of its own: start one rank per two devices of a "
+                "node, or pass --device cpu"
+            )
+    kinds = {torch.device(pair[0]).type for pair in pairs}
+    if len(kinds) > 1:
+        raise UserError(f"some ranks are on {' and some on '.join(sorted(kinds))}")
+    devices = [torch.device(name) for name in pairs[worker.rank]]
+    if devices[0].type != "cpu":
+        torch.accelerator.set_device_index(devices[0].index)  # else all ranks would use GPU 0, too
+    return devices
+
+
+def own_devices(device: str, local_rank: int) -> list[str]:
+    """Names of two devices, [] if this node has too few."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device == "cpu" or (device == "auto" and not accelerator):
+        return ["cpu", "cpu"]
+    first = 2 * local_rank  # the global rank would be wrong on the second node
+    if first + 1 >= torch.accelerator.device_count():
+        return []
+    return [f"{accelerator.type}:{first}", f"{accelerator.type}:{first + 1}"]
 
 
 class TwoHalves(nn.Module):
     """SmallCNN, cut in two. Images (batch, 1, 8, 8) -> logits (batch, 10) on the second device."""
 
-    def __init__(self, devices: tuple[torch.device, torch.device]):
+    def __init__(self, devices: Sequence[torch.device]):
         super().__init__()
         layers = SmallCNN().net
         self.devices = devices
@@ -130,7 +147,7 @@ def parse_args():
     add = parser.add_argument
     add("--steps", type=at_least(1), default=5)
     add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: 2 GPUs per rank")
+    add("--device", choices=DEVICES, default="auto", help="GPUs: two per rank")
     return parser.parse_args()
 
 

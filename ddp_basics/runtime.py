@@ -3,13 +3,10 @@
     with distributed_worker("auto") as worker:
         train(args, worker)
 
-The model is built inside a function, so that it is gone before the job is left.
+Build the model inside a function, so that it is gone before the process leaves the job.
 """
 
-import argparse
 import gc
-import importlib
-import importlib.util
 import os
 import sys
 import weakref
@@ -24,6 +21,7 @@ import torch.distributed as dist
 # Imported once a group exists (DistributedDataParallel does that), this module would keep the group
 # for ever in its default arguments. What that leads to: see `leave`.
 import torch.distributed.nn.functional
+from agreement import compare_ranks
 from arguments import UserError, fail
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,9 +48,9 @@ def distributed_worker(
 ) -> Iterator[Worker]:
     """Join the job that torchrun describes in the environment; without torchrun, a job of one.
 
-    device: "cpu", "cuda", or "auto": a GPU if this node has one per local rank, else the CPU.
+    device: "cpu", the name of an accelerator ("cuda"), or "auto": an accelerator if there is one.
     timeout: how long a collective waits for a missing rank before it raises.
-    backend: None: NCCL on GPUs, Gloo on CPUs; else the name of another, see `choose_backend`.
+    backend: "nccl", "gloo", ...; None: NCCL on CUDA GPUs, Gloo on CPUs.
     A `UserError` inside the block ends the program with one sentence and exit status 2.
     """
     launched = "RANK" in os.environ  # by torchrun, or by whatever sets the same variables
@@ -60,16 +58,17 @@ def distributed_worker(
     world_size = int(os.environ["WORLD_SIZE"]) if launched else 1
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     store = meeting_point(timeout) if launched else dist.HashStore()
-    place = choose_device(device, store)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    place = choose_device(device, store, rank, world_size)
+    on_cpu = place.type == "cpu"
+    if not on_cpu:
+        torch.accelerator.set_device_index(place.index)
     dist.init_process_group(
         choose_backend(backend, place.type),
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=place if place.type == "cuda" else None,  # NCCL connects now, not at first use
+        device_id=None if on_cpu else place,  # NCCL connects now, not at first use
     )
     store.set(f"rank {rank} has joined", "")
     if rank == 0:
@@ -97,66 +96,58 @@ def meeting_point(timeout: timedelta) -> dist.Store:
     return store
 
 
-def choose_device(device: str, store: dist.Store) -> torch.device:
-    """This rank's device; ends the program where --device cuda cannot be had."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    if gpus >= local_world_size:
-        return torch.device("cuda", local_rank)  # the global rank is no index: nodes count anew
-    if gpus == 1 and sees_its_own_gpu(store):
-        return torch.device("cuda", 0)
-    if device == "cuda":
-        fail(f"--device cuda needs a GPU per rank: {local_world_size} rank(s), {gpus} GPU(s) here")
-    return torch.device("cpu")
-
-
-def sees_its_own_gpu(store: dist.Store) -> bool:
-    """True if each rank sees one GPU, and all are different ones (Slurm: --gpus-per-task=1)."""
-    rank, world_size = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
-    store.set(f"gpu_of_{rank}", str(torch.cuda.get_device_properties(0).uuid))
-    return len({store.get(f"gpu_of_{other}") for other in range(world_size)}) == world_size
-
-
-def choose_backend(name: str | None, device_type: str) -> str:
-    """What the ranks talk through; ends the program where it cannot be had.
-
-    Without a name (--backend, or $DISTRIBUTED_BACKEND for scripts that lack the flag), it follows
-    from the device.
-    """
-    name = name or os.environ.get("DISTRIBUTED_BACKEND")
-    if not name:
-        # NCCL moves what is on GPUs, Gloo what is on CPUs: offloaded shards, objects, small notes.
-        return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+def choose_device(device: str, store: dist.Store, rank: int, world_size: int) -> torch.device:
+    """This rank's device; if one rank cannot work with the others, all end with one sentence."""
+    place, problem = None, ""
     try:
-        name = known_backend(name)
-    except argparse.ArgumentTypeError as error:
-        fail(f"backend {error}")
-    devices = dist.Backend.backend_capability.get(name, ["nothing"])
-    if device_type not in devices:
-        fail(f"backend {name} is for {' and '.join(devices)}, this job is on {device_type}")
-    return name
+        place = own_device(device)
+    except UserError as error:
+        problem = str(error)
+    compare_ranks(store, rank, world_size, place, problem)
+    return place
 
 
-def known_backend(name: str) -> str:
-    """A type for add_argument: a backend of torch, or one that a module of ours registers.
-
-    The module NAME_backend, or NAME, is imported from where Python looks (PYTHONPATH).
-    """
-    modules = (f"{name}_backend", name)
-    if name.isidentifier() and not dist.is_backend_available(name):
-        module = next(filter(importlib.util.find_spec, modules), None)
-        try:
-            if module:
-                importlib.import_module(module)
-        except (ImportError, RuntimeError) as error:
-            raise argparse.ArgumentTypeError(f"{name}: {error}") from None
-    if not dist.is_backend_available(name):
-        raise argparse.ArgumentTypeError(
-            f"{name} is unknown to this torch, and no module {' or '.join(modules)} on PYTHONPATH "
-            "registers it"
+def own_device(device: str) -> torch.device:
+    """Raises `UserError` if this node has no such device for this rank."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator.type if accelerator else "cpu"
+    if device == "auto":
+        device = kind if kind in devices_of(DEFAULTS.get(kind)) else "cpu"  # no backend has mps
+    if device == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if device == kind else 0
+    # Both count on this node. Where a launcher shows each process a device of its own (Slurm:
+    # --gpus-per-task=1), that is number 0 for each of them.
+    index = int(os.environ.get("LOCAL_RANK", 0)) if count > 1 else 0
+    if index >= count:
+        raise UserError(
+            f"needs a {device} device of its own and sees {count}: start one rank per device, or "
+            "pass --device cpu"
         )
-    return name.lower()  # as torch keeps it
+    return torch.device(device, index)
+
+
+DEFAULTS = dist.Backend.default_device_backend_map  # "cpu" -> "gloo", "cuda" -> "nccl", ...
+
+
+def devices_of(backend: str | None) -> list[str]:
+    """The kinds of device whose tensors this backend sends."""
+    return dist.Backend.backend_capability.get(backend, [])
+
+
+def choose_backend(name: str | None, kind: str) -> str:
+    """What to join with: `name`, or else torch's default, and a backend for CPU tensors, too."""
+    name = name.lower() if name else DEFAULTS[kind]
+    if not dist.is_backend_available(name):
+        fail(f"--backend {name} is unknown to this torch, or it was built without it")
+    if ":" in name:  # "cpu:gloo,cuda:nccl" leaves nothing to choose
+        return name
+    devices = devices_of(name)
+    if kind not in devices:
+        fail(f"--backend {name} is for tensors on {' and '.join(devices)}; this job is on {kind}")
+    if "cpu" in devices:
+        return name
+    return f"cpu:{DEFAULTS['cpu']},{kind}:{name}"  # offloaded shards, objects, short messages
 
 
 def leave() -> None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from arguments import ArgumentParser, at_least
+from arguments import DEVICES, ArgumentParser, at_least
 from checkpoint import write_file
 from data import load_dataset
 from model import SmallCNN
@@ -138,7 +138,7 @@ def train(args, worker: Worker) -> None:
     images, labels = load_dataset("digits")[0][:]
     torch.manual_seed(0)
     model = SmallCNN().to(worker.device)
-    gpu = [worker.local_rank] if worker.device.type == "cuda" else None
+    gpu = None if worker.device.type == "cpu" else [worker.device.index]
     ddp_model = DistributedDataParallel(model, device_ids=gpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(args.steps):
@@ -174,7 +174,7 @@ def parse_args():
     add("--kill-rank", type=at_least(0), help="this rank kills itself half-way")
     add("--raise-rank", type=at_least(0), help="this rank raises an exception half-way")
     add("--output", type=Path, help="file for the final loss and parameters")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     for flag, rank in (("--kill-rank", args.kill_rank), ("--raise-rank", args.raise_rank)):

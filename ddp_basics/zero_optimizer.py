@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError, above, at_least
+from arguments import DEVICES, ArgumentParser, UserError, above, at_least
 from checkpoint import resume, save_checkpoint, saves
 from data import load_dataset
 from model import SmallCNN
@@ -89,7 +89,7 @@ def train(args, worker: Worker) -> None:
 def build(args, worker: Worker):
     torch.manual_seed(0)
     model = SmallCNN(channels=args.channels).to(worker.device)
-    gpu = [worker.local_rank] if worker.device.type == "cuda" else None
+    gpu = None if worker.device.type == "cpu" else [worker.device.index]
     return model, DistributedDataParallel(model, device_ids=gpu)
 
 
@@ -139,7 +139,7 @@ def parse_args():
     add("--channels", type=at_least(4), default=32, help="size of the model, a multiple of 4")
     add("--lr", type=above(0), default=2e-3)
     add("--output-dir", type=Path, help="save there; continue what is there")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.channels % 4:
         parser.error(f"--channels must be a multiple of 4, not {args.channels}")

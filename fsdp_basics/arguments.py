@@ -5,6 +5,7 @@ parser.add_argument("--steps", type=at_least(1), default=100)
 """
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -13,6 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+import torch
+
+ACCELERATOR = torch.accelerator.current_accelerator()  # what this torch was built for; None: CPUs
+DEVICES = ("auto", "cpu", ACCELERATOR.type if ACCELERATOR else "cuda")  # choices of --device
 
 
 class UserError(ValueError):
@@ -49,7 +55,16 @@ def fail(message: str) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    tell_torchrun(message)
     sys.exit(2)
+
+
+def tell_torchrun(message: str) -> None:
+    """Let torchrun's report, the last thing on the screen, end with `message`."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:  # as @record writes it for an exception, but without a traceback
+        about = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
+        Path(file).write_text(json.dumps({"message": about}))
 
 
 # Types for add_argument: each returns a function that reads a text, or says what it should be.

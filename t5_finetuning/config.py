@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arguments import ArgumentParser, above, at_least, between
-from runtime import known_backend
 
 # A run may be continued with other values of these: they change how it runs, not what it computes.
 # (It can be made longer, and go on with another number of ranks. The files have checksums.)
@@ -97,7 +96,7 @@ def parse_args() -> Settings:
     add("--seed", type=int)
     # on what
     add("--device", choices=("auto", "cpu", "cuda"))
-    add("--backend", type=known_backend, help="gloo, nccl, or a module's: runtime.py")
+    add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="processes per rank that read and tokenize")
     add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
     # what is kept

@@ -42,9 +42,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    os.environ.pop("DISTRIBUTED_BACKEND", None)
-    if config.getoption("backend") != "gloo":
-        os.environ["DISTRIBUTED_BACKEND"] = config.getoption("backend")  # runtime.py reads it
+    os.environ["TEST_BACKEND"] = config.getoption("backend")  # helpers.py reads it
 
 
 def pytest_collectstart(collector):

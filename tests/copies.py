@@ -16,6 +16,7 @@ EXAMPLES = sorted(path.parent.name for path in ROOT.glob("*/runtime.py"))
 COPIES = [
     ("runtime.py", "ddp_basics", EXAMPLES),
     ("arguments.py", "ddp_basics", EXAMPLES),
+    ("agreement.py", "ddp_basics", EXAMPLES),
     ("metrics.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
     ("stopping.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),
     ("replicas.py", "ddp_basics", ["fsdp_basics", "t5_finetuning", "transformer_basics"]),

@@ -87,10 +87,14 @@ def clean_environment(**changes: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     env |= {"PYTHONFAULTHANDLER": "1", **changes}  # SIGABRT shows where a process is
-    if "DISTRIBUTED_BACKEND" in env:  # pytest --backend shm: that is where shm is found
-        folders = [env.get("PYTHONPATH"), str(ROOT / "custom_backend")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return env
+
+
+def on_backend(script, *args) -> list:
+    """The script and its arguments; with pytest --backend shm, run on that backend."""
+    backend = os.environ.get("TEST_BACKEND", "gloo")  # see conftest.py
+    switch = [] if backend == "gloo" else [ROOT / "custom_backend/run_on.py", backend]
+    return [*switch, script, *args]
 
 
 @dataclass
@@ -269,12 +273,13 @@ def python(
     script, *args, timeout: float = 300, cwd: Path = ROOT, cold: bool = False, **environment: str
 ) -> Result:
     """Run `script` as one plain process."""
-    with Job([sys.executable, script, *args], cwd, cold, **environment) as job:
+    with Job([sys.executable, *on_backend(script, *args)], cwd, cold, **environment) as job:
         return job.wait(timeout)
 
 
 def torchrun_command(script, *args, ranks: int = 2, options: tuple = ()) -> list:
-    return [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", *options, script, *args]
+    launcher = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", *options]
+    return [*launcher, *on_backend(script, *args)]
 
 
 def torchrun(
@@ -320,6 +325,7 @@ def reached(output_dir: Path, step: int) -> bool:
 
 def learned(output_dir: Path) -> list[dict]:
     """The lines of the metrics without what is of the machine, not of the model."""
-    measured = {"images_per_second", "pairs_per_second", "tokens_per_second", "mfu", "memory_mb"}
+    measured = {"samples_per_second", "pairs_per_second", "tokens_per_second", "mfu"}
+    measured |= {"memory_mb", "reserved_mb"}
     lines = read_metrics(output_dir)
     return [{name: line[name] for name in line if name not in measured} for line in lines]

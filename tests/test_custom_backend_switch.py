@@ -1,5 +1,6 @@
-"""The scripts' --backend: which names can be had, and training on shm equal to the usual."""
+"""run_on.py: which backends it finds, and training on them equal to training on Gloo."""
 
+import argparse
 import importlib
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 import torch.distributed as dist
 import warm
 from helpers import ROOT, learned, python, torchrun
-from runtime import choose_backend
+from run_on import known_backend
 from workers.equivalence_slice import SLICES
 
-CUSTOM = str(ROOT / "custom_backend")
+RUN_ON = ROOT / "custom_backend/run_on.py"
 TRAIN = ROOT / "ddp_basics/train.py"
 TEMPLATES = ("ddp_basics", "fsdp_basics", "t5_finetuning", "transformer_basics")
 SHORT = ("--epochs", 1, "--log-every", 1)
@@ -21,7 +22,6 @@ def modules(tmp_path, monkeypatch):
     """Write a module to where Python looks; what it registers is forgotten after the test."""
     for name in ("backend_list", "backend_capability", "backend_type_map"):
         monkeypatch.setattr(dist.Backend, name, getattr(dist.Backend, name).copy())
-    monkeypatch.delenv("DISTRIBUTED_BACKEND", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(name: str, *lines: str) -> None:
@@ -32,31 +32,21 @@ def modules(tmp_path, monkeypatch):
     return write
 
 
-def registering(name: str, devices: list[str]) -> str:
-    return f"dist.Backend.register_backend('{name}', lambda *args: None, devices={devices})"
+def registering(name: str) -> str:
+    return f"dist.Backend.register_backend('{name}', lambda *args: None, devices=['cpu'])"
 
 
-def test_without_a_name_the_device_decides(modules, monkeypatch):
-    assert choose_backend(None, "cpu") == "gloo"
-    assert choose_backend(None, "cuda") == "cpu:gloo,cuda:nccl"
-    monkeypatch.setenv("DISTRIBUTED_BACKEND", "gloo")
-    assert choose_backend(None, "cuda") == "gloo"
-
-
-def test_a_module_may_register_it(modules, monkeypatch):
-    modules("switch_a", registering("switch_a", ["cpu"]))
-    modules("switch_b_backend", registering("switch_b", ["cpu", "cuda"]))
+def test_a_module_may_register_it(modules):
+    modules("switch_a", registering("switch_a"))
+    modules("switch_b_backend", registering("switch_b"))
     modules("switch_b", "raise RuntimeError('NAME_backend comes first')")
-    assert choose_backend("switch_a", "cpu") == "switch_a"
-    assert choose_backend("switch_a", "cpu") == "switch_a"  # once imported, it is known
-    assert choose_backend("switch_b", "cuda") == "switch_b"
-    modules("switch_c", registering("switch_c", ["cpu"]))
-    monkeypatch.setenv("DISTRIBUTED_BACKEND", "switch_c")
-    assert choose_backend(None, "cpu") == "switch_c"
-    assert choose_backend("switch_a", "cpu") == "switch_a"  # the flag wins
+    assert known_backend("switch_a") == "switch_a"
+    assert known_backend("switch_a") == "switch_a"  # once imported, it is known
+    assert known_backend("switch_b") == "switch_b"
+    assert known_backend("gloo") == "gloo"
 
 
-NOWHERE = "{0} is unknown to this torch, and no module {0}_backend or {0} on PYTHONPATH"
+NOWHERE = "{0} is unknown to this torch, and no module {0}_backend or {0} here or on PYTHONPATH"
 
 
 @pytest.mark.parametrize(
@@ -68,32 +58,54 @@ NOWHERE = "{0} is unknown to this torch, and no module {0}_backend or {0} on PYT
         ("switch_silent", NOWHERE.format("switch_silent")),
         ("switch_lacking", "switch_lacking: No module named 'switch_nothing'"),
         ("switch_unable", "switch_unable: no compiler"),
-        ("switch_gpu", "switch_gpu is for cuda, this job is on cpu"),
-        ("nccl", None),  # a build for CPUs does not know it
     ],
 )
-def test_a_name_that_cannot_be_had_is_one_sentence(modules, capsys, name, says):
+def test_a_name_that_cannot_be_had_is_one_sentence(modules, name, says):
     modules("switch_silent")
     modules("switch_lacking", "import switch_nothing")
     modules("switch_unable", "raise RuntimeError('no compiler')")
-    modules("switch_gpu", registering("switch_gpu", ["cuda"]))
-    with pytest.raises(SystemExit) as end:
-        choose_backend(name, "cpu")
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("error: backend ") == error.count("\n") == 1
-    assert (says or "nccl is ") in error
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        known_backend(name)
+    assert str(error.value).startswith(says)
 
 
-@pytest.mark.parametrize("directory", TEMPLATES)
-def test_a_wrong_flag_ends_before_anything_is_made(directory, tmp_path):
-    args = ["--backend", "switch_nowhere", "--output-dir", tmp_path / "run"]
-    args += {"t5_finetuning": ["--data-dir", tmp_path / "data"]}.get(directory, [])
-    result = warm.run(ROOT / directory / "train.py", *args)
-    assert result.returncode == 2
-    says = "train.py: error: --backend: " + NOWHERE.format("switch_nowhere") + " registers it\n"
-    assert result.output == says
+def test_a_wrong_name_is_said_once_by_all_ranks(tmp_path):
+    command = ("switch_nowhere", TRAIN, "--output-dir", tmp_path / "run")
+    result = warm.run(RUN_ON, *command, ranks=2)
+    says = f"run_on.py: error: backend: {NOWHERE.format('switch_nowhere')} registers it\n"
+    assert (result.returncode, result.output) == (2, says)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_script_that_is_not_there_is_one_sentence():
+    result = warm.run(RUN_ON, "gloo", "nowhere.py")
+    says = "run_on.py: error: there is no script nowhere.py\n"
+    assert (result.returncode, result.output) == (2, says)
+
+
+SCRIPT = """
+import sys
+import runtime
+import torch.distributed as dist
+print(sys.argv[1:], runtime.name, dist.get_default_backend_for_device("cpu"), __name__)
+"""
+
+
+def test_the_script_is_as_when_run_alone(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "runtime.py").write_text("name = 'the own sibling'")
+    said = warm.run(RUN_ON, "ring", tmp_path / "script.py", "--a", "--help").check().output
+    assert said == "['--a', '--help'] the own sibling ring __main__\n"
+
+
+# ---- --backend, for backends of torch
+
+
+def test_a_wrong_flag_is_said_once_by_all_ranks():
+    result = warm.run(TRAIN, "--backend", "switch_nowhere", ranks=2)
+    assert result.returncode == 2
+    assert result.output.count("error: --backend switch_nowhere is unknown to this torch") == 1
+    assert result.output.count("\n") == 1
 
 
 @pytest.mark.parametrize("directory", TEMPLATES)
@@ -104,12 +116,6 @@ def test_the_flags_reach_the_group(directory, tmp_path):
         flags += ["--train-file", tmp_path / "a", "--eval-file", tmp_path / "b"]
     result = warm.run(joining, train, *flags)
     assert result.output.splitlines()[-1] == "cpu, 77.0 s, gloo"
-
-
-def test_a_wrong_flag_is_said_once_by_all_ranks():
-    result = warm.run(TRAIN, "--backend", "switch_nowhere", ranks=2)
-    assert result.returncode == 2
-    assert result.output.count(NOWHERE.format("switch_nowhere")) == 1
 
 
 def test_pytest_has_the_switch_too(request):
@@ -137,25 +143,24 @@ def on_gloo(tmp_path_factory):
 
 
 def test_no_compiler_is_said_before_anything_is_made(tmp_path):
-    args = ("--backend", "shm", "--output-dir", tmp_path / "run")
+    command = ("shm", TRAIN, "--output-dir", tmp_path / "run")
     places = {"PATH": str(tmp_path), "SHM_BUILD_DIR": str(tmp_path / "builds")}
-    result = warm.run(TRAIN, *args, PYTHONPATH=CUSTOM, **places)
+    result = warm.run(RUN_ON, *command, **places)
     assert result.returncode == 2
-    assert "train.py: error: --backend: shm: shm: " in result.output
+    assert "run_on.py: error: backend: shm: shm: " in result.output
     assert " and ninja not found. The backend is compiled on first use" in result.output
     assert not list(tmp_path.iterdir())
 
 
 def test_train_py_on_shm_takes_the_steps_that_it_takes_on_gloo(shm, on_gloo, tmp_path):
-    flags = (*SHORT, "--output-dir", tmp_path, "--backend", "shm")
-    said = torchrun(TRAIN, *flags, PYTHONPATH=CUSTOM).check().output
+    said = torchrun(RUN_ON, "shm", TRAIN, *SHORT, "--output-dir", tmp_path).check().output
     assert said.count("2 rank(s) on cpu, shm, torch") == 1
     same_run(tmp_path, on_gloo)
 
 
 def test_a_backend_in_python_can_be_had_by_its_name_too(on_gloo, tmp_path):
-    flags = (*SHORT, "--output-dir", tmp_path, "--backend", "ring")
-    said = warm.run(TRAIN, *flags, ranks=2, PYTHONPATH=CUSTOM).check().output
+    command = ("ring", TRAIN, *SHORT, "--output-dir", tmp_path)
+    said = warm.run(RUN_ON, *command, ranks=2).check().output
     assert said.count("2 rank(s) on cpu, ring, torch") == 1
     same_run(tmp_path, on_gloo)
 
@@ -178,7 +183,7 @@ def same_run(folder, other) -> None:
 )
 def test_a_slice_of_the_matrix_equals_one_process(shm, matrix, tmp_path):
     script, ranks = ROOT / "tests/workers/equivalence_slice.py", SLICES[matrix][0]
-    warm.run(script, matrix, tmp_path / "found", ranks=ranks, DISTRIBUTED_BACKEND="shm").check()
+    warm.run(RUN_ON, "shm", script, matrix, tmp_path / "found", ranks=ranks).check()
     saved = torch.load(tmp_path / "found")
     assert saved["backend"] == "shm"
     assert list(saved["found"]) == SLICES[matrix][1]

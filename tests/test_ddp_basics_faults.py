@@ -6,8 +6,6 @@ import random
 import shutil
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -15,11 +13,9 @@ import warm
 from arguments import UserError
 from checkpoint import read_file
 from helpers import (
-    REPEAT,
     ROOT,
     Job,
     learned,
-    python,
     reached,
     read_metrics,
     torchrun,
@@ -291,124 +287,6 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
     assert "those before are untouched" in result.output
     assert before == (checkpoint(tmp_path)["step"], last_save(tmp_path).read_bytes())
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
-
-
-# ---- restarts and exits, many times: REPEAT=100 pytest -k "restarts_join or status_0"
-
-
-DIE = """
-import os, signal, sys
-sys.path.insert(0, {directory!r})
-import torch, torch.distributed as dist
-from runtime import distributed_worker
-with distributed_worker("cpu") as worker:
-    value = torch.ones(1000)
-    dist.all_reduce(value)
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < {repeat} and worker.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(value)
-    assert value.sum() == 4000
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600 + 10 * REPEAT)
-def test_restarts_join_every_time(tmp_path):
-    """The restart race of torchrun (see runtime.py) let about one restart in eight come through."""
-    script = tmp_path / "die.py"
-    script.write_text(DIE.format(directory=str(TRAIN.parent), repeat=REPEAT))
-    options = (f"--max-restarts={REPEAT}", "--monitor-interval=0.1")
-    torchrun(script, options=options, timeout=60 + 10 * REPEAT, cold=True).check()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600 + 30 * REPEAT)
-def test_runs_end_with_status_0():
-    """Two at a time: on a busy machine the abort at exit struck in a quarter of the runs.
-
-    test_leaving_joins_the_threads_of_the_group looks at its cause; for its frequency set REPEAT.
-    """
-    with ThreadPoolExecutor(2) as pool:
-        run = partial(torchrun, TRAIN, "--epochs", 1, cold=True)
-        for running in [pool.submit(run) for _ in range(REPEAT)]:
-            running.result().check()
-
-
-LEAVE = """
-import os, sys, time
-sys.path.insert(0, {directory!r})
-import torch
-from runtime import distributed_worker
-from torch.nn.parallel import DistributedDataParallel
-
-def threads():
-    names = []
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            names.append(open(f"/proc/self/task/{{thread}}/comm").read())
-        except OSError:
-            pass  # ended since it was listed
-    return names
-
-def train():
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    model(torch.randn(2, 4)).sum().backward()
-    return model
-
-with distributed_worker("cpu"):
-    kept = train() if sys.argv[1] == "keep" else train() and None
-    assert any("gloo" in name for name in threads())
-deadline = time.monotonic() + 5  # the kernel lists a joined thread for a moment; a live one stays
-while any("gloo" in name for name in threads()) and time.monotonic() < deadline:
-    time.sleep(0.01)
-print("gloo threads", sum("gloo" in name for name in threads()))
-"""
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads thread names from /proc")
-@pytest.mark.slow
-def test_leaving_joins_the_threads_of_the_group(tmp_path):
-    """The cause of the abort at exit, not its frequency: no thread of Gloo may be left."""
-    script = tmp_path / "leave.py"
-    script.write_text(LEAVE.format(directory=str(TRAIN.parent)))
-    assert "gloo threads 0" in python(script, "drop", cold=True).check().output
-
-
-@pytest.mark.slow
-def test_a_model_that_outlives_the_group_is_warned_of(tmp_path):
-    """The work is done: to fail now would make --max-restarts do it again."""
-    script = tmp_path / "leave.py"
-    script.write_text(LEAVE.format(directory=str(TRAIN.parent)) + "os._exit(0)  # no abort\n")
-    output = python(script, "keep", cold=True).check().output
-    assert output.count("warning: something still holds the process group") == 1
-
-
-LATE = """
-import os, sys, time
-sys.path.insert(0, {directory!r})
-import torch.distributed as dist
-from arguments import UserError
-from runtime import distributed_worker
-
-def join(*args, **kwargs):
-    real(*args, **kwargs)
-    if os.environ["RANK"] == "1":
-        time.sleep(1)  # still making connections, as far as rank 0 can know
-        print("rank 1 has joined")
-
-real, dist.init_process_group = dist.init_process_group, join
-with distributed_worker("cpu"):
-    raise UserError("a mistake")
-"""
-
-
-def test_a_mistake_is_said_when_all_have_joined(tmp_path):
-    """Else a rank that is still connecting fails, with a traceback beside the one sentence."""
-    script = tmp_path / "late.py"
-    script.write_text(LATE.format(directory=str(TRAIN.parent)))
-    result = warm.run(script, ranks=2)
-    assert result.returncode == 2
-    assert result.output.endswith("rank 1 has joined\nlate.py: error: a mistake\n")
 
 
 @pytest.mark.slow

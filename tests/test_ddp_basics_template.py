@@ -9,15 +9,13 @@ import types
 import data
 import metrics
 import pytest
-import runtime
 import torch
-import torch.distributed as dist
 import train
 import warm
 from arguments import UserError
 from config import Settings
 from data import ResumableSampler, Shifted
-from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
+from helpers import ROOT, Job, read_metrics, torchrun, torchrun_command
 from runtime import Worker
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -410,44 +408,3 @@ def test_only_the_newest_are_kept(tmp_path):
     warm.run(TRAIN, *args).check()
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_00000015.pt", "step_00000020.pt", "step_00000022.pt"]
-
-
-# ---- one visible GPU per process, as under Slurm's --gpus-per-task=1
-
-
-def choose(monkeypatch, device, gpu_of_each_rank, rank=1):
-    """The device of one rank of three on a node, each of which sees one GPU."""
-    store = dist.HashStore()
-    for other, gpu in enumerate(gpu_of_each_rank):
-        store.set(f"gpu_of_{other}", gpu)
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank}.items():
-        monkeypatch.setenv(name, str(value))
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, str(len(gpu_of_each_rank)))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    own = types.SimpleNamespace(uuid=gpu_of_each_rank[rank])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: own)
-    return runtime.choose_device(device, store)
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_ranks_that_see_one_gpu_each_use_it(monkeypatch, device):
-    assert choose(monkeypatch, device, ["a", "b", "c"]) == torch.device("cuda", 0)
-
-
-def test_ranks_that_share_one_gpu_do_not(monkeypatch, capsys):
-    monkeypatch.setattr(runtime, "fail", lambda message: sys.exit(message))
-    assert choose(monkeypatch, "auto", ["a", "a", "a"]) == CPU
-    with pytest.raises(SystemExit, match=r"3 rank\(s\), 1 GPU\(s\) here"):
-        choose(monkeypatch, "cuda", ["a", "a", "a"])
-    assert choose(monkeypatch, "cpu", ["a", "b", "c"]) == CPU
-
-
-def test_script_that_is_no_job_of_torchrun_ignores_a_stray_world_size(tmp_path):
-    script = tmp_path / "alone.py"
-    script.write_text(
-        f"import sys\nsys.path.insert(0, {str(TRAIN.parent)!r})\n"
-        "from runtime import distributed_worker\n"
-        "with distributed_worker('cpu') as worker:\n    print('ranks', worker.world_size)\n"
-    )
-    assert "ranks 1" in python(script, WORLD_SIZE="4").check().output

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from helpers import ROOT, Job, Result, clean_environment
+from helpers import ROOT, Job, Result, clean_environment, on_backend
 
 
 class Rank(Job):
@@ -15,13 +15,21 @@ class Rank(Job):
     """
 
     def __init__(self, script, *args, **told):
-        super().__init__([sys.executable, script, *args], **told)
+        super().__init__([sys.executable, *on_backend(script, *args)], **told)
 
 
 def run(
-    script, *args, ranks: int = 1, timeout: float = 300, cwd: Path = ROOT, **changes: str
+    script,
+    *args,
+    ranks: int = 1,
+    nodes: int = 1,
+    timeout: float = 300,
+    cwd: Path = ROOT,
+    **changes: str,
 ) -> Result:
     """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left.
+
+    nodes: as if the ranks were on so many nodes, all of which are this machine.
 
     The exit status is the first that is not 0; the other ranks are then killed.
     changes: of the environment.
@@ -30,7 +38,7 @@ def run(
     jobs, left = [], []
     try:
         for rank in range(ranks):
-            told = environment(rank, ranks, store, **changes)
+            told = environment(rank, ranks, store, nodes, **changes)
             jobs.append(Rank(script, *args, cwd=cwd, beside=jobs[0] if jobs else None, **told))
         status = first_failure(jobs, timeout)
         if status is None:
@@ -60,12 +68,16 @@ def first_failure(jobs: list[Job], timeout: float) -> int | None:
     return None
 
 
-def environment(rank: int, ranks: int, store: dist.TCPStore, **changes: str) -> dict[str, str]:
+def environment(
+    rank: int, ranks: int, store: dist.TCPStore, nodes: int = 1, **changes: str
+) -> dict[str, str]:
     """What torchrun tells a rank."""
     if ranks == 1:
         return clean_environment(**changes)
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    told |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+    node, local_rank = divmod(rank, ranks // nodes)
+    told = {"RANK": rank, "WORLD_SIZE": ranks}
+    told |= {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks // nodes}
+    told |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_RESTART_COUNT": 0}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # we serve it, not rank 0
     return clean_environment(**{name: str(value) for name, value in told.items()}, **changes)

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from arguments import ArgumentParser, UserError, above, at_least, between
 from model import GPTConfig
-from runtime import known_backend
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
@@ -152,7 +151,7 @@ def parse_args() -> Settings:
     add("--loss-parallel", action="store_true", help="with --tp: never gather the logits")
     add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
     add("--device", choices=("auto", "cpu", "cuda"))
-    add("--backend", type=known_backend, help="gloo, nccl, or a module's: runtime.py")
+    add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
     # what is kept
     add("--output-dir", type=Path, help="checkpoints and metrics; continues a run that is there")

@@ -1,4 +1,4 @@
-"""A few cases of an equivalence matrix, on the backend of $DISTRIBUTED_BACKEND: see SLICES.
+"""A few cases of an equivalence matrix, on the backend that run_on.py names: see SLICES.
 
 Rank 0 saves what came out, next to what one process has computed with none.
 """
