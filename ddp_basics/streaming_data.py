@@ -53,7 +53,7 @@ def main() -> None:
         counts = [count for _, count in files]
         if args.batch_size > sum(counts):
             raise UserError(
-                f"--batch-size {args.batch_size} is more than the {sum(counts)} samples of the files"
+                f"--batch-size {args.batch_size} exceeds the {sum(counts)} samples in the files"
             )
         if worker.is_main:
             print(
@@ -289,7 +289,7 @@ def parse_args():
     parser = ArgumentParser(description="Stream samples from files to all ranks and workers.")
     add = parser.add_argument
     add("--data-dir", type=Path, help="read files here; write them first if there are none")
-    add("--files", type=at_least(1), default=60, help="files to write (default: 60)")
+    add("--files", type=at_least(1), default=64, help="files to write (default: 64)")
     add("--streams", type=at_least(1), default=12, help="equal pieces of an epoch (default: 12)")
     add("--batch-size", type=at_least(1), default=96, help="images per step, over all ranks")
     add("--epochs", type=at_least(1), default=2, help="epochs to train (default: 2)")
