@@ -16,8 +16,10 @@ own copy of the dataset and iterates over it. The table counts what three datase
 
 Streams belong to the job, and ranks and workers only share them out. Any number of ranks and
 workers therefore trains on the same global batches, and the position in the data is one number: the
-step. Look at the last lines: training that stops in mid-epoch and continues with another number of
-workers ends with the same bits.
+step. Look at the last line: training that stops in mid-epoch and continues with another number of
+workers trains on the same samples and ends with the same parameters, bit for bit on one or two
+ranks. (On three or more, DDP's first step after a restart adds the ranks' gradients in another
+order than its later steps, so the sums are rounded differently.)
 
 torchdata's StatefulDataLoader (0.11, maintained but not developed) is not used here: it runs with
 torch 2.15, but its state is one per rank and fits only the number of workers that it was saved
