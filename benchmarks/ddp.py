@@ -31,6 +31,7 @@ from config import Settings, parse_args
 from data import random_images
 from ddp_from_scratch import BucketedDDP, NaiveDDP
 from model import SmallCNN
+from optimizer import make_optimizer
 from runtime import Worker, distributed_worker
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,13 +65,13 @@ def main() -> None:
 
 def template(worker: Worker, repeats: int) -> dict[str, list[float]]:
     images = random_images(2048, seed=0)
-    train.load_dataset = lambda *_: (images, random_images(1, seed=1))  # training time only
+    train.load_data = lambda *_: (images, random_images(1, seed=1))  # training time only
 
     def with_template() -> float:
-        sys.argv = ["train.py", "--epochs", "1"]
+        sys.argv = ["train.py", "--epochs", "1", "--dataset", "synthetic"]
         with contextlib.redirect_stdout(io.StringIO()) as output:
             train.train(parse_args(), worker)
-        return float(output.getvalue().rpartition("images/s")[2].split()[0].replace(",", ""))
+        return float(output.getvalue().rpartition("samples/s")[2].split()[0].replace(",", ""))
 
     def barest() -> float:
         torch.manual_seed(0)
@@ -131,7 +132,7 @@ def steps(model: nn.Module, global_batch: int, local_batch: int, count: int) -> 
     """Images per second, over all ranks, of `count` optimizer steps after one that warms up."""
     torch.manual_seed(0)
     images, labels = torch.rand(local_batch, 1, 28, 28), torch.randint(10, (local_batch,))
-    optimizer = train.make_optimizer(SETTINGS, model)
+    optimizer = make_optimizer(model, SETTINGS)
     for i in range(count + 1):
         if i == 1:
             started = time.perf_counter()

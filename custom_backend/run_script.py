@@ -1,6 +1,6 @@
 """Run another script in this process, as `python SCRIPT ARGUMENTS` would.
 
-    from run_script import run_script  # custom_backend/run_script.py
+from run_script import run_script  # custom_backend/run_script.py
 """
 
 import runpy

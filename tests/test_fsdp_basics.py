@@ -4,12 +4,12 @@ import math
 import re
 from itertools import pairwise
 
+import evaluation
 import pytest
 import torch
-import train
 import warm
 from arguments import UserError
-from config import Settings, parse_args
+from config import parse_args
 from convert_checkpoint import read_model, write_model
 from data import load_dataset
 from helpers import ROOT, learned, python, read_metrics, torchrun
@@ -36,7 +36,7 @@ def matrix(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp_equals_one_process(matrix, case, ranks):
-    if CASES[case].get("hybrid") and ranks != HYBRID_RANKS:
+    if CASES[case].get("dp_replicate") and ranks != HYBRID_RANKS:
         assert case not in matrix[ranks]
         return
     one, many = matrix[1][case], matrix[ranks][case]
@@ -80,9 +80,9 @@ def test_matrix_compares_something(matrix):
 
 
 @pytest.mark.slow
-def test_accumulation_communicates_once_per_step(matrix):
-    """Two blocks and the root. No gradient tells: the sum of three averages is right, too."""
-    assert matrix[2]["reduce_scatters"] == {1: 3, 3: 3}
+def test_what_is_reduced_per_step(matrix):
+    """Patches, two blocks, norm and head, the root; per micro-batch, or with --reduce-once."""
+    assert matrix[2]["reduce_scatters"] == [5, 15, 5]
 
 
 # ---- the whole script, on any number of ranks
@@ -131,7 +131,7 @@ def test_script_equals_one_process(runs, ranks):
 def test_each_rank_holds_its_shards(runs):
     held = {}
     for ranks, (_, output) in runs.items():
-        total, own = re.search(r"([\d,]+) parameters in 5 units, ([\d,]+) of", output).groups()
+        total, own = re.search(r"([\d,]+) parameters in 7 units, ([\d,]+) on", output).groups()
         held[ranks] = int(total.replace(",", "")), int(own.replace(",", ""))
     count = sum(p.numel() for p in VisionTransformer().parameters())
     assert held[1] == (count, count)
@@ -171,38 +171,33 @@ def assert_scored(folder, output):
     assert last["test_accuracy"] * count == pytest.approx(correct, abs=1e-9)
     loss = torch.nn.functional.cross_entropy(logits, labels).item()
     assert last["test_loss"] == pytest.approx(loss, abs=1e-5)
-    assert f"{correct / count:.2%} of {count} images" in output
+    assert f"test accuracy {correct / count:.4f}   of {count} samples" in output
 
 
 def test_a_rank_without_test_images_takes_part(monkeypatch):
-    """513 images in batches of 256 on 2 ranks: the last one goes to rank 0, rank 1 counts none."""
+    """513 images in batches of 128 on 2 ranks: the last one goes to rank 0, rank 1 counts none."""
     images, labels = torch.rand(513, 1, 8, 8), torch.randint(10, (513,))
     test_set = torch.utils.data.TensorDataset(images, labels)
-    model, counts, batches = VisionTransformer(dim=8, depth=1), [], []
-    model.register_forward_hook(lambda module, *_: batches.append(module.training))
-    loss_sum, generator = 0, torch.get_rng_state()
+    model, totals, rows = VisionTransformer(dim=8, depth=1), [], []
+    model.register_forward_pre_hook(lambda module, args: rows.append((len(*args), module.training)))
+    monkeypatch.setattr(evaluation.dist, "all_reduce", lambda total: totals.append(total.clone()))
+    generator = torch.get_rng_state()
     for rank in (0, 1):
-        worker = Worker(rank, rank, 2, torch.device("cpu"))
-        counted = []
-        monkeypatch.setattr(
-            train,
-            "all_sum",
-            lambda values, worker, counted=counted: counted.extend(values) or values,
-        )
-        train.evaluate(model, test_set, Settings(), worker)
-        loss_sum += counted[0]
-        counts.append(counted[2])
-    assert counts == [257, 256]  # rank 1 runs one more, which does not count
-    assert batches == [False] * 4  # two on each
+        evaluation.evaluate(model, test_set, 128, 0, Worker(rank, 0, 2, torch.device("cpu")))
+    # The last one of rank 1 does not count.
+    assert rows == 2 * [(128, False), (128, False), (1, False)]
     assert model.training
     assert torch.equal(torch.get_rng_state(), generator)
     with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(model(images), labels, reduction="sum")
-    assert loss_sum.item() == pytest.approx(expected.item(), rel=1e-5)
+        logits = model(images)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+    correct = (logits.argmax(1) == labels).sum().item()
+    assert [total[0].item() for total in totals] == [257, 256]
+    assert sum(totals).tolist() == pytest.approx([513, expected, correct], rel=1e-5)
 
 
 def accuracy(result) -> float:
-    return float(result.output.rpartition("test accuracy ")[2].split("%")[0]) / 100
+    return float(result.output.rpartition("test accuracy ")[2].split()[0])
 
 
 @pytest.mark.slow
@@ -257,9 +252,10 @@ BAD_ARGUMENTS = [  # the flags of DDP's template are tested there: config.py say
     (("--epochs", "0"), "--epochs: must be an integer of at least 1, not 0"),
     (("--batch-size", "64", "--accumulate", "3"), "--batch-size 64 does not divide into 3"),
     (("--lr", "nan"), "--lr: must be a number above 0, not nan"),
-    (("--dim", "30"), "--dim 30 does not divide into 4 attention heads"),
+    (("--dim", "30"), "--dim: 30 does not divide into 4 attention heads"),
     (("--dim", "0"), "--dim: must be an integer of at least 4, not 0"),
     (("--depth", "0"), "--depth: must be an integer of at least 1"),
+    (("--dp-replicate", "2"), "--dp-replicate 2 does not divide 1 rank(s)"),
     (("--prefetch", "-1"), "--prefetch: must be an integer of at least 0"),
     (("--keep", "0"), "--keep: must be an integer of at least 1"),
     (("--precision", "fp8"), "fp8"),
@@ -284,7 +280,7 @@ def test_bad_argument_is_said_once():
     result = warm.run(TRAIN, "--batch-size", "2000", ranks=2)
     assert result.returncode != 0
     assert result.output.count("train.py: error: ") == 1
-    assert "--batch-size 2000 exceeds the 1437 training images" in result.output
+    assert "--batch-size 2000 exceeds the 1437 training samples" in result.output
 
 
 # ---- convert_checkpoint.py

@@ -120,10 +120,10 @@ def halves(tmp_path_factory):
 
 # Stops as if SIGTERM had come in step 29, at the end of the first epoch.
 HALF = """
-import sys
+import signal, sys
 sys.path.insert(0, {directory!r})
 import stopping, train
-stopping.StopRequests.agreed = lambda self, step: step == 29
+stopping.StopRequests.agreed = lambda self, step: signal.SIGTERM if step == 29 else 0
 train.main()
 """
 
@@ -323,7 +323,7 @@ def test_other_settings_are_refused(tmp_path, uninterrupted, options, sentence):
 
 
 def test_a_save_of_another_model_is_refused(tmp_path, uninterrupted):
-    """The settings are the same, the model is not: somebody has edited model.py."""
+    """The settings are the same, the model is not: model.py has been edited."""
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
     script = tmp_path / "edited.py"
     script.write_text(EDITED.format(directory=str(TRAIN.parent)))
@@ -335,14 +335,14 @@ def test_a_save_of_another_model_is_refused(tmp_path, uninterrupted):
 EDITED = """
 import sys
 sys.path.insert(0, {directory!r})
-import torch, train
+import task, torch, train
 
-class Edited(train.VisionTransformer):
+class Edited(task.VisionTransformer):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.head = torch.nn.Linear(self.head.in_features, 11)
 
-train.VisionTransformer = Edited
+task.VisionTransformer = Edited
 train.main()
 """
 

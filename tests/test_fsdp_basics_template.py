@@ -23,19 +23,32 @@ def function(path, name: str) -> str:
     raise AssertionError(f"{path} has no {name}()")
 
 
-@pytest.mark.parametrize("name", ["main", "batches", "check_finite", "all_sum", "learning_rate"])
-def test_function_is_that_of_ddp(name):
-    assert function(TRAIN, name) == function(DDP_TRAIN, name)
+PARTS = (  # of train(): from this line, to that one
+    ("    stop = StopRequests", "    torch.set_float32_matmul_precision"),
+    ("    # fp16 gradients underflow", "\n    step, saved_run"),
+    ("    if worker.is_main and saved_run", "    metrics = Metrics"),
+    ("    with make_profiler(", "            if saving:"),
+    ("            if stopped_by:", "    metrics.close()"),
+    ("        goodbye(", "    return 0"),
+)
 
 
-def test_loop_is_that_of_ddp():
-    """All of train() but the lines that build and wrap the model."""
+def test_main_and_loop_are_those_of_ddp():
+    """All but the lines that build and wrap the model, and those that save it."""
+    assert function(TRAIN, "main") == function(DDP_TRAIN, "main")
     ours, theirs = function(TRAIN, "train"), function(DDP_TRAIN, "train")
-    theirs = theirs.replace("ddp_model", "model")
-    until, since = "    torch.set_float32_matmul_precision", "    # fp16 gradients underflow"
-    seed = "    torch.manual_seed(settings.seed)\n"  # here: in build_whole_model()
-    assert ours.partition(until)[0] == theirs.partition(until)[0].replace(seed, "")
-    assert ours.partition(since)[2] == theirs.partition(since)[2] != ""
+    wrapping = "    # Broadcasts rank 0's" + between(
+        theirs, "    # Broadcasts rank 0's", "    metrics ="
+    )
+    theirs = theirs.replace(wrapping, "").replace("ddp_", "")
+    ours = ours.replace("step, saved_run = 0, {}", "step, saved_run")
+    for since, until in PARTS:
+        assert between(ours, since, until) == between(theirs, since, until)
+
+
+def between(text: str, since: str, until: str) -> str:
+    assert text.count(since) == text.count(until) == 1, (since, until)
+    return text.partition(since)[2].partition(until)[0]
 
 
 # ---- what is not
@@ -64,16 +77,16 @@ train.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "all_gathers"), [((), 7), (("--keep-gathered",), 4)])
+@pytest.mark.parametrize(("flags", "all_gathers"), [((), 10), (("--keep-gathered",), 6)])
 def test_what_a_step_gathers(tmp_path, flags, all_gathers):
     """Neither losses nor gradients tell whether a model is one unit or many, freed or kept."""
     script = tmp_path / "spy.py"
     script.write_text(SPY.format(directory=str(TRAIN.parent)))
     args = ("--epochs", 1, "--batch-size", 480, "--dim", 8, "--depth", 3, "--prefetch", 2, *flags)
     output = warm.run(script, *args, ranks=2).check().output
-    # Three blocks and the root for forward, and the blocks once more for backward.
+    # Patches, three blocks, norm and head, the root for forward; patches and blocks for backward.
     assert re.findall(r"all_gathers (\d+)", output) == [str(all_gathers)] * 4  # 2 steps, 2 ranks
-    assert output.count("prefetch 3 2 without memory True\n") == 2
+    assert output.count("prefetch 5 2 without memory True\n") == 2
 
 
 class Block:

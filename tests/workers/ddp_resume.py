@@ -12,14 +12,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddp_basics"))
 import checkpoint
 import torch
 import torch.distributed as dist
+from config import Settings
 from model import SmallCNN
+from optimizer import make_optimizer
 from runtime import distributed_worker
 
 
 def main(folder: str, output: str) -> None:
     with distributed_worker("cpu") as worker:
         model = SmallCNN()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = make_optimizer(model, Settings())
         if worker.rank == 1:  # another node, without the disk
             folder = str(Path(output).with_name("nothing"))
         objects = []

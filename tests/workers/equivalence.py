@@ -19,12 +19,15 @@ import torch.nn.functional as F
 import train
 from config import Settings
 from model import SmallCNN
+from optimizer import make_optimizer, set_learning_rate
 from runtime import distributed_worker
+from task import compute_loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers.batches import batches
+from workers.batches import GLOBAL_BATCH, batches, padded_loss
 
 STEPS = 5
+SETTINGS = {"batch_size": GLOBAL_BATCH, "lr": 1e-2, "warmup": 0.3, "weight_decay": 0.1}
 CASES = {
     "sgd": {},
     "adamw": {"optimizer": "adamw"},
@@ -36,6 +39,10 @@ CASES = {
     "sgd, unused": {"model": "unused"},
     "sgd, tied": {"model": "tied"},
     "adamw, tied, accumulate": {"optimizer": "adamw", "model": "tied", "accumulate": 2},
+    "sgd, padded": {"padded": True},
+    "sgd, padded, accumulate": {"padded": True, "accumulate": 2, "clip": 0.1},
+    "adamw, padded": {"padded": True, "optimizer": "adamw"},
+    "adamw, padded, accumulate": {"padded": True, "optimizer": "adamw", "accumulate": 2},
 }
 
 
@@ -71,14 +78,21 @@ def build(kind: str) -> nn.Module:
     return model
 
 
-def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
+def reference(model="plain", optimizer="sgd", clip=0.0, padded=False, **_) -> list[dict]:
     """One process: the steps as everybody would write them."""
     module = build(model)
-    optim = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    vectors = [p for p in module.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}]
     if optimizer == "sgd":
-        optim = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
+        optim = torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    else:
+        optim = torch.optim.AdamW(groups, lr=1e-2)
     steps = []
-    for images, labels in batches(STEPS):
+    for step, (images, labels) in enumerate(batches(STEPS, padded)):
+        for group in optim.param_groups:  # two steps up to the peak, then half a cosine
+            factor = (0.5, 1, 1, 0.75, 0.25)[step]
+            group["lr"] = 1e-2 * factor
         optim.zero_grad()
         loss = F.cross_entropy(module(images.double()), labels)
         loss.backward()
@@ -88,27 +102,27 @@ def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
     return steps
 
 
-def run_case(worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0) -> list[dict]:
+def run_case(
+    worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0, padded=False
+) -> list[dict]:
     module = build(model)
     if worker.rank > 0:  # DDP must replace this by rank 0's weights
         for parameter in module.parameters():
             nn.init.zeros_(parameter)
     ddp_model = DistributedDataParallel(
-        module,
-        gradient_as_bucket_view=True,
-        static_graph=accumulate == 1 and model != "unused",
-        find_unused_parameters=model == "unused",
+        module, gradient_as_bucket_view=True, find_unused_parameters=model == "unused"
     )
-    settings = Settings(optimizer=optimizer, lr=99.0, accumulate=accumulate, clip=clip)
-    optim = train.make_optimizer(settings, module)
+    settings = Settings(**SETTINGS, optimizer=optimizer, accumulate=accumulate, clip=clip)
+    optim = make_optimizer(module, settings)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
+    train.compute_loss = padded_loss if padded else compute_loss
     steps = []
-    for images, labels in batches(STEPS):
+    for step, (images, labels) in enumerate(batches(STEPS, padded)):
         local = slice(worker.rank, None, worker.world_size)
-        loss, norm = train.train_step(  # at its own rate, not the optimizer's of 99
-            ddp_model, images[local].double(), labels[local], optim, scaler, 1e-2, settings
-        )
-        steps.append(noted(module, train.all_sum([loss], worker)[0] / worker.world_size, norm))
+        set_learning_rate(optim, step, STEPS, settings)
+        batch = [images[local].double(), labels[local]]
+        loss, norm = train.train_step(ddp_model, batch, optim, scaler, settings, worker)
+        steps.append(noted(module, float(loss), norm))
     return steps
 
 
@@ -127,7 +141,7 @@ def noted(module: nn.Module, loss: float, norm_before_clipping: torch.Tensor) ->
     }
 
 
-def all_reduces_per_step(accumulate: int) -> int:
+def all_reduces_per_step(worker, accumulate: int) -> int:
     """How many buckets one step of train.py sends (the model fits into one bucket)."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -139,11 +153,11 @@ def all_reduces_per_step(accumulate: int) -> int:
 
     ddp_model = DistributedDataParallel(build("plain"))
     ddp_model.register_comm_hook(None, hook)
-    settings = Settings(optimizer="sgd", lr=0.1, accumulate=accumulate)
-    images, labels = torch.rand(8, 1, 8, 8).double(), torch.zeros(8, dtype=torch.int64)
-    optim = train.make_optimizer(settings, ddp_model)
+    settings = Settings(batch_size=8 * worker.world_size, optimizer="sgd", accumulate=accumulate)
+    batch = [torch.rand(8, 1, 8, 8).double(), torch.zeros(8, dtype=torch.int64)]
+    optim = make_optimizer(ddp_model, settings)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    train.train_step(ddp_model, images, labels, optim, scaler, 0.1, settings)
+    train.train_step(ddp_model, batch, optim, scaler, settings, worker)
     return len(sent)
 
 
@@ -153,7 +167,7 @@ def main() -> None:
             results = {name: reference(**case) for name, case in CASES.items()}
         else:
             results = {name: run_case(worker, **case) for name, case in CASES.items()}
-            results["all_reduces"] = {n: all_reduces_per_step(n) for n in (1, 2, 4)}
+            results["all_reduces"] = {n: all_reduces_per_step(worker, n) for n in (1, 2, 4)}
         if worker.is_main:
             torch.save(results, sys.argv[1])
 

@@ -16,23 +16,25 @@ import torch.nn.functional as F
 import train
 from communication import CountTraffic
 from config import Settings
-from materialize import materialize
+from materialize import build_on_meta, initialize
 from model import VisionTransformer
+from optimizer import make_optimizer, set_learning_rate
 from runtime import distributed_worker
-from sharding import shard
+from task import compute_loss, units
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from workers.batches import batches
+from workers.batches import GLOBAL_BATCH, batches, padded_loss
 
 STEPS = 3
+SETTINGS = {"batch_size": GLOBAL_BATCH, "lr": 1e-2, "warmup": 0.3, "weight_decay": 0.1}
 CASES = {
     "sgd": {},
     "adamw": {"optimizer": "adamw"},
-    "sgd, keep gathered": {"reshard_after_forward": False},
+    "sgd, keep gathered": {"keep_gathered": True},
     "adamw, keep gathered, accumulate": {
-        "optimizer": "adamw", "reshard_after_forward": False, "accumulate": 2,
+        "optimizer": "adamw", "keep_gathered": True, "accumulate": 2,
     },
     "sgd, accumulate": {"accumulate": 2},
+    "sgd, accumulate, reduce once": {"accumulate": 2, "reduce_once": True},
     "sgd, clip": {"clip": 0.1},
     "adamw, clip, accumulate": {"optimizer": "adamw", "clip": 0.1, "accumulate": 2},
     "sgd, offload, clip": {"offload": True, "clip": 0.1},
@@ -45,14 +47,20 @@ CASES = {
     "adamw, tied, recompute, accumulate": {
         "optimizer": "adamw", "model": "tied", "recompute": True, "accumulate": 2,
     },
-    "sgd, hybrid": {"hybrid": True},
-    "adamw, hybrid, clip": {"optimizer": "adamw", "hybrid": True, "clip": 0.1},
-    "sgd, bf16": {"compute_dtype": torch.bfloat16},
+    "sgd, hybrid": {"dp_replicate": 2},
+    "adamw, hybrid, clip": {"optimizer": "adamw", "dp_replicate": 2, "clip": 0.1},
+    "sgd, padded": {"padded": True},
+    "sgd, padded, accumulate, clip": {"padded": True, "accumulate": 2, "clip": 0.1},
+    "adamw, padded": {"padded": True, "optimizer": "adamw"},
+    "adamw, padded, accumulate, reduce once": {
+        "padded": True, "optimizer": "adamw", "accumulate": 2, "reduce_once": True,
+    },
+    "sgd, bf16": {"precision": "bf16"},
     "sgd, bf16, clip, accumulate": {
-        "compute_dtype": torch.bfloat16, "clip": 0.1, "accumulate": 2,
+        "precision": "bf16", "clip": 0.1, "accumulate": 2,
     },
 }  # fmt: skip
-HYBRID_RANKS = 4  # the other worlds are not cut into copies and shards
+HYBRID_RANKS = 4  # two copies, each in two shards
 
 
 class Tied(VisionTransformer):
@@ -90,12 +98,20 @@ def full_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
+def reference(model="plain", optimizer="sgd", clip=0.0, padded=False, **_) -> list[dict]:
     """One process in plain PyTorch, without a line of train.py's step."""
     module = build(model)
-    optim = train.make_optimizer(Settings(optimizer=optimizer, lr=1e-2), module)
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    vectors = [p for p in module.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}]
+    if optimizer == "sgd":
+        optim = torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    else:
+        optim = torch.optim.AdamW(groups, lr=1e-2)
     steps = []
-    for images, labels in batches(STEPS):
+    for step, (images, labels) in enumerate(batches(STEPS, padded)):
+        for group in optim.param_groups:  # a step up to the peak, then half a cosine
+            group["lr"] = 1e-2 * (1, 1, 0.5)[step]
         optim.zero_grad()
         loss = F.cross_entropy(module(images), labels)
         loss.backward()
@@ -107,44 +123,48 @@ def reference(model="plain", optimizer="sgd", clip=0.0, **_) -> list[dict]:
     return steps
 
 
-def run_case(
-    worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0, recompute=False, hybrid=False,
-    **options,
-) -> list[dict]:  # fmt: skip
-    shape, names = ((worker.world_size,), None)
-    if hybrid:
-        shape, names = (2, worker.world_size // 2), ("replicate", "shard")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    with torch.device("meta"):
-        module = build(model)
-    shard(module, mesh, **options)
-    materialize(module, lambda: build(model), torch.device("cpu"), worker)
+def run_case(worker, model="plain", recompute=False, padded=False, **options) -> list[dict]:
+    settings = Settings(**SETTINGS | {"optimizer": "sgd", "clip": 0.0} | options)
+    module = sharded(model, settings, worker)
     for block in module.blocks:
         block.recompute = recompute
-    settings = Settings(optimizer=optimizer, lr=99.0, accumulate=accumulate, clip=clip)
-    optim = train.make_optimizer(settings, module)
+    optim = make_optimizer(module, settings)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
+    train.compute_loss = padded_loss if padded else compute_loss
     steps = []
-    for images, labels in batches(STEPS):
+    for step, (images, labels) in enumerate(batches(STEPS, padded)):
         local = slice(worker.rank, None, worker.world_size)
-        loss, norm = train.train_step(  # at its own rate, not the optimizer's of 99
-            module, images[local], labels[local], optim, scaler, 1e-2, settings
-        )
-        loss = train.all_sum([loss], worker)[0] / worker.world_size
-        steps.append({"loss": loss, "norm before clipping": norm.item()})
+        set_learning_rate(optim, step, STEPS, settings)
+        batch = [images[local], labels[local]]
+        loss, norm = train.train_step(module, batch, optim, scaler, settings, worker)
+        steps.append({"loss": loss.item(), "norm before clipping": norm.item()})
         note_gradients(steps, module)
     note_parameters(steps, module)
     return steps
 
 
-def reduce_scatters_per_step(worker, accumulate: int) -> int:
-    module = shard(build("plain"), init_device_mesh("cpu", (worker.world_size,)))
-    settings = Settings(optimizer="sgd", accumulate=accumulate)
-    images, labels = torch.rand(6, 1, 8, 8), torch.zeros(6, dtype=torch.int64)
-    optim = train.make_optimizer(settings, module)
+def sharded(model: str, settings: Settings, worker) -> nn.Module:
+    """As train.train() makes it."""
+    train.units = tied_units if model == "tied" else units
+    module = build_on_meta(lambda: build(model))
+    train.shard(module, torch.device("cpu"), settings, worker)
+    initialize(module, lambda: build(model), worker.is_main)
+    return module
+
+
+def tied_units(model: Tied) -> list:
+    return [model.patches, *model.blocks, [model.norm, model.head, model.other]]
+
+
+def reduce_scatters_per_step(worker, **options) -> int:
+    settings = Settings(batch_size=6 * worker.world_size, optimizer="sgd", **options)
+    module = sharded("plain", settings, worker)
+    batch = [torch.rand(6, 1, 8, 8), torch.zeros(6, dtype=torch.int64)]
+    optim = make_optimizer(module, settings)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
+    train.compute_loss = compute_loss
     with CountTraffic() as count:
-        train.train_step(module, images, labels, optim, scaler, 0.1, settings)
+        train.train_step(module, batch, optim, scaler, settings, worker)
     return count.calls["reduce_scatter"]
 
 
@@ -170,11 +190,13 @@ def main() -> None:
         results = {
             name: reference(**case) if worker.world_size == 1 else run_case(worker, **case)
             for name, case in CASES.items()
-            if worker.world_size in (1, HYBRID_RANKS) or "hybrid" not in case
+            if worker.world_size in (1, HYBRID_RANKS) or "dp_replicate" not in case
         }
         if worker.world_size > 1:
-            counts = {parts: reduce_scatters_per_step(worker, parts) for parts in (1, 3)}
-            results["reduce_scatters"] = counts
+            results["reduce_scatters"] = [
+                reduce_scatters_per_step(worker, **options)
+                for options in ({}, {"accumulate": 3}, {"accumulate": 3, "reduce_once": True})
+            ]
         if worker.is_main:
             torch.save(results, sys.argv[1])
 
