@@ -151,9 +151,11 @@ def test_how_a_debugger_ends(here):
 
 def test_where_a_prompt_goes(here):
     tee = command("--breakpoint-on").replace("--standalone", "--standalone --log-dir=logs --tee=3")
-    steps = [("ready> ", tee), ("[default1]:(Pdb)", "p 6 * 7"), ("42", "c"), ("step 19", "")]
+    steps = [("ready> ", tee), ("ATTENTION", "p 6 * 7"), ("42", "c"), ("step 19", "")]
     with terminal(here, *steps) as job:
-        job.wait(120).check()
+        before, _, after = job.wait(120).check().output.partition("p 6 * 7")
+    assert "(Pdb)" not in before
+    assert re.search(r"\(Pdb\) (\[default1\]:)?42", after)
     hidden = tee.replace("--tee", "--redirects")
     with terminal(here, ("ready> ", hidden), ("ready> ", "")) as job:
         job.wait_until(lambda: "(Pdb)" in "".join(p.read_text() for p in here.rglob("stdout.log")))
