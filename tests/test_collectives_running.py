@@ -140,6 +140,28 @@ def test_a_plain_breakpoint_is_bounded_by_the_time_out(here):
         job.wait(120).check()
 
 
+def test_how_a_debugger_ends(here):
+    start, pdb = ("ready> ", command("--breakpoint-on")), "(Pdb)"
+    with terminal(here, start, (pdb, "q"), ("FAILED", ""), ("ready>", "")) as job:
+        assert "bdb.BdbQuit" in job.wait(120).check().output
+    interrupted = [(pdb, "\x03"), ("--KeyboardInterrupt--", ""), ("got signal: 2", "")]
+    with terminal(here, start, *interrupted, PET_SHUTDOWN_TIMEOUT="2") as job:
+        job.wait(120).check()
+
+
+def test_where_a_prompt_goes(here):
+    tee = command("--breakpoint-on").replace("--standalone", "--standalone --log-dir=logs --tee=3")
+    steps = [("ready> ", tee), ("ATTENTION", "p 6 * 7"), ("42", "c"), ("step 19", "")]
+    with terminal(here, *steps) as job:
+        before, _, after = job.wait(120).check().output.partition("p 6 * 7")
+    assert "(Pdb)" not in before
+    assert re.search(r"\(Pdb\) (\[default1\]:)?42", after)
+    hidden = tee.replace("--tee", "--redirects")
+    with terminal(here, ("ready> ", hidden), ("ready> ", "")) as job:
+        job.wait_until(lambda: "(Pdb)" in "".join(p.read_text() for p in here.rglob("stdout.log")))
+        assert "(Pdb)" not in job.output
+
+
 def test_a_breakpoint_without_a_terminal(here):
     with typed(command("--breakpoint-on"), here) as job:
         result = job.wait(120)
@@ -218,10 +240,8 @@ def closed(here: Path, start: str) -> Job:
     return terminal(here, ("ready> ", start), ("step 3", ""))
 
 
-def wait_for(job: Job, here: Path, text: str) -> None:
-    """The terminal's own process has ended; the log goes on."""
-    job.process.wait(120)
-    wait_until(lambda: text in (here / "training.log").read_text())
+def reached(here: Path) -> int:
+    return (here / "training.log").read_text().count("step")
 
 
 @pytest.mark.parametrize("how", ["tmux", "setsid", "nohup"])
@@ -229,7 +249,9 @@ def test_a_job_outlives_the_terminal(here, how):
     needs(how)
     start = {"tmux": command("tmux"), "setsid": command("setsid"), "nohup": command("nohup")}[how]
     with closed(here, start) as job:
-        wait_for(job, here, "step 30")
+        job.process.wait(120)
+        steps = reached(here)
+        wait_until(lambda: reached(here) > steps + 10)
 
 
 @pytest.mark.parametrize("prefix", ["", "nohup ", "TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM nohup "])
@@ -237,7 +259,8 @@ def test_a_job_ends_with_the_terminal(here, prefix):
     flag = "nohup torchrun --signals-to-handle=SIGTERM,SIGINT"
     assert flag in command("nohup")
     with closed(here, command("nohup").replace(flag, f"{prefix}torchrun")) as job:
-        wait_for(job, here, "got signal: 1")
+        job.process.wait(120)
+        wait_until(lambda: "got signal: 1" in (here / "training.log").read_text())
         assert "closing signal SIGHUP" in (here / "training.log").read_text()
 
 
@@ -255,7 +278,7 @@ def test_out_of_memory_on_one_rank(here):
     assert all(re.search("Connection closed by peer|Read error", line) for line in of_rank_0)
 
 
-def test_a_rank_that_the_kernel_ends(here):
+def test_a_rank_that_is_killed(here):
     with Job(torchrun_command(DEBUGGING, "--steps", 600)) as job:
         job.wait_until(lambda: "step 3" in job.output)
         job.ranks()[1].kill()
@@ -264,6 +287,45 @@ def test_a_rank_that_the_kernel_ends(here):
     assert "rank      : 1 " in cause
     assert "exitcode  : -9" in cause
     assert "Signal 9 (SIGKILL)" in cause
+
+
+LIMITED = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    print("process", os.getpid(), flush=True)
+    open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+    torch.ones(2**28)
+dist.barrier()
+"""
+
+
+@pytest.fixture
+def limited():
+    """A control group that has 64 MiB of memory for what its processes will ask for."""
+    group = Path(f"/sys/fs/cgroup/memory/test_running_{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs control groups, version 1, and the right to make one: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(2**26))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_a_rank_that_the_kernel_ends(here, limited):
+    (here / "limited.py").write_text(LIMITED)
+    with Job(torchrun_command(here / "limited.py", limited), cold=True) as job:
+        output = job.wait(120).output
+    cause = output.rpartition("Root Cause (first observed failure)")[2]
+    assert "exitcode  : -9" in cause
+    assert "memory" not in output
+    process = re.search(r"process (\d+)", output)[1]
+    log = subprocess.run("dmesg", capture_output=True, text=True, timeout=60).stdout
+    assert re.search(rf"Killed process {process} \(python", log)
 
 
 @pytest.mark.parametrize("flag", ["--breakpoint-on", "--fill-memory-on"])
