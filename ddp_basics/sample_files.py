@@ -23,7 +23,12 @@ def find_files(folder: Path, count: int, worker: Worker) -> list[tuple[Path, int
         index = folder / "index.json"
         if not index.exists():
             write_digits(folder, count)
-        box = [(folder, json.loads(index.read_text()))]
+        try:
+            box = [(folder, json.loads(index.read_text()))]
+        except ValueError:
+            raise UserError(
+                f"{index} is broken: delete it, then the files are written again"
+            ) from None
     dist.broadcast_object_list(box, src=0)
     folder, counts = box[0]
     missing = next((name for name in counts if not (folder / name).is_file()), None)
@@ -39,7 +44,7 @@ def find_files(folder: Path, count: int, worker: Worker) -> list[tuple[Path, int
 
 
 def write_digits(folder: Path, count: int) -> None:
-    """scikit-learn's digits in `count` files of different length; the index is written last."""
+    """scikit-learn's digits in `count` files of different length; the index comes last."""
     images, labels = load_dataset("digits")[0][:]
     generator = torch.Generator().manual_seed(0)
     cuts = 1 + torch.randperm(len(labels) - 1, generator=generator)[: count - 1].sort().values
@@ -53,4 +58,6 @@ def write_digits(folder: Path, count: int) -> None:
             labels=labels[numbers].byte().numpy(),
         )
         counts[name] = len(numbers)
-    (folder / "index.json").write_text(json.dumps(counts))
+    temporary = folder / "index.json.tmp"  # the index is there in full, or not at all
+    temporary.write_text(json.dumps(counts))
+    temporary.rename(folder / "index.json")

@@ -61,12 +61,7 @@ def main() -> None:
         compare_forwards(worker)
 
 
-def train(
-    args,
-    worker: Worker,
-    freeze: str = "discriminator",
-    past_the_wrapper: str = "",
-) -> dict:
+def train(args, worker: Worker, freeze: str = "discriminator", past_the_wrapper: str = "") -> dict:
     """Alternating steps, one wrapper per network. The keywords are what the table varies."""
     generator, discriminator = make_networks(worker)
     ddp_generator = DistributedDataParallel(generator)  # waits for the generator's gradients only

@@ -227,6 +227,13 @@ def test_bad_arguments_are_one_sentence(arguments, message):
     assert result.output.count(message) == 1, result.output
 
 
+def test_a_broken_index_is_named(tmp_path):
+    (tmp_path / "index.json").write_text('{"digits_000.npz": 2')
+    result = warm.run(SCRIPT, "--data-dir", tmp_path, ranks=2)
+    assert result.returncode == 2
+    assert result.output.count(f"{tmp_path}/index.json is broken: delete it") == 1, result.output
+
+
 def test_a_file_that_is_missing_is_named(runs, tmp_path):
     for path in runs["files"][0].parent.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
