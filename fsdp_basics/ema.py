@@ -64,7 +64,7 @@ class EMA:
         for name, value in model.state_dict().items():
             average, value = local_tensor(self.state[name]), local_tensor(value)
             if average.is_floating_point():
-                average.lerp_(value.to(average.dtype), 1 - self.decay)
+                average.mul_(self.decay).add_(value, alpha=1 - self.decay)  # inf stays inf
             else:
                 average.copy_(value)
 
@@ -167,8 +167,11 @@ def train(args, worker: Worker) -> None:
 
 def build_model() -> nn.Sequential:
     """Blocks with running statistics, and a last layer."""
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()) for _ in range(2)]
-    return nn.Sequential(*blocks, nn.Linear(64, 10))
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU())
+
+    return nn.Sequential(block(), block(), nn.Linear(64, 10))
 
 
 def print_what_fails(model: nn.Module) -> None:
