@@ -1,10 +1,8 @@
 """FSDP in its fewest lines: each rank holds a part of every parameter, and works on its own images.
 
     python fsdp_basics/minimal.py                                        # one process
-    torchrun --standalone --nproc_per_node=2 fsdp_basics/minimal.py      # two ranks: GPUs or CPUs
-
-Look at the parameters that rank 0 holds, and at the loss: it is the same for any number of ranks.
-"""
+    torchrun --standalone --nproc_per_node=2 fsdp_basics/minimal.py      # two: the same losses
+"""  # fmt: skip
 
 import os
 
@@ -17,16 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+BATCH = 60  # images per step, over all ranks
 
-def train(device: torch.device) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+def train(device: torch.device, rank: int, world_size: int) -> None:
+    if BATCH % world_size:
+        raise SystemExit(f"error: {BATCH} images do not divide over {world_size} ranks")
     mesh = init_device_mesh(device.type, (world_size,))  # all ranks, in a line
-    images, labels = map(torch.tensor, load_digits(return_X_y=True))  # 1,797 images
-    dataset = TensorDataset((images / 16).float().view(-1, 8, 8), labels)  # of 8 rows of 8 pixels
-    # One shuffled order, dealt out to the ranks. In a step they take 60 images together.
-    sampler = DistributedSampler(dataset, shuffle=True)
-    loader = DataLoader(dataset, batch_size=60 // world_size, sampler=sampler, drop_last=True)
-
+    images, labels = load_digits(return_X_y=True)
+    digits = TensorDataset(torch.tensor(images / 16).float().view(-1, 8, 8), torch.tensor(labels))
+    sampler = DistributedSampler(digits)  # shuffles, and gives each rank its share of the images
+    loader = DataLoader(digits, batch_size=BATCH // world_size, sampler=sampler, drop_last=True)
     torch.manual_seed(0)  # the same first values on all ranks, of which each keeps its part
     options = {"dropout": 0.0, "bias": False, "batch_first": True}
     blocks = [nn.TransformerEncoderLayer(64, 4, 128, **options) for _ in range(3)]
@@ -39,26 +38,29 @@ def train(device: torch.device) -> None:
         held = sum(p.to_local().numel() for p in model.parameters())
         print(f"rank 0 holds {held:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
     for epoch in range(3):
-        sampler.set_epoch(epoch)  # else each epoch would have the order of the first
+        sampler.set_epoch(epoch)  # another order in every epoch
         for x, y in loader:
             loss = F.cross_entropy(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        loss = loss.detach()
-        dist.all_reduce(loss, op=dist.ReduceOp.AVG)  # each rank has seen the loss of its own images
+        dist.all_reduce(loss.detach_(), op=dist.ReduceOp.AVG)  # each rank has that of its images
         if rank == 0:
-            print(f"epoch {epoch}   loss {loss.item():.4f}")
+            print(f"epoch {epoch}   loss {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:  # started without torchrun: a world of one
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    device = torch.device("cpu")
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)  # one GPU per rank, or all of them would take the first
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # the ranks meet
-    train(device)  # the model ends with this function: before the group that it talks through
-    dist.barrier()  # nobody closes a connection that another rank still reads from
+    if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
+        os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    device, local_rank = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
+    count = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
+    if count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each rank of this machine
+        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+        torch.accelerator.set_device_index(local_rank)  # this rank's own
+    dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo, nccl, ...
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # who am I, of how many?
+    if rank == 0:  # one rank prints
+        print(f"{world_size} rank(s) on {device.type}, {dist.get_backend()}", flush=True)
+    train(device, rank, world_size)  # a function: the model must end before the group
+    dist.barrier()  # no rank leaves while another one still waits for a message
     dist.destroy_process_group()

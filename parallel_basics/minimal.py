@@ -1,10 +1,8 @@
 """Model parallelism in one screen: each rank has a part of every layer, and all work together.
 
     python parallel_basics/minimal.py                                      # one process
-    torchrun --standalone --nproc_per_node=2 parallel_basics/minimal.py    # two ranks: GPUs or CPU
-
-Look at the losses, which are the same for any number of ranks, and at what rank 0 holds.
-"""
+    torchrun --standalone --nproc_per_node=2 parallel_basics/minimal.py    # two: the same losses
+"""  # fmt: skip
 
 import argparse
 import os
@@ -17,47 +15,49 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+FEATURES = 480  # of the hidden layer, over all ranks
 
-def train(device: torch.device, steps: int) -> None:
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # all ranks, in a line
+
+def train(device: torch.device, rank: int, world_size: int, steps: int) -> None:
+    if FEATURES % world_size:
+        raise SystemExit(f"error: {FEATURES} features do not divide over {world_size} ranks")
+    mesh = init_device_mesh(device.type, (world_size,))  # all ranks, in a line
     torch.manual_seed(0)  # on every rank the same model and, below, the same batches
-    model = nn.Sequential(nn.Linear(64, 480), nn.ReLU(), nn.Linear(480, 10)).to(device)
-
-    # Of the first layer a rank keeps some outputs, of the second the inputs that belong to them: so
-    # nothing is sent in between. What the second returns is added up over the ranks.
+    model = nn.Sequential(nn.Linear(64, FEATURES), nn.ReLU(), nn.Linear(FEATURES, 10)).to(device)
+    # Each rank keeps some outputs of the first layer and the matching inputs of the second, so it
+    # sends nothing in between. The outputs of the second are added up over the ranks.
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of this rank's parts
     images, labels = map(torch.tensor, load_digits(return_X_y=True))  # 1,797 images, 64 pixels each
     images, labels = images.float().to(device) / 16, labels.to(device)
-    for step in range(steps):
+    for step in range(1, steps + 1):
         batch = torch.randint(len(images), (64,)).to(device)
         loss = F.cross_entropy(model(images[batch]), labels[batch])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0 and (step + 1) % 20 == 0:
-            print(f"step {step + 1:3}   loss {loss.item():.6f}")
-    if dist.get_rank() == 0:
-        numbers = sum(p.numel() for p in model.parameters())
+        if rank == 0 and step % 20 == 0:  # every rank has the same loss
+            print(f"step {step:3}   loss {loss:.6f}", flush=True)
+    if rank == 0:
         held = sum(p.to_local().numel() for p in model.parameters())
-        print(f"rank 0 holds {held:,} of {numbers:,} parameters")
+        print(f"rank 0 holds {held:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Tensor parallelism in its fewest lines.")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
-    if "RANK" not in os.environ:  # not started by torchrun: one process is a world of size one
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # a GPU for each rank
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    train(device, args.steps)  # in a function: the model must be gone when the group is destroyed
-    dist.barrier()  # nobody leaves while another rank may still read from it
+    if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
+        os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    device, local_rank = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
+    count = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
+    if count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each rank of this machine
+        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+        torch.accelerator.set_device_index(local_rank)  # this rank's own
+    dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo, nccl, ...
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # who am I, of how many?
+    if rank == 0:  # one rank prints
+        print(f"{world_size} rank(s) on {device.type}, {dist.get_backend()}", flush=True)
+    train(device, rank, world_size, args.steps)  # a function: the model must end before the group
+    dist.barrier()  # no rank leaves while another one still waits for a message
     dist.destroy_process_group()

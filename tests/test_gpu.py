@@ -56,9 +56,13 @@ def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, directory, gpus
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: joined.append(backend))
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_backend", lambda: joined[0])
     monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", mesh)
     with pytest.raises(InterruptedError) as decided:
         runpy.run_path(str(ROOT / directory / "minimal.py"), run_name="__main__")

@@ -1,12 +1,11 @@
-"""Run the main() of a minimal.py and save what was seen of it: in FOLDER/rank_R.pt, for each rank.
+"""Run a minimal.py as it stands and save what was seen of it: in FOLDER/rank_R.pt, for each rank.
 
 Started by test_ddp_basics_ideas.py: watch_minimal.py SCRIPT FOLDER, with 1, 2, 3 and 4 ranks.
 """
 
-import importlib.util
 import os
+import runpy
 import sys
-import weakref
 from pathlib import Path
 
 import torch
@@ -21,12 +20,7 @@ EPOCHS = 2
 
 def main() -> None:
     script, folder = sys.argv[1:]
-    spec = importlib.util.spec_from_file_location("minimal", script)
-    minimal = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(minimal)
-
     seen = {"calls": [], "gradients": [], "parameters": []}
-    group = []
 
     def watch(name: str) -> None:
         function = getattr(dist, name)
@@ -34,15 +28,12 @@ def main() -> None:
         def watched(*args, **kwargs):
             seen["calls"].append(name)
             function(*args, **kwargs)
-            if name == "destroy_process_group":  # nothing may hold it now
-                seen["group_is_gone"] = group[0]() is None
 
         setattr(dist, name, watched)
 
     def before_step(optimizer, args, kwargs) -> None:
         params = optimizer.param_groups[0]["params"]
         seen["gradients"].append([p.grad.clone() for p in params])
-        group[:] = [weakref.ref(dist.group.WORLD)]
 
     def after_step(optimizer, args, kwargs) -> None:
         params = optimizer.param_groups[0]["params"]
@@ -53,7 +44,7 @@ def main() -> None:
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     sys.argv = ["minimal.py", "--epochs", str(EPOCHS)]
-    minimal.main()
+    runpy.run_path(script, run_name="__main__")
     torch.save(seen, Path(folder) / f"rank_{os.environ['RANK']}.pt")
 
 
