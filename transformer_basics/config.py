@@ -12,6 +12,15 @@ from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
+# What may differ between the parts of one run: where it computes, what is kept, how long it goes on.
+# (Of --data a checksum of the text is compared; --init-from is read before the first step only.)
+MAY_CHANGE = (
+    *AXES,
+    *("accumulate", "unsharded_gradients", "sequence_parallel", "loss_parallel", "keep_gathered"),
+    *("activation_checkpointing", "compile", "device", "backend", "timeout"),
+    *("data", "init_from", "steps", "output_dir", "checkpoint_every", "keep", "log_every"),
+    *("eval_every", "eval_batches", "tensorboard", "tracker", "profile", "prompt", "sample"),
+)
 PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
 
 
@@ -30,6 +39,7 @@ class Settings:
     steps: int = 2000
     batch_size: int = 16  # global: over all ranks
     accumulate: int | None = None
+    unsharded_gradients: bool = False
     lr: float = 5e-3
     warmup: float = 0.05
     weight_decay: float = 0.1
@@ -63,17 +73,20 @@ class Settings:
     def identity(self) -> dict[str, object]:
         """What makes two runs the same run: a checkpoint continues under the same values only.
 
-        The mesh is not among them, nor --steps: a run can be made longer.
+        A new setting belongs to it unless `MAY_CHANGE` names it.
         """
-        names = "tokenizer init_from layers heads dim block_size tied batch_size lr warmup"
-        names += " weight_decay clip precision seed"
-        return {name: getattr(self, name) for name in names.split()}
+        return {name: value for name, value in vars(self).items() if name not in MAY_CHANGE}
 
     def model(self, vocab_size: int) -> GPTConfig:
         return GPTConfig(vocab_size, self.block_size, self.layers, self.heads, self.dim, self.tied)
 
     def mesh_shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences that a rank computes at a time."""
+        return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
 
     def on(self, ranks: int) -> "Settings":
         """With what follows from the number of ranks filled in: --dp-replicate and --accumulate.
@@ -134,6 +147,13 @@ def parse_args() -> Settings:
     add("--steps", type=at_least(1), help="a run can be continued with more of them")
     add("--batch-size", type=at_least(1), help="sequences per optimizer step, over all ranks")
     add("--accumulate", type=at_least(1), help="micro-batches of a rank's batch; default: --pp")
+    add(
+        "--unsharded-gradients",
+        action="store_true",
+        help="with --dp-shard and --accumulate: add micro-batches up in unsharded gradients, 4 bytes "
+        "per parameter of the full model on each rank, and reduce them once per step (default: "
+        "reduce them in each micro-batch; --pp always adds up its stage's)",
+    )
     add("--lr", type=above(0), help="peak learning rate")
     add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
     add("--weight-decay", type=between(0, math.inf), help="of matrices")

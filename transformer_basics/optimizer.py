@@ -19,10 +19,23 @@ def make_optimizer(model, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
 
 
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear over the warm-up to --lr, then half a cosine down to a tenth of it."""
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, peaks: list[float], step: int, settings: Settings
+) -> float:
+    """Give each group its own rate for this step; returns the fraction of the peaks.
+
+    peaks: the highest rate of each group, as `make_optimizer` made them.
+    """
+    fraction = fraction_of_peak(step, settings)
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["lr"] = fraction * peak
+    return fraction
+
+
+def fraction_of_peak(step: int, settings: Settings) -> float:
+    """Linear over the warm-up to 1, then half a cosine down to a tenth."""
     warmup = round(settings.warmup * settings.steps)
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
+        return (step + 1) / warmup
     progress = (step - warmup) / max(1, settings.steps - warmup)
-    return settings.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

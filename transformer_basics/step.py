@@ -29,6 +29,7 @@ def train_step(
     norm of the gradients of the whole model (of all ranks' mean, before clipping).
     """
     optimizer.zero_grad(set_to_none=True)
+    add_up_whole = settings.dp_shard == 1 or settings.unsharded_gradients
     with loss_parallel() if settings.loss_parallel else nullcontext():
         if pipeline:
             loss = pipeline.train(x_BT, y_BT)
@@ -38,8 +39,13 @@ def train_step(
                 x_BT.chunk(settings.accumulate), y_BT.chunk(settings.accumulate), strict=True
             )
             for i, (x, y) in enumerate(microbatches):
-                # Gradients travel in the last backward only; the earlier ones add up on the rank.
-                model.set_requires_gradient_sync(i == settings.accumulate - 1)
+                # A rank that holds full parameters adds full gradients up, and sends in the last
+                # backward only. One that holds shards reduces in each backward: without that, FSDP
+                # keeps the unsharded gradients of the full model on every rank. What goes to the
+                # replicas, a sum of shards, is sent once in both cases.
+                is_last = i == settings.accumulate - 1
+                model.set_requires_gradient_sync(is_last or not add_up_whole)
+                model.set_requires_all_reduce(is_last)
                 # Divided, because backward() adds: the sum over parts is the mean over the batch.
                 part = cross_entropy(model(x), y) / settings.accumulate
                 part.backward()

@@ -1,0 +1,116 @@
+"""What transformer_basics/train.py's parts hold in memory on 4 ranks: bytes, saved by rank 0.
+
+Started by test_transformer_basics_memory.py. Tensors are watched as torch's operators return them,
+whichever module has called the operator.
+"""
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
+
+import torch
+import train
+from config import Settings
+from evaluation import evaluate
+from optimizer import make_optimizer
+from runtime import distributed_worker
+from step import train_step
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+VOCABULARY, LENGTH, BATCH = 1024, 16, 64
+SIZES = {"layers": 2, "heads": 4, "dim": 64, "block_size": LENGTH, "batch_size": BATCH}
+
+
+class Watch(TorchDispatchMode):
+    """The largest tensor that an operator returned, and all that were made and still live."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.made = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = weakref.ref(storage)
+                self.largest = max(self.largest, tensor.nbytes)
+        return result
+
+    def living(self) -> int:
+        storages = [made() for made in self.made.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def spread(worker, vocabulary=VOCABULARY, **flags):
+    settings = Settings(**SIZES | flags).on(worker.world_size)
+    mesh, model, pipeline = train.spread_model(settings.model(vocabulary), settings, worker)
+    return settings, mesh, model, pipeline
+
+
+def text(settings, batches: int = 1):
+    ranks = settings.dp_replicate * settings.dp_shard
+    generator = torch.Generator().manual_seed(0)
+    rows = batches * settings.batch_size // ranks
+    tokens = torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def evaluation(worker, **flags) -> tuple[int, int]:
+    """Bytes of the largest tensor in a training step, and in an evaluation."""
+    settings, mesh, model, pipeline = spread(worker, **flags)
+    optimizer = make_optimizer(model, settings)
+    with Watch() as training:
+        train_step(model, pipeline, *text(settings), optimizer, mesh, settings)
+    ranks = settings.dp_replicate * settings.dp_shard
+    held_out = [t.repeat(ranks, 1) for t in text(settings, batches=2)]
+    with Watch() as evaluating:
+        evaluate(model, pipeline, held_out, mesh, settings)
+    return training.largest, evaluating.largest
+
+
+def between_microbatches(worker, **flags) -> tuple[list[int], int]:
+    """Bytes made in a step that live at the start of each micro-batch; bytes of all gradients."""
+    settings, mesh, model, pipeline = spread(worker, dp_shard=4, accumulate=4, **flags)
+    optimizer, found, watch = make_optimizer(model, settings), [], Watch()
+    train_step(model, pipeline, *text(settings), optimizer, mesh, settings)  # makes what stays
+
+    def look(*_) -> None:
+        gc.collect()  # what only waits for that does not count
+        found.append(watch.living())
+
+    model.register_forward_pre_hook(look, prepend=True)  # before FSDP's own, which gathers
+    with watch:
+        train_step(model, pipeline, *text(settings), optimizer, mesh, settings)
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    return found, whole
+
+
+def main() -> None:
+    with distributed_worker("cpu") as worker:
+        found = {
+            "evaluation": {
+                name: evaluation(worker, **flags)
+                for name, flags in {
+                    "data parallel": {"accumulate": 16},
+                    "tensor parallel": {"tp": 4, "accumulate": 16, "loss_parallel": True},
+                    "pipeline": {"pp": 4, "accumulate": 16, "layers": 4},
+                }.items()
+            },
+            "sharded": between_microbatches(worker),
+            "unsharded": between_microbatches(worker, unsharded_gradients=True),
+        }
+        if worker.is_main or worker.rank == worker.world_size - 1:
+            torch.save(found, OUTPUT / str(worker.rank))
+
+
+if __name__ == "__main__":
+    OUTPUT = Path(sys.argv[1])
+    main()
