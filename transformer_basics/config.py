@@ -12,15 +12,14 @@ from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
-# What may differ between the parts of one run: where it computes, what is kept, how long it goes on.
-# (Of --data a checksum of the text is compared; --init-from is read before the first step only.)
-MAY_CHANGE = (
-    *AXES,
-    *("accumulate", "unsharded_gradients", "sequence_parallel", "loss_parallel", "keep_gathered"),
-    *("activation_checkpointing", "compile", "device", "backend", "timeout"),
-    *("data", "init_from", "steps", "output_dir", "checkpoint_every", "keep", "log_every"),
-    *("eval_every", "eval_batches", "tensorboard", "tracker", "profile", "prompt", "sample"),
-)
+# A run may be continued with other values of these: they change how it runs, not what it computes.
+# (Of --data a checksum of the text is compared; --init-from is read only when a run starts.)
+MAY_CHANGE = {
+    *("data", "init_from", "steps", "accumulate", "reduce_once", "activation_checkpointing"),
+    *("compile", *AXES, "sequence_parallel", "loss_parallel", "keep_gathered", "device"),
+    *("backend", "timeout", "output_dir", "checkpoint_every", "keep", "log_every", "eval_every"),
+    *("eval_batches", "tensorboard", "profile", "prompt", "sample"),
+}
 PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
 
 
@@ -39,7 +38,7 @@ class Settings:
     steps: int = 2000
     batch_size: int = 16  # global: over all ranks
     accumulate: int | None = None
-    unsharded_gradients: bool = False
+    reduce_once: bool = False
     lr: float = 5e-3
     warmup: float = 0.05
     weight_decay: float = 0.1
@@ -65,17 +64,13 @@ class Settings:
     eval_every: int = 250
     eval_batches: int = 16
     tensorboard: bool = False
-    tracker: str | None = None
     profile: bool = False
     prompt: str = PROMPT
     sample: int = 300
 
     def identity(self) -> dict[str, object]:
-        """What makes two runs the same run: a checkpoint continues under the same values only.
-
-        A new setting belongs to it unless `MAY_CHANGE` names it.
-        """
-        return {name: value for name, value in vars(self).items() if name not in MAY_CHANGE}
+        """What makes two runs the same run: all settings that a continued run must not change."""
+        return {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
 
     def model(self, vocab_size: int) -> GPTConfig:
         return GPTConfig(vocab_size, self.block_size, self.layers, self.heads, self.dim, self.tied)
@@ -147,13 +142,8 @@ def parse_args() -> Settings:
     add("--steps", type=at_least(1), help="a run can be continued with more of them")
     add("--batch-size", type=at_least(1), help="sequences per optimizer step, over all ranks")
     add("--accumulate", type=at_least(1), help="micro-batches of a rank's batch; default: --pp")
-    add(
-        "--unsharded-gradients",
-        action="store_true",
-        help="with --dp-shard and --accumulate: add micro-batches up in unsharded gradients, 4 bytes "
-        "per parameter of the full model on each rank, and reduce them once per step (default: "
-        "reduce them in each micro-batch; --pp always adds up its stage's)",
-    )
+    once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
+    add("--reduce-once", action="store_true", help=once)
     add("--lr", type=above(0), help="peak learning rate")
     add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
     add("--weight-decay", type=between(0, math.inf), help="of matrices")
@@ -181,7 +171,6 @@ def parse_args() -> Settings:
     add("--eval-every", type=at_least(1), help="steps; and at the end")
     add("--eval-batches", type=at_least(1), help="held-out batches")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    add("--tracker", choices=("wandb", "mlflow"), help="also send metrics there, if installed")
     add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
     add("--prompt", help="how the sample at the end begins")
     add("--sample", type=at_least(0), help="tokens to write at the end")

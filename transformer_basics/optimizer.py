@@ -19,20 +19,19 @@ def make_optimizer(model, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
 
 
-def set_learning_rates(
-    optimizer: torch.optim.Optimizer, peaks: list[float], step: int, settings: Settings
-) -> float:
-    """Give each group its own rate for this step; returns the fraction of the peaks.
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, settings: Settings) -> float:
+    """Give each group its rate for `step`: its own lr at the start, times the schedule's factor.
 
-    peaks: the highest rate of each group, as `make_optimizer` made them.
+    Returns that of the first group.
     """
-    fraction = fraction_of_peak(step, settings)
-    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = fraction * peak
-    return fraction
+    factor = schedule(step, settings)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = factor * group["initial_lr"]
+    return optimizer.param_groups[0]["lr"]
 
 
-def fraction_of_peak(step: int, settings: Settings) -> float:
+def schedule(step: int, settings: Settings) -> float:
     """Linear over the warm-up to 1, then half a cosine down to a tenth."""
     warmup = round(settings.warmup * settings.steps)
     if step < warmup:

@@ -6,6 +6,7 @@ what a rank then holds.
 """
 
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -59,6 +60,18 @@ def spread_model(
     materialize(model, device)  # memory for this rank's part only
     pipeline = Pipeline(model, mesh["pp"], settings, device) if settings.pp > 1 else None
     return mesh, model, pipeline
+
+
+def seed_generators(seed: int, mesh: DeviceMesh) -> None:
+    """Seed torch's global generators: what dropout, for example, draws from.
+
+    By the data-parallel coordinates and the stage: other sequences and other layers get other
+    numbers. Ranks that differ in tp only get the same: between the layers they hold copies of the
+    same activations, which one of them must not drop alone. (Where they hold different ones, heads
+    or, with --sequence-parallel, tokens, each of them uses the same pattern.)
+    """
+    coordinates = [mesh[axis].get_local_rank() for axis in ("pp", "dp_replicate", "dp_shard")]
+    torch.manual_seed(zlib.crc32(f"{seed} {coordinates}".encode()))
 
 
 @contextmanager

@@ -46,9 +46,7 @@ class Pipeline:
             # Up to torch 2.11 a stage refuses what is a window into another tensor, as [:, :-1] is.
             self.schedule.step(x_BT.contiguous(), return_outputs=False)
         elif self.model.is_last:
-            self.schedule.step(
-                target=y_BT.contiguous(), losses=losses, return_outputs=False
-            )
+            self.schedule.step(target=y_BT.contiguous(), losses=losses, return_outputs=False)
         else:
             self.schedule.step()
         if not losses:

@@ -1,15 +1,14 @@
 """What a run tells on the way: its mesh and text, the lines of the log, a sample of its writing."""
 
-import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from alone import alone
-from arguments import UserError
+from alone import on_rank_0
 from config import AXES, PRECISIONS, Settings
 from data import bigram_loss
 from flops import matmul_peak
-from metrics import Metrics, Throughput, make_tracker, memory_mb
+from metrics import Metrics, Throughput, check_finite, peak_memory
 from model import GPT, GPTConfig
 from runtime import Worker
 from sampling import generate
@@ -25,27 +24,22 @@ def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> 
     if worker.is_main:
         axes = "   ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
         print(f"{axes}   {sum(dict(stages).values()):,} parameters, {numbers_held:,} on this rank")
-    line = f"{len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out"
+        print(f"{len(corpus.train):,} tokens to train on", end=", ")
+        print(f"{len(corpus.validation):,} held out", flush=True)
     if corpus.vocab_size <= 4096:  # pairs of tokens are counted in a table
-        # Rank 0 counts, and a long text takes long.
-        count = (corpus.train, *held_out, corpus.vocab_size)
-        loss = alone(lambda: bigram_loss(*count), works=worker.is_main)
+        count = partial(bigram_loss, corpus.train, *held_out, corpus.vocab_size)
+        loss = on_rank_0(count, worker, "counting pairs of tokens, for the loss of a bigram model")
         if worker.is_main:
-            line += f", on which a bigram model has a loss of {loss:.3f}"
-    if worker.is_main:
-        print(line, flush=True)
+            print(f"a bigram model has a loss of {loss:.3f} on the held-out windows", flush=True)
 
 
 class Report:
     """The log of a run: one line, and one JSON object, for each call."""
 
-    def __init__(
-        self, settings: Settings, config: GPTConfig, run: dict, step: int, worker: Worker
-    ):
-        """run: settings, for a tracker. step: of the checkpoint that is continued."""
-        tracker = make_tracker(settings.tracker, run, worker)
+    def __init__(self, settings: Settings, config: GPTConfig, step: int, worker: Worker):
+        """step: of the checkpoint that is continued."""
         self.metrics = Metrics(
-            settings.output_dir, step, settings.steps, worker, settings.tensorboard, tracker
+            settings.output_dir, step, settings.steps, worker, settings.tensorboard
         )
         self.throughput, self.device = Throughput(step), worker.device
         self.tokens_per_step = settings.batch_size * settings.block_size
@@ -55,12 +49,7 @@ class Report:
 
     def training(self, step: int, epoch: int, loss: float, lr: float, grad_norm: float) -> None:
         """Raises `UserError` rather than train on, and save, what is no number any more."""
-        if not math.isfinite(loss + grad_norm):
-            raise UserError(
-                f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a smaller "
-                "--lr, a longer --warmup or a smaller --clip; checkpoints from before are as they "
-                "were"
-            )
+        check_finite(step, loss, grad_norm)
         tokens_per_second = self.throughput.stop(step) * self.tokens_per_step
         self.metrics.log(
             step,
@@ -70,14 +59,14 @@ class Report:
             grad_norm=grad_norm,
             tokens_per_second=tokens_per_second,
             mfu=tokens_per_second * self.flops_per_token / self.peak,
-            memory_mb=memory_mb(self.device),
+            **peak_memory(self.device),
         )
 
     def validation(self, step: int, epoch: int, loss: float) -> None:
         self.metrics.log(step, epoch, validation_loss=loss)
 
     def training_goes_on(self, step: int) -> None:
-        """What was done since `training` does not count as time of training."""
+        """What was done since `training` is no training: it does not count in tokens/s."""
         self.throughput.start(step)
 
     def close(self) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
 
 import torch
-import train
 from config import Settings
 from evaluation import evaluate
+from model import initialize
 from optimizer import make_optimizer
+from parallelize import spread_model
 from runtime import distributed_worker
 from step import train_step
 from torch.distributed.tensor import DTensor
@@ -49,10 +50,11 @@ class Watch(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
-def spread(worker, vocabulary=VOCABULARY, **flags):
+def spread(worker, **flags):
     settings = Settings(**SIZES | flags).on(worker.world_size)
-    mesh, model, pipeline = train.spread_model(settings.model(vocabulary), settings, worker)
-    return settings, mesh, model, pipeline
+    config = settings.model(VOCABULARY)
+    mesh, model, pipeline = spread_model(config, settings, worker.device)
+    return settings, mesh, initialize(model, seed=0), pipeline
 
 
 def text(settings, batches: int = 1):
@@ -105,7 +107,7 @@ def main() -> None:
                 }.items()
             },
             "sharded": between_microbatches(worker),
-            "unsharded": between_microbatches(worker, unsharded_gradients=True),
+            "unsharded": between_microbatches(worker, reduce_once=True),
         }
         if worker.is_main or worker.rank == worker.world_size - 1:
             torch.save(found, OUTPUT / str(worker.rank))
