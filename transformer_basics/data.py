@@ -97,14 +97,15 @@ def once_per_node(action: Callable[[], None], worker: Worker) -> None:
 
 
 def telling(texts: list[bytes]) -> Iterator[bytes]:
-    """The texts, one after another; every ten seconds a line says how far this is."""
+    """The texts, one after another; lines say what is done, and every ten seconds how far it is."""
     total, done, last = sum(map(len, texts)), 0, time.monotonic()
+    print(f"tokenising {total / 1e6:,.1f} MB of text, once per node", flush=True)
     for text in texts:
         yield text
         done += len(text)
         if time.monotonic() - last > 10:
             last = time.monotonic()
-            print(f"tokenising: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", flush=True)
+            print(f"tokenising: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", flush=True)
 
 
 def standard_library() -> list[Path]:
