@@ -256,7 +256,7 @@ def test_a_run_that_goes_on_draws_and_reads_no_first_values(two_languages, tmp_p
 
 
 def test_dropout_differs_where_the_data_do_and_goes_on_after_a_stop(two_languages, tmp_path):
-    """On dp 2 x tp 2: ranks of a tensor-parallel group drop the same. Resumed, as if not stopped."""
+    """On dp 2 x tp 2: ranks of one tp group drop the same. Resumed, it is as if never stopped."""
     script = ROOT / "tests/workers/gpt_dropout.py"
     args = (*SIZES, "--steps", 6, "--log-every", 1, "--eval-every", 3, "--eval-batches", 1)
     args = (*args, "--sample", 0, "--tp", 2, "--data", two_languages)

@@ -95,6 +95,31 @@ def between_microbatches(worker, **flags) -> tuple[list[int], int]:
     return found, whole
 
 
+class CountDraws(Watch):
+    """Also how many random numbers are drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.normal_.default:
+            self.drawn += args[0].numel()
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def first_values(worker, **axes) -> tuple[int, int, int]:
+    """Bytes of the largest tensor, numbers drawn, and numbers held by matrices of this rank."""
+    sizes = {"layers": 1, "heads": 4, "dim": 1024, "block_size": 1024, "batch_size": BATCH}
+    settings = Settings(**sizes | axes).on(worker.world_size)
+    config = settings.model(1024)
+    _, model, _ = spread_model(config, settings, worker.device)
+    held = sum(p.to_local().numel() for p in model.parameters() if p.dim() == 2)
+    with CountDraws() as watch:
+        initialize(model, seed=0)
+    return watch.largest, watch.drawn, held
+
+
 def main() -> None:
     with distributed_worker("cpu") as worker:
         found = {
@@ -105,6 +130,11 @@ def main() -> None:
                     "tensor parallel": {"tp": 4, "accumulate": 16, "loss_parallel": True},
                     "pipeline": {"pp": 4, "accumulate": 16, "layers": 4},
                 }.items()
+            },
+            "first values": {
+                "dp_shard": first_values(worker, dp_shard=2),
+                "tp": first_values(worker, tp=2),
+                "both": first_values(worker, dp_shard=2, tp=2),
             },
             "sharded": between_microbatches(worker),
             "unsharded": between_microbatches(worker, reduce_once=True),
