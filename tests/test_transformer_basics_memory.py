@@ -26,13 +26,13 @@ def test_evaluation_needs_no_larger_tensor_than_training(ranks):
 
 
 def test_accumulated_gradients_are_shards(ranks):
-    """Before each micro-batch but the first: this rank's quarter, and the tokens of its batch."""
+    """Before each micro-batch but the first: this rank's quarter, the step's loss, its tokens."""
     for found in ranks.values():
         (start, *later), all_gradients = found["sharded"]
-        assert later == [start + all_gradients // 4] * 3
+        assert later == [start + 4 + all_gradients // 4] * 3
         # Reduced once in a step they are not: on each rank are those of the full model.
         (start, *later), _ = found["unsharded"]
-        assert later == [start + all_gradients] * 3
+        assert later == [start + 4 + all_gradients] * 3
 
 
 def test_first_values_are_drawn_a_shard_at_a_time(ranks):

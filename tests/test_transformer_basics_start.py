@@ -17,7 +17,7 @@ import torch.distributed as dist
 import warm
 from arguments import UserError
 from config import Settings
-from helpers import ROOT, read_metrics
+from helpers import ROOT, python, read_metrics
 from model import GPT, GPTConfig, initialize
 from optimizer import make_optimizer
 from parallelize import materialize, parameters_without_memory, spread_model
@@ -297,6 +297,22 @@ def test_what_cannot_be_tokenised_is_an_error_on_every_rank(tmp_path):
     assert result.returncode == 2
     assert "error: [Errno 28] No space left on device" in result.output
     assert "Traceback" not in result.output
+
+
+# ---- the end
+
+
+def test_nothing_holds_the_group_that_a_process_leaves(tmp_path):
+    """In a new process: one that is forked from a warm one has imported all before it joins."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "from runtime import distributed_worker\n"
+        "with distributed_worker('cpu'):\n"
+        "    import torch.distributed.nn.functional  # as DistributedDataParallel does\n"
+    )
+    found = {"PYTHONPATH": str(ROOT / "transformer_basics")}
+    said = python(script, cold=True, **found).check().output
+    assert "warning" not in said
 
 
 # ---- sampling

@@ -28,7 +28,7 @@ SIZES = {"layers": 2, "heads": 4, "dim": 64, "block_size": LENGTH, "batch_size":
 
 
 class Watch(TorchDispatchMode):
-    """The largest tensor that an operator returned, and all that were made and still live."""
+    """The largest tensor that an operator made, no view; and all that were made and still live."""
 
     def __init__(self):
         super().__init__()
@@ -38,11 +38,12 @@ class Watch(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         result = function(*args, **(kwargs or {}))
+        is_view = any(value.alias_info for value in function._schema.returns)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self.made[storage._cdata] = weakref.ref(storage)
-                self.largest = max(self.largest, tensor.nbytes)
+                self.largest = max(self.largest, 0 if is_view else tensor.nbytes)
         return result
 
     def living(self) -> int:
