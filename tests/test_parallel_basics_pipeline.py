@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from contextlib import nullcontext
 
 import compare_pipelines
 import pipeline_from_scratch as by_hand
@@ -76,6 +77,19 @@ def test_weights_wait_for_the_gradient_of_their_output_only():
     timelines = timelines_of.simulate(order, lambda kind, stage: {"F": 1, "I": 2, "W": 4}[kind])
     assert [start for *_, start, _ in timelines[1]] == [1, 2, 4]
     assert [start for *_, start, _ in timelines[0]] == [0, 4, 6]  # not after W of stage 1, at 8
+
+
+def test_what_is_sent_holds_no_graph(monkeypatch):
+    """Else what autograd keeps would live as long as the message is on its way."""
+    sent = []
+    monkeypatch.setattr(by_hand.dist, "isend", lambda tensor, **_: sent.append(tensor))
+    stage = by_hand.Pipeline.__new__(by_hand.Pipeline)  # the first of two, without its group
+    stage.is_first, stage.is_last, stage.stage, stage.down = True, False, 0, None
+    stage.model, stage.inputs = torch.nn.Linear(2, 2), [torch.ones(1, 2)]
+    stage.computed, stage.sends, stage.record = {}, {}, lambda *_: nullcontext()
+    stage.forward(0)
+    assert stage.computed[0][1].requires_grad
+    assert not sent[0].requires_grad
 
 
 def test_drawing():

@@ -16,7 +16,6 @@ import math
 import os
 import statistics
 import time
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,11 @@ from config import AXES, PRECISIONS, Settings
 from counting_by_axis import CountByAxis
 from data import batch_part
 from flops import matmul_peak, wait
-from model import GPT, GPTConfig, cross_entropy, initialize
+from model import GPTConfig, initialize
 from optimizer import make_optimizer
-from parallelize import apply_compile, apply_fsdp, apply_tensor_parallel
-from pipeline import Pipeline, stage_layers
+from parallelize import spread_model
 from runtime import Worker, distributed_worker
 from step import train_step
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 SIZES = {  # layers, heads, width, tokens of a sequence, size of the vocabulary; sequences per rank
@@ -81,64 +78,39 @@ def compare(args, worker: Worker) -> None:
 class Side:
     """A model with its optimizer on one mesh, spread as in train.py, and a batch of random tokens.
 
-    args: size, batch_size, precision, compile, clip, keep_gathered, sequence_parallel.
+    args: size, batch_size, precision, clip, activation_checkpointing, compile, keep_gathered,
+        sequence_parallel.
     """
 
     def __init__(self, mesh: str, args, worker: Worker):
         config, batch = config_of(args.size), batch_size(args, worker.world_size)
-        settings = Settings(
+        axes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
+        self.settings = Settings(
             layers=config.layers,
             heads=config.heads,
             dim=config.dim,
             block_size=config.block_size,
             batch_size=batch,
+            accumulate=2 * axes["pp"] if axes["pp"] > 1 else 1,
             lr=1e-4,
             clip=args.clip,
-            **dict.fromkeys(AXES, 1) | parse_mesh(mesh),
-        )
-        if settings.pp > 1:
-            settings = replace(settings, accumulate=2 * settings.pp)
-        if settings.tp > 1:
-            settings = replace(
-                settings, loss_parallel=True, sequence_parallel=args.sequence_parallel
-            )
-        self.settings, self.worker = settings.on(worker.world_size), worker
-        shape, dtype = self.settings.mesh_shape(), PRECISIONS[args.precision]
-        self.mesh = init_device_mesh(worker.device.type, shape, mesh_dim_names=AXES)
-        self.model, self.pipeline = self.spread(config, dtype, args)
+            precision=args.precision,
+            activation_checkpointing=args.activation_checkpointing,
+            compile=args.compile,
+            keep_gathered=args.keep_gathered,
+            sequence_parallel=args.sequence_parallel and axes["tp"] > 1,
+            loss_parallel=axes["tp"] > 1,
+            **axes,
+        ).on(worker.world_size)
+        self.worker = worker
+        self.mesh, self.model, self.pipeline = spread_model(config, self.settings, worker.device)
+        initialize(self.model, seed=0)
         self.optimizer = make_optimizer(self.model, self.settings)
         part, parts = batch_part(self.mesh)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(256, (batch, config.block_size + 1), generator=generator)
         tokens = tokens[part::parts].to(worker.device)
         self.batch, self.tokens = (tokens[:, :-1], tokens[:, 1:]), batch * config.block_size
-
-    def spread(self, config: GPTConfig, dtype: torch.dtype, args):
-        """This rank's part of the model, and the pipeline, if any."""
-        mesh, settings = self.mesh, self.settings
-        with torch.device("meta"):
-            model = GPT(config, stage_layers(config.layers, mesh["pp"]))
-        if settings.tp > 1:
-            apply_tensor_parallel(
-                model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel
-            )
-        if args.compile:
-            apply_compile(model)
-        reshard = not args.keep_gathered and settings.pp == 1
-        apply_fsdp(model, mesh["dp_replicate", "dp_shard"], dtype, reshard)
-        initialize(model, seed=0, device=self.worker.device)
-        if settings.pp == 1:
-            return model, None
-        sequence_parts = settings.tp if settings.sequence_parallel else 1
-        return model, Pipeline(
-            model,
-            mesh["pp"],
-            settings.accumulate,
-            cross_entropy,
-            self.worker.device,
-            dtype,
-            sequence_parts,
-        )
 
     def step(self) -> None:
         train_step(self.model, self.pipeline, *self.batch, self.optimizer, self.mesh, self.settings)
@@ -206,6 +178,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
     add("--clip", type=between(0, math.inf), default=1.0, help="largest gradient norm; 0: none")
     add("--precision", choices=PRECISIONS, default="fp32")
+    add("--activation-checkpointing", action="store_true", help="compute activations twice")
     add("--compile", action="store_true", help="torch.compile each block")
     add("--sequence-parallel", action="store_true", help="on meshes with tp")
     add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")

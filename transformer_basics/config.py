@@ -12,6 +12,14 @@ from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
+# A run may be continued with other values of these: they change how it runs, not what it computes.
+# (Of --data a checksum of the text is compared; --init-from is read only when a run starts.)
+MAY_CHANGE = {
+    *("data", "init_from", "steps", "accumulate", "reduce_once", "activation_checkpointing"),
+    *("compile", *AXES, "sequence_parallel", "loss_parallel", "keep_gathered", "device"),
+    *("backend", "timeout", "output_dir", "checkpoint_every", "keep", "log_every", "eval_every"),
+    *("eval_batches", "tensorboard", "profile", "prompt", "sample"),
+}
 PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
 
 
@@ -30,6 +38,7 @@ class Settings:
     steps: int = 2000
     batch_size: int = 16  # global: over all ranks
     accumulate: int | None = None
+    reduce_once: bool = False
     lr: float = 5e-3
     warmup: float = 0.05
     weight_decay: float = 0.1
@@ -55,25 +64,24 @@ class Settings:
     eval_every: int = 250
     eval_batches: int = 16
     tensorboard: bool = False
-    tracker: str | None = None
     profile: bool = False
     prompt: str = PROMPT
     sample: int = 300
 
     def identity(self) -> dict[str, object]:
-        """What makes two runs the same run: a checkpoint continues under the same values only.
-
-        The mesh is not among them, nor --steps: a run can be made longer.
-        """
-        names = "tokenizer init_from layers heads dim block_size tied batch_size lr warmup"
-        names += " weight_decay clip precision seed"
-        return {name: getattr(self, name) for name in names.split()}
+        """What makes two runs the same run: all settings that a continued run must not change."""
+        return {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
 
     def model(self, vocab_size: int) -> GPTConfig:
         return GPTConfig(vocab_size, self.block_size, self.layers, self.heads, self.dim, self.tied)
 
     def mesh_shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences that a rank computes at a time."""
+        return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
 
     def on(self, ranks: int) -> "Settings":
         """With what follows from the number of ranks filled in: --dp-replicate and --accumulate.
@@ -134,6 +142,8 @@ def parse_args() -> Settings:
     add("--steps", type=at_least(1), help="a run can be continued with more of them")
     add("--batch-size", type=at_least(1), help="sequences per optimizer step, over all ranks")
     add("--accumulate", type=at_least(1), help="micro-batches of a rank's batch; default: --pp")
+    once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
+    add("--reduce-once", action="store_true", help=once)
     add("--lr", type=above(0), help="peak learning rate")
     add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
     add("--weight-decay", type=between(0, math.inf), help="of matrices")
@@ -161,7 +171,6 @@ def parse_args() -> Settings:
     add("--eval-every", type=at_least(1), help="steps; and at the end")
     add("--eval-batches", type=at_least(1), help="held-out batches")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    add("--tracker", choices=("wandb", "mlflow"), help="also send metrics there, if installed")
     add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
     add("--prompt", help="how the sample at the end begins")
     add("--sample", type=at_least(0), help="tokens to write at the end")

@@ -9,6 +9,7 @@ import json
 import os
 import sysconfig
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from arguments import UserError
-from checkpoint import together
 from runtime import Worker
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,18 +59,53 @@ def load_corpus(files: list[Path], tokenizer: str | None, worker: Worker) -> Cor
     checksum_path = CACHE / f"{key}.checksum"  # written last: where it is, the others are whole
 
     def write() -> None:
-        if worker.local_rank == 0 and not checksum_path.exists():
-            checksums = []
-            parts = split([(file.name, file.read_bytes()) for file in documents])
-            for path, part in zip(paths, parts, strict=True):
-                tokens = (np.array([*ids(text, encode), end], dtype) for text in part)
-                checksums.append(replace_file(path, (row.tobytes() for row in tokens)))
-            replace_file(checksum_path, ["-".join(f"{n:08x}" for n in checksums).encode()])
+        checksums = []
+        parts = split([(file.name, file.read_bytes()) for file in documents])
+        for path, part in zip(paths, parts, strict=True):
+            tokens = (np.array([*ids(text, encode), end], dtype) for text in telling(part))
+            checksums.append(replace_file(path, (row.tobytes() for row in tokens)))
+        replace_file(checksum_path, ["-".join(f"{n:08x}" for n in checksums).encode()])
 
-    together(write)
+    once_per_node(lambda: None if checksum_path.exists() else write(), worker)
     train, validation = (np.memmap(path, dtype, mode="r") for path in paths)
     checksum = checksum_path.read_text()
     return Corpus(train, validation, checksum, token_count, vocab_size, encode, decode)
+
+
+def once_per_node(action: Callable[[], None], worker: Worker) -> None:
+    """All ranks call this. One rank per node runs `action`; all wait until it has ended everywhere.
+
+    They wait in no collective, which would end the job after --timeout: a long text takes long. (If
+    a rank dies, the launcher ends the job.)
+    Raises `UserError` on all ranks if the action raises one, or an `OSError`, on any of them.
+    """
+    local_ranks = [None] * worker.world_size
+    dist.all_gather_object(local_ranks, worker.local_rank)
+    first_of_nodes = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]
+    if worker.local_rank == 0:
+        error = ""
+        try:
+            action()
+        except (UserError, OSError) as failure:
+            error = str(failure)
+        worker.store.set(f"rank {worker.rank} has its tokens", error)
+    keys = [f"rank {rank} has its tokens" for rank in first_of_nodes]
+    while not worker.store.check(keys):
+        time.sleep(0.1)
+    for error in filter(None, map(worker.store.get, keys)):
+        raise UserError(error.decode())
+
+
+def telling(texts: list[bytes]) -> Iterator[bytes]:
+    """The texts, one after another; lines say what is done, and every ten seconds how far it is."""
+    total, done, last = sum(map(len, texts)), 0, time.monotonic()
+    print(f"tokenising {total / 1e6:,.1f} MB of text, once per node", flush=True)
+    for text in texts:
+        yield text
+        done += len(text)
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            print(f"tokenising: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", flush=True)
 
 
 def standard_library() -> list[Path]:

@@ -34,19 +34,29 @@ def held_out_windows(tokens, settings: Settings) -> tuple[torch.Tensor, torch.Te
 def evaluate(
     model, pipeline: Pipeline | None, held_out, mesh: DeviceMesh, settings: Settings
 ) -> float:
-    """Mean loss on the held-out windows, in nats per token, on every rank."""
+    """Mean loss on the held-out windows, in nats per token, on every rank.
+
+    In the micro-batches of training: what fits into memory there fits here.
+    """
     part, parts = batch_part(mesh)
-    loss_sum, batches = torch.zeros((), device=mesh.device_type), 0
+    # The windows of this rank, as many at a time as in a micro-batch.
+    windows = [t[part::parts].split(settings.microbatch_size) for t in held_out]
+    loss_sum = torch.zeros((), device=mesh.device_type)
     model.eval()
     with loss_parallel() if settings.loss_parallel else nullcontext():
-        for x_BT, y_BT in zip(*(t.split(settings.batch_size) for t in held_out), strict=True):
-            x, y = (t[part::parts].to(mesh.device_type) for t in (x_BT, y_BT))
-            logits = pipeline.forward(x) if pipeline else model(x)
-            if logits is not None:
-                loss_sum += full_tensor(cross_entropy(logits, y))
-            batches += 1
+        for microbatch in zip(*windows, strict=True):
+            x_BT, y_BT = (tensor.to(mesh.device_type) for tensor in microbatch)
+            loss_sum += loss_of(model, pipeline, x_BT, y_BT)
     model.train()
-    return mean_over_ranks(loss_sum / batches, mesh)
+    return mean_over_ranks(loss_sum / len(windows[0]), mesh)
+
+
+def loss_of(model, pipeline: Pipeline | None, x_BT, y_BT) -> torch.Tensor:
+    """The mean loss of a micro-batch; 0 on a stage of a pipeline that is not the last."""
+    logits = pipeline.forward(x_BT) if pipeline else model(x_BT)
+    if logits is None:
+        return torch.zeros((), device=x_BT.device)
+    return full_tensor(cross_entropy(logits, y_BT))
 
 
 def mean_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from arguments import ArgumentParser, UserError
 from checkpoint import load_model
-from model import GPT, GPTConfig, initialize, to_hugging_face
+from model import GPT, GPTConfig, to_hugging_face
 from runtime import Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -44,7 +44,7 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
 
     def make(run: dict) -> GPT:
         config = GPTConfig(**{field.name: run[field.name] for field in fields(GPTConfig)})
-        return initialize(GPT(config), seed=0)
+        return GPT(config)
 
     model, run = load_model(checkpoint, make)
     config, named = model.config, run["tokenizer"]

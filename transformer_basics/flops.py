@@ -11,7 +11,8 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) 
     Model FLOP/s utilization (MFU) is the share of it that training reaches.
     """
     size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    own = torch.Generator(device)  # the global one is the training's, and goes on from a checkpoint
+    a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=own) for _ in range(2))
     best, until = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < until or not best:
         started = wait(device)

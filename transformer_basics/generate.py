@@ -14,14 +14,12 @@ from pathlib import Path
 import torch
 from arguments import ArgumentParser, at_least, between
 from checkpoint import load_model
-from config import AXES, PROMPT, Settings
+from config import PROMPT, Settings
 from data import load_tokenizer
-from model import GPT, GPTConfig, cross_entropy
-from parallelize import apply_fsdp, apply_tensor_parallel
-from pipeline import Pipeline, stage_layers
+from model import GPT, GPTConfig
+from parallelize import spread_model
 from runtime import Worker, distributed_worker
 from sampling import generate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
@@ -38,31 +36,23 @@ def write(args, worker: Worker) -> None:
 
     def make(run: dict) -> GPT:
         config = GPTConfig(**{field.name: run[field.name] for field in fields(GPTConfig)})
-        mesh = make_mesh(config, args, worker)
-        with torch.device("meta"):
-            model = GPT(config, stage_layers(config.layers, mesh["pp"]))
-        if args.tp > 1:
-            apply_tensor_parallel(model, mesh["tp"])
-        apply_fsdp(model, mesh["dp_replicate", "dp_shard"])
-        model.to_empty(device=worker.device)  # the weights are about to be loaded
-        model.tie()
-        if args.pp > 1:
-            pipelines.append(Pipeline(model, mesh["pp"], args.pp, cross_entropy, worker.device))
-        return model
+        _, model, pipeline = spread_model(config, settings_of(config, args, worker), worker.device)
+        pipelines.append(pipeline)
+        return model  # the weights are about to be loaded
 
     model, run = load_model(args.run / "checkpoints", make)
     model.eval()
     encode, decode, _, _ = load_tokenizer(run["tokenizer"])
     prompt = torch.tensor([encode(args.prompt)], device=worker.device)
     options = (args.tokens, args.temperature, args.top_k, args.seed)
-    tokens = generate(model, pipelines[0] if pipelines else None, prompt, *options)
+    tokens = generate(model, pipelines[0], prompt, *options)
     if worker.is_main:
         print(decode(tokens[0].tolist()))
 
 
-def make_mesh(config: GPTConfig, args, worker: Worker):
+def settings_of(config: GPTConfig, args, worker: Worker) -> Settings:
     """Raises `UserError` if the ranks of this job, or the model, cannot be divided so."""
-    settings = Settings(
+    return Settings(
         layers=config.layers,
         heads=config.heads,
         dim=config.dim,
@@ -73,7 +63,6 @@ def make_mesh(config: GPTConfig, args, worker: Worker):
         dp_shard=args.dp_shard,
         tp=args.tp,
     ).on(worker.world_size)
-    return init_device_mesh(worker.device.type, settings.mesh_shape(), mesh_dim_names=AXES)
 
 
 def parse_args():

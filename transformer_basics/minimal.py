@@ -1,10 +1,8 @@
-"""Tensor parallelism inside FSDP in one screen: a transformer on a mesh of dp x tp ranks.
+"""Tensor parallelism inside FSDP in one screen: a GPT on a mesh of dp x tp ranks.
 
     python transformer_basics/minimal.py                                      # one process
     torchrun --standalone --nproc_per_node=4 transformer_basics/minimal.py    # 2 x 2
-
-Look at the loss: it is the same on any number of ranks.
-"""
+Look at the loss: it is the same on any number of ranks."""
 
 import os
 
@@ -15,31 +13,46 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-DIM, LENGTH, BATCH, STEPS = 64, 16, 128, 50  # BATCH: sequences, over all ranks
+DIM, HEADS, LENGTH, BATCH, STEPS = 64, 4, 32, 64, 50  # BATCH: sequences, over all ranks
 
 
-def train(device: str) -> None:
-    tp = min(2, dist.get_world_size())  # neighbours in rank, so of one node: they talk most
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.position, self.norm = nn.Parameter(torch.zeros(LENGTH, DIM)), nn.LayerNorm(DIM)
+        self.query, self.key, self.value, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
+        up, down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.mlp = nn.Sequential(nn.LayerNorm(DIM), up, nn.GELU(), down)
+
+    def forward(self, x):
+        y, layers = self.norm(x + self.position), (self.query, self.key, self.value)
+        # -1: the heads of this rank, as many as its part of the layers has
+        q, k, v = (f(y).unflatten(2, (-1, DIM // HEADS)).transpose(1, 2) for f in layers)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+def train(device: torch.device) -> None:
+    tp = min(2, dist.get_world_size())  # neighbours in rank, so of one node: they send most
     dp = dist.get_world_size() // tp
-    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)  # on all ranks the same model and, below, the same global batches
-    options = {"dropout": 0.0, "activation": "gelu", "bias": False, "batch_first": True}
-    blocks = [nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, **options) for _ in range(2)]
-    head = nn.Sequential(nn.Flatten(), nn.Linear(LENGTH * DIM, 256))
-    model = nn.Sequential(nn.Embedding(256, DIM), *blocks, head).to(device)
-    # tp: some outputs of one layer, the matching inputs of the next, then a sum over the ranks.
-    plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
-    for block in blocks:
+    ends = nn.Embedding(256, DIM), nn.Linear(DIM, 256)
+    model = nn.Sequential(ends[0], Block(), Block(), nn.LayerNorm(DIM), ends[1]).to(device)
+    # tp: each rank has half of the heads, and of the MLP's features; then comes a sum over ranks.
+    plan = dict.fromkeys(("query", "key", "value", "mlp.1"), ColwiseParallel())
+    plan |= {"out": RowwiseParallel(), "mlp.3": RowwiseParallel()}
+    for block in model[1:3]:
         parallelize_module(block, mesh["tp"], plan)
-        fully_shard(block, mesh=mesh["dp"])  # dp: what is left is cut again, gathered when it is
+        fully_shard(block, mesh=mesh["dp"])  # dp: what is left is sharded, gathered when it is
     fully_shard(model, mesh=mesh["dp"])  # needed, and its gradients are averaged
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # on two meshes
-    with open(os.__file__, "rb") as file:
-        text = torch.tensor(list(file.read()))  # a byte is a token
+    text = torch.from_file(os.__file__, size=30_000, dtype=torch.uint8).long()  # a byte: a token
     for step in range(1, STEPS + 1):  # A tp group shares a batch: it is chosen by the dp rank.
         starts = torch.randint(len(text) - LENGTH, (dp, BATCH // dp))[mesh["dp"].get_local_rank()]
         tokens = text[starts[:, None] + torch.arange(LENGTH + 1)].to(device)
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]), tokens[:, -1])  # the next byte
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])  # of the next
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -51,10 +64,13 @@ def train(device: str) -> None:
 if __name__ == "__main__":
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    use_cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # each one
-    if use_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if use_cuda else "gloo")
-    train("cuda" if use_cuda else "cpu")  # a function: at its end the model is gone
-    dist.barrier()  # nobody leaves while another process still waits for a message
+    device = torch.device("cpu")
+    if torch.accelerator.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # one per rank
+        device = torch.accelerator.current_accelerator()
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} rank(s) on {device.type}, {dist.get_backend()}")
+    train(device)  # a function: at its end the model is gone
+    dist.barrier()  # wait until every rank is done: a message may still be on its way
     dist.destroy_process_group()

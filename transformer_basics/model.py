@@ -11,11 +11,12 @@ out how many: nothing in this file knows about ranks.
 
 import zlib
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -140,38 +141,66 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
+TILE = 512  # rows and columns of what is drawn at a time: 1 MB
+
+
 @torch.no_grad()
-def initialize(model: GPT, seed: int, device: torch.device | str | None = None) -> GPT:
+def initialize(model: GPT, seed: int) -> GPT:
     """Give every parameter GPT-2's first values, the same for any way to spread the model.
 
-    Each parameter has random numbers of its own, drawn from `seed` and its name. Every rank draws a
-    whole parameter and keeps its part: nothing is sent, and at most one parameter is whole at a
-    time. Call it when the model has been cut and sharded.
-    device: where the parameters of a model on the meta device (shapes without memory) are to live.
+    Each tile of a matrix has random numbers of its own, drawn from `seed`, the parameter's name and
+    the tile's place. A rank draws the tiles of which it holds a part, on its device: nothing is
+    sent, and no matrix is ever whole on a rank that holds a shard. (Another kind of device draws
+    other numbers.) Call it when the model has been cut and sharded.
     """
-    if device is not None:
-        model.to_empty(device=device)
-        model.tie()
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        values = torch.empty(parameter.shape)
         if name.endswith("bias"):
-            values.zero_()
+            local_part(parameter).zero_()
         elif "norm" in name:
-            values.fill_(1)
+            local_part(parameter).fill_(1)
         else:
             # Radford et al. (2019), section 2.3: each block adds twice to the same sum; smaller
             # values in the last layer of what is added keep its variance independent of the depth.
             adds = name.endswith(("attention.out.weight", "mlp.contract.weight"))
             depth = (2 * model.config.layers) ** 0.5
-            values.normal_(0, 0.02 / depth if adds else 0.02, generator=generator)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            values = distribute_tensor(
-                values.to(parameter.device), mesh, placements, src_data_rank=None
-            )
-        parameter.copy_(values)
+            std = 0.02 / depth if adds else 0.02
+            fill_normal(parameter, std, seed=zlib.crc32(f"{seed} {name}".encode()))
     return model
+
+
+def fill_normal(matrix: Tensor, std: float, seed: int) -> None:
+    """Fill what this rank holds of `matrix`, tile by tile."""
+    rows, columns = (indices_here(matrix, dim) for dim in (0, 1))
+    generator = torch.Generator(matrix.device)
+    for row, column in product(tiles(rows), tiles(columns)):
+        generator.manual_seed(seed + row * matrix.shape[1] + column)  # of the tile's first number
+        sizes = [min(TILE, n - i) for n, i in zip(matrix.shape, (row, column), strict=True)]
+        tile = torch.empty(sizes, device=matrix.device).normal_(0, std, generator=generator)
+        top, left = max(row, rows.start), max(column, columns.start)
+        part = tile[top - row : rows.stop - row, left - column : columns.stop - column]
+        here = local_part(matrix)[top - rows.start :, left - columns.start :]
+        here[: part.shape[0], : part.shape[1]] = part
+
+
+def tiles(indices: range) -> range:
+    """The first rows, or columns, of the tiles that hold some of these."""
+    return range(indices.start // TILE * TILE, indices.stop, TILE)
+
+
+def indices_here(tensor: Tensor, dim: int) -> range:
+    """The rows (dim 0) or columns (1) of `tensor` that this rank holds: neighbours, or none."""
+    if not isinstance(tensor, DTensor):
+        return range(tensor.shape[dim])
+    # Numbers that are cut as the tensor is; `distribute_tensor` knows every kind of shard.
+    numbers = torch.arange(tensor.shape[dim]).unsqueeze(1 - dim)
+    cuts = [p if not p.is_replicate() and p.dim == dim else Replicate() for p in tensor.placements]
+    numbers = distribute_tensor(numbers, tensor.device_mesh, cuts, src_data_rank=None)
+    here = numbers.to_local().flatten().tolist()
+    return range(here[0], here[-1] + 1) if here else range(0)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- the same model in transformers: GPT2LMHeadModel

@@ -19,10 +19,22 @@ def make_optimizer(model, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
 
 
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear over the warm-up to --lr, then half a cosine down to a tenth of it."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, settings: Settings) -> float:
+    """Give each group its rate for `step`: its own lr at the start, times the schedule's factor.
+
+    Returns that of the first group.
+    """
+    factor = schedule(step, settings)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = factor * group["initial_lr"]
+    return optimizer.param_groups[0]["lr"]
+
+
+def schedule(step: int, settings: Settings) -> float:
+    """Linear over the warm-up to 1, then half a cosine down to a tenth."""
     warmup = round(settings.warmup * settings.steps)
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
+        return (step + 1) / warmup
     progress = (step - warmup) / max(1, settings.steps - warmup)
-    return settings.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

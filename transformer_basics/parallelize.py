@@ -1,16 +1,23 @@
 """How the GPT is spread over a device mesh, apart from the model: one function per technique.
 
-Applied in this order, each to what the one before left: tensor parallelism cuts layers, activation
-checkpointing and compilation wrap blocks, FSDP shards what a rank then holds.
+`spread_model` applies them, each to what the one before left: a pipeline stage has some layers,
+tensor parallelism shards these, activation checkpointing and compilation wrap blocks, FSDP shards
+what a rank then holds.
 """
 
 import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from arguments import UserError
-from model import GPT
-from torch.distributed.device_mesh import DeviceMesh
+from config import AXES, PRECISIONS, Settings
+from model import GPT, GPTConfig
+from pipeline import Pipeline, stage_layers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,6 +27,90 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+def spread_model(
+    config: GPTConfig, settings: Settings, device: torch.device
+) -> tuple[DeviceMesh, GPT, Pipeline | None]:
+    """The mesh of all ranks, this rank's part of the model on it, and the pipeline, if any.
+
+    The parameters have memory, but no values: load a checkpoint, or call `model.initialize`.
+    """
+    # Every rank gets a coordinate on each axis: pp, dp_replicate, dp_shard, tp. Ranks that differ
+    # in one coordinate only are that axis' group. Neighbours on the last axis are neighbours in
+    # rank, so on one node: tensor parallelism communicates most.
+    mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
+    with parameters_without_memory():  # no rank needs room for the full model
+        model = GPT(config, stage_layers(config.layers, mesh["pp"]))  # some layers
+    if settings.tp > 1:  # some features of each layer
+        apply_tensor_parallel(model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel)
+    if settings.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    if settings.compile:
+        apply_compile(model)
+    # Some rows of what is left by now; each rank's gradients are averaged over all its copies.
+    # (A pipeline keeps what is gathered: it would gather again for every micro-batch.)
+    apply_fsdp(
+        model,
+        mesh["dp_replicate", "dp_shard"],
+        PRECISIONS[settings.precision],
+        reshard_after_forward=not settings.keep_gathered and settings.pp == 1,
+    )
+    materialize(model, device)  # memory for this rank's part only
+    pipeline = Pipeline(model, mesh["pp"], settings, device) if settings.pp > 1 else None
+    return mesh, model, pipeline
+
+
+def seed_generators(seed: int, mesh: DeviceMesh) -> None:
+    """Seed torch's global generators: what dropout, for example, draws from.
+
+    By the data-parallel coordinates and the stage: other sequences and other layers get other
+    numbers. Ranks that differ in tp only get the same: between the layers they hold copies of the
+    same activations, which one of them must not drop alone. (Where they hold different ones, heads
+    or, with --sequence-parallel, tokens, each of them uses the same pattern.)
+    """
+    coordinates = [mesh[axis].get_local_rank() for axis in ("pp", "dp_replicate", "dp_shard")]
+    torch.manual_seed(zlib.crc32(f"{seed} {coordinates}".encode()))
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Modules that are built inside have parameters on the meta device: shapes, no numbers.
+
+    Their buffers are computed as always. `with torch.device("meta")` would leave these without
+    values, too; a state dict brings back some of them, but not those that are not persistent.
+    """
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None):
+        if parameter is None or parameter.is_meta:  # a tied weight stays one parameter
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def materialize(model: GPT, device: torch.device) -> None:
+    """Memory for the parameters that this rank holds; buffers keep their values.
+
+    Raises `UserError` for a buffer without values: one that was computed from a parameter.
+    """
+    buffers = dict(model.named_buffers())
+    for name, buffer in buffers.items():
+        if buffer.is_meta:
+            raise UserError(
+                f"the buffer {name} has no values, and nothing fills it: compute it from the "
+                "configuration when the module is built, not from a parameter"
+            )
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    model.tie()
 
 
 def apply_tensor_parallel(
@@ -82,14 +173,14 @@ def apply_tensor_parallel(
     return model
 
 
-def apply_activation_checkpointing(model: GPT, every: int = 1) -> GPT:
-    """Every `every`-th block keeps only its input, and computes the rest again in backward.
+def apply_activation_checkpointing(model: GPT) -> GPT:
+    """Each block keeps only its input, and computes the rest again in backward.
 
     A third more computation for activations of one block instead of all (Chen et al., arXiv
     1604.06174). Under tensor parallelism the sum after attention is communicated again, too.
     """
-    for i, block in enumerate(model.blocks.values()):
-        block.recompute = i % every == 0
+    for block in model.blocks.values():
+        block.recompute = True
     return model
 
 
@@ -105,16 +196,17 @@ def apply_fsdp(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
-    group: int = 1,
 ) -> GPT:
     """Shard every parameter over the last axis of `mesh`; change and return `model`.
+
+    A unit is what one collective gathers, and one reduces: the embeddings, each block, and the last
+    norm with the head. (A tied weight belongs to both ends. So the root has these then, gathered
+    for the whole step: a parameter can be in one unit only.)
 
     mesh: one axis: shards. Two axes (replicate, shard): shards within a row, copies across rows; a
         row of one shard is plain data parallelism.
     compute_dtype: of forward and backward. Shards, sums of gradients, optimizer: float32.
     reshard_after_forward: False keeps the gathered parameters until backward (ZeRO-2).
-    group: blocks that are gathered, and whose gradients are reduced, together. One collective for
-        several small blocks: each costs its latency.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -122,16 +214,21 @@ def apply_fsdp(
     )
     reshard_after_forward = reshard_after_forward and mesh.shape[-1] > 1
     options = {"mesh": mesh, "mp_policy": precision}
-    blocks = list(model.blocks.values())
-    for i in range(0, len(blocks), group):
-        fully_shard(blocks[i : i + group], reshard_after_forward=reshard_after_forward, **options)
+    units = [[block] for block in model.blocks.values()]
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
+    if model.is_first and not model.config.tied:
+        units.insert(0, [model.token_embedding, model.position_embedding])
+        fully_shard(units[0], reshard_after_forward=reshard_after_forward, **options)
+    if model.is_last and not model.config.tied:
+        # Backward begins with them, right after forward: to free them in between saves nothing.
+        units.append([model.norm, model.head])
+        fully_shard(units[-1], reshard_after_forward=False, **options)
     # What tensor parallelism returns is a view; we change no output in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    # Last, the root takes embeddings, norm and head. Its parameters are the first that backward
-    # needs, right after forward: to free them in between would save nothing.
-    fully_shard(model, reshard_after_forward=False, **options)
-    # Gather the next block's parameters while this one computes. With a GPU that happens anyway,
+    fully_shard(model, reshard_after_forward=False, **options)  # the root takes what is left
+    # Gather the next unit's parameters while this one computes. With a GPU that happens anyway,
     # since the program issues work ahead of the device; a processor does one line after the other.
-    for unit, following in pairwise([model, *blocks[::group]]):
-        unit.set_modules_to_forward_prefetch([following])
+    for unit, following in pairwise([[model], *units]):
+        unit[-1].set_modules_to_forward_prefetch([following[0]])
     return model

@@ -1,10 +1,9 @@
 """A model that is cut into pipeline stages, one per rank: how it is trained, and how it is used."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
-from model import GPT
+from config import PRECISIONS, Settings
+from model import GPT, cross_entropy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -24,28 +23,18 @@ def stage_layers(layers: int, mesh: DeviceMesh) -> range:
 class Pipeline:
     """model: this rank's stage. mesh: its one axis holds the ranks of one pipeline, in order.
 
-    microbatches: parts in which a batch passes through the stages, at least as many as stages.
-    loss_fn: (logits, targets) of a micro-batch -> mean loss.
-    dtype: of the hidden states that a stage hands to the next.
-    sequence_parts: into which sequence parallelism cuts the tokens between blocks; else 1.
+    A batch passes through the stages in --accumulate micro-batches, at least as many as stages.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        mesh: DeviceMesh,
-        microbatches: int,
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        sequence_parts: int = 1,
-    ):
-        self.model, self.device, self.dtype = model, device, dtype
-        self.sequence_parts = sequence_parts
+    def __init__(self, model: GPT, mesh: DeviceMesh, settings: Settings, device: torch.device):
+        self.model, self.device = model, device
+        self.dtype = PRECISIONS[settings.precision]  # of what a stage hands to the next
+        # Into as many parts sequence parallelism has cut the tokens between blocks.
+        self.sequence_parts = settings.tp if settings.sequence_parallel else 1
         self.group, self.stage, self.stages = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         stage = PipelineStage(model, self.stage, self.stages, device, group=self.group)
         # Gradients are divided by the number of micro-batches: the batch's mean, as without.
-        self.schedule = Schedule1F1B(stage, microbatches, loss_fn, scale_grads=True)
+        self.schedule = Schedule1F1B(stage, settings.accumulate, cross_entropy, scale_grads=True)
 
     def train(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss on the last stage, 0 elsewhere.
@@ -55,9 +44,9 @@ class Pipeline:
         losses = []
         if self.model.is_first:
             # Up to torch 2.11 a stage refuses what is a window into another tensor, as [:, :-1] is.
-            self.schedule.step(x_BT.contiguous())
+            self.schedule.step(x_BT.contiguous(), return_outputs=False)
         elif self.model.is_last:
-            self.schedule.step(target=y_BT.contiguous(), losses=losses)
+            self.schedule.step(target=y_BT.contiguous(), losses=losses, return_outputs=False)
         else:
             self.schedule.step()
         if not losses:

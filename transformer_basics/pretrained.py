@@ -1,5 +1,7 @@
 """Start from weights that others have trained: a GPT-2 in Hugging Face's format."""
 
+from collections.abc import Callable
+
 import torch
 from arguments import UserError
 from config import Settings
@@ -8,31 +10,39 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def read_pretrained(settings: Settings, token_count: int) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The model that --init-from names, under our names: its sizes, and all weights, on the CPU.
+def read_config(settings: Settings, token_count: int) -> GPTConfig:
+    """The sizes of the model that --init-from names.
 
     token_count: tokens of the training text are below this number.
     Raises `UserError` for what is no GPT-2, and if its sizes are not those of the flags.
     """
-    from transformers import AutoConfig, GPT2LMHeadModel
+    from transformers import AutoConfig
 
     name = settings.init_from
-    try:
-        theirs = AutoConfig.from_pretrained(name)
-        check_kind(name, theirs)
-        check_sizes(name, theirs, settings, token_count)
-        state = GPT2LMHeadModel.from_pretrained(name).state_dict()
-    except (OSError, ValueError, RuntimeError) as error:  # what transformers raises
-        if isinstance(error, UserError):
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load --init-from {name}: {reason}") from None
-    config = settings.model(theirs.vocab_size)
+    theirs = loaded(name, AutoConfig.from_pretrained)
+    check_kind(name, theirs)
+    check_sizes(name, theirs, settings, token_count)
+    return settings.model(theirs.vocab_size)
+
+
+def read_weights(settings: Settings, config: GPTConfig) -> dict[str, Tensor]:
+    """All weights of that model under our names, on the CPU; for `copy_weights`."""
+    from transformers import GPT2LMHeadModel
+
+    state = loaded(settings.init_from, GPT2LMHeadModel.from_pretrained).state_dict()
     state["transformer.wpe.weight"] = state["transformer.wpe.weight"][: config.block_size]
     weights = from_hugging_face(state, config)
     if config.tied:  # one weight under two names
         del weights["head.weight"]
-    return config, weights
+    return weights
+
+
+def loaded(name: str, load: Callable):
+    try:
+        return load(name)
+    except (OSError, ValueError, RuntimeError) as error:  # what transformers raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot load --init-from {name}: {reason}") from None
 
 
 def check_kind(name: str, theirs) -> None:

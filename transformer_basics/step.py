@@ -29,6 +29,7 @@ def train_step(
     norm of the gradients of the whole model (of all ranks' mean, before clipping).
     """
     optimizer.zero_grad(set_to_none=True)
+    adds_full_gradients = settings.dp_shard == 1 or settings.reduce_once
     with loss_parallel() if settings.loss_parallel else nullcontext():
         if pipeline:
             loss = pipeline.train(x_BT, y_BT)
@@ -38,8 +39,13 @@ def train_step(
                 x_BT.chunk(settings.accumulate), y_BT.chunk(settings.accumulate), strict=True
             )
             for i, (x, y) in enumerate(microbatches):
-                # Gradients travel in the last backward only; the earlier ones add up on the rank.
-                model.set_requires_gradient_sync(i == settings.accumulate - 1)
+                # A rank that holds full parameters adds up full gradients, and sends them in the
+                # last backward. A rank that holds shards reduces in each backward and adds up
+                # shards: otherwise FSDP keeps the full model's gradients on every rank. Replicas
+                # exchange the sums of their shards, in the last backward.
+                is_last = i == settings.accumulate - 1
+                model.set_requires_gradient_sync(is_last or not adds_full_gradients)
+                model.set_requires_all_reduce(is_last)
                 # Divided, because backward() adds: the sum over parts is the mean over the batch.
                 part = cross_entropy(model(x), y) / settings.accumulate
                 part.backward()

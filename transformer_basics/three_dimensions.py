@@ -10,17 +10,15 @@ axis that communicates most is the last one, whose ranks are neighbours. The los
 parameters are those of one process.
 """
 
-import torch
 import torch.distributed as dist
 from arguments import UserError, at_least
 from comparing import differences, make_config, make_parser, print_differences
 from comparing_meshes import one_process, train_on_mesh
-from config import AXES, Settings
-from model import GPT, GPTConfig, cross_entropy, initialize
-from parallelize import apply_fsdp, apply_tensor_parallel
-from pipeline import Pipeline, stage_layers
+from config import Settings
+from model import GPT, initialize
+from parallelize import spread_model
 from runtime import Worker, distributed_worker
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 DIMENSIONS = {
@@ -37,32 +35,17 @@ def main() -> None:
         compare(args, worker)
 
 
-def apply_all(config: GPTConfig, args, worker: Worker):
-    """The idea: one mesh, and each technique takes its own axis of what the one before left."""
-    shape = (args.pp, 1, args.dp_shard, args.tp)
-    mesh = init_device_mesh(worker.device.type, shape, mesh_dim_names=AXES)
-    with torch.device("meta"):
-        model = GPT(config, stage_layers(config.layers, mesh["pp"]))
-    if args.tp > 1:
-        apply_tensor_parallel(model, mesh["tp"], loss_parallel=True)
-    # A pipeline keeps what is gathered: it would gather again for every micro-batch.
-    data_parallel = mesh["dp_replicate", "dp_shard"]
-    apply_fsdp(model, data_parallel, reshard_after_forward=args.pp == 1)
-    initialize(model, args.seed, worker.device)
-    if args.pp == 1:
-        return mesh, model, None
-    return mesh, model, Pipeline(model, mesh["pp"], args.pp, cross_entropy, worker.device)
-
-
 def compare(args, worker: Worker) -> None:
     config = make_config(args, args.tp)
     check(args, worker)
     expected = one_process(config, args, worker)
-    mesh, model, pipeline = apply_all(config, args, worker)
     sizes = {axis: getattr(args, axis) for axis in DIMENSIONS}
     settings = Settings(
         **sizes, dp_replicate=1, loss_parallel=args.tp > 1, accumulate=args.pp, clip=0
     )
+    # One mesh, and each technique takes its own axis of what the one before has left.
+    mesh, model, pipeline = spread_model(config, settings, worker.device)
+    initialize(model, args.seed)
     steps, sent = train_on_mesh(model, pipeline, mesh, settings, args)
     traffic = {axis: sent.over(axis) for axis in DIMENSIONS}
     rows = [None] * worker.world_size

@@ -17,17 +17,16 @@ take the same steps as one process. Look at
 
 from itertools import pairwise
 
-import torch
 from arguments import UserError
 from comparing import differences, make_config, make_parser, print_differences
 from comparing_meshes import one_process, train_on_mesh
-from config import AXES, Settings
+from config import Settings
 from counting import ring_bytes
 from counting_by_axis import CountByAxis
 from model import GPT, GPTConfig, initialize
-from parallelize import apply_fsdp, apply_tensor_parallel
+from parallelize import spread_model
 from runtime import Worker, distributed_worker
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 
@@ -39,18 +38,6 @@ def main() -> None:
         compare(args, worker)
 
 
-def apply_both(config: GPTConfig, dp_shard: int, tp: int, args, worker: Worker):
-    """The idea: two axes, and each technique takes its own. tp first: FSDP cuts what it leaves."""
-    mesh = init_device_mesh(worker.device.type, (1, 1, dp_shard, tp), mesh_dim_names=AXES)
-    with torch.device("meta"):
-        model = GPT(config)
-    if tp > 1:
-        apply_tensor_parallel(model, mesh["tp"], loss_parallel=True)
-    apply_fsdp(model, mesh["dp_replicate", "dp_shard"])
-    initialize(model, args.seed, worker.device)
-    return mesh, model
-
-
 def compare(args, worker: Worker) -> None:
     ranks = worker.world_size
     config = make_config(args, ranks)
@@ -60,10 +47,12 @@ def compare(args, worker: Worker) -> None:
     rows, max_diffs = [], {}
     for tp in [n for n in range(1, ranks + 1) if ranks % n == 0]:
         dp_shard = ranks // tp
-        mesh, model = apply_both(config, dp_shard, tp, args, worker)
         settings = Settings(
             dp_replicate=1, dp_shard=dp_shard, tp=tp, loss_parallel=tp > 1, accumulate=1, clip=0
         )
+        # One mesh with two axes, and each technique takes its own: FSDP shards what tp has left.
+        mesh, model, _ = spread_model(config, settings, worker.device)
+        initialize(model, args.seed)
         steps, sent = train_on_mesh(model, None, mesh, settings, args)
         name = f"{dp_shard} x {tp}"
         rows.append((name, *row(model, mesh, sent, args)))
@@ -83,16 +72,17 @@ def row(model: GPT, mesh: DeviceMesh, sent: CountByAxis, args) -> tuple:
     """Bytes held, bytes gathered at once, and for both axes what was counted and the formula."""
     shards, tp = mesh["dp_shard"].size(), mesh["tp"].size()
     held = sum(p.to_local().nbytes for p in model.parameters())
-    blocks = [4 * sum(map(without_shards, b.parameters())) for b in model.blocks.values()]
-    all_blocks, whole_model = sum(blocks), 4 * sum(map(without_shards, model.parameters()))
-    root = whole_model - all_blocks
-    # Blocks are gathered in forward and again in backward, the root once; all gradients reduced.
-    dp_formula = ring_bytes("all_gather", 2 * all_blocks + root, shards)
-    dp_formula += ring_bytes("reduce_scatter", whole_model, shards)
+    units = [[model.token_embedding, model.position_embedding]]
+    units += [[block] for block in model.blocks.values()]
+    units += [[model.norm, model.head]]
+    sizes = [4 * sum(without_shards(p) for m in unit for p in m.parameters()) for unit in units]
+    # Units are gathered in forward and, but for the last one, again in backward; all gradients are
+    # reduced.
+    dp_formula = ring_bytes("all_gather", 2 * sum(sizes) - sizes[-1], shards)
+    dp_formula += ring_bytes("reduce_scatter", sum(sizes), shards)
     tp_formula = tp_bytes(model.config, args.batch_size // shards * args.length, tp)
-    # While a block computes, the next one is gathered: two at a time.
-    two_blocks = max(map(sum, pairwise([*blocks, 0])))
-    gathered = root + two_blocks if shards > 1 else 0
+    # While a unit computes, the next one is gathered: two at a time.
+    gathered = max(map(sum, pairwise(sizes))) if shards > 1 else 0
     over_dp = (*sent.over("dp_shard"), round(dp_formula))
     return held, gathered, over_dp, (*sent.over("tp"), round(tp_formula))
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics
 
 import evaluation
 import metrics
+import report
 import torch
 import train
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -39,15 +40,17 @@ metrics.time = SimpleNamespace(perf_counter=lambda: now)
 train.train_step = lasting(1, train.train_step)
 train.evaluate = lasting(100, train.evaluate)
 train.save_checkpoint = lasting(100, train.save_checkpoint)
-train.matmul_peak = lambda *_: 1e9
+report.matmul_peak = lambda *_: 1e9
 evaluation.cross_entropy = count_windows
 rates = []
-register_optimizer_step_pre_hook(lambda optim, *_: rates.append(optim.param_groups[-1]["lr"]))
+register_optimizer_step_pre_hook(
+    lambda optim, *_: rates.append([g["lr"] for g in optim.param_groups])
+)
 try:
     train.main()
 except SystemExit as end:
     if end.code:
         raise
-print("rates:", *(f"{rate:.4g}" for rate in rates))
+print("rates:", *("/".join(f"{rate:.4g}" for rate in groups) for groups in rates))
 print("held-out windows of this rank:", len(held_out))
 print("matrix products:", torch.get_float32_matmul_precision())

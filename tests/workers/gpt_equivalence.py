@@ -1,24 +1,28 @@
 """Run transformer_basics/train.py's own step on every mesh of the matrix and save what came out.
 
 Started by test_transformer_basics.py with 2, 4 and 8 ranks, which compares that with what
-`one_process` returns: a bare model, in a loop that knows nothing of meshes. The global batches are
-the same in all.
+`one_process` returns: a bare model, in a loop that knows nothing of meshes. Of the code under test
+it calls the model alone: first values, loss, clipping and optimizer are written out here. The
+global batches are the same in all.
 """
 
 import sys
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
 
+import parallelize
 import torch
-import train
+import torch.nn.functional as F
 from comparing_meshes import of_all_stages
 from config import Settings, parse_args
 from counting_by_axis import CountByAxis
 from data import batch_part
 from evaluation import mean_over_ranks
-from model import GPT, cross_entropy, initialize
+from model import GPT, initialize
 from optimizer import make_optimizer
+from parallelize import spread_model
 from runtime import distributed_worker
 from step import train_step
 from torch.distributed.tensor import DTensor
@@ -41,6 +45,8 @@ MESHES = {  # ranks -> flags -> kinds
         "": ("sgd", "adamw", "tied", "bf16"),
         "--activation-checkpointing --accumulate 4": ("sgd",),
         "--dp-shard 2": ("adamw", "clip", "tied", "bf16"),
+        "--dp-shard 2 --accumulate 4": ("clip", "tied"),
+        "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
         "--dp-shard 2 --compile": ("clip",),
         TP.format(2): ("sgd", "adamw", "clip", "tied", "bf16"),
@@ -57,6 +63,7 @@ MESHES = {  # ranks -> flags -> kinds
         TP.format(4): ("clip",),
         ALL.format(4): ("tied",),
         "--dp-replicate 2 --dp-shard 2": ("adamw", "clip"),
+        "--dp-replicate 2 --dp-shard 2 --accumulate 4": ("clip",),
         "--dp-shard 2 " + TP.format(2): ("adamw", "clip"),
         "--dp-shard 2 " + ALL.format(2): ("sgd", "tied"),
         "--dp-replicate 2 " + TP.format(2): ("clip",),
@@ -68,6 +75,15 @@ MESHES = {  # ranks -> flags -> kinds
     8: {  # three_dimensions.py has it without sequence parallelism and clipping
         "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip",),
     },
+}
+# One of each strategy, for `make quick`.
+QUICK = {
+    2: {
+        "": ("adamw",),
+        "--dp-shard 2 --accumulate 4": ("clip",),
+        ALL.format(2): ("tied",),
+        "--pp 2 --accumulate 4": ("clip",),
+    }
 }
 CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]
 
@@ -90,19 +106,51 @@ def optimizer_of(name: str, model, settings):
     return make_optimizer(model, settings)
 
 
+@torch.no_grad()
+def first_values(model, seed: int = 0) -> None:
+    """GPT-2's: matrices normal with a deviation of 0.02, those that end a branch 0.02 / sqrt(2 L).
+
+    Each with numbers of its own, which follow from the seed and its name.
+    """
+    layers = model.config.layers
+    for name, p in model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        if kind == "bias":
+            p.fill_(0.0)
+        elif layer.endswith("norm"):
+            p.fill_(1.0)
+        else:
+            ends_branch = layer.endswith("attention.out") or layer.endswith("mlp.contract")
+            deviation = 0.02 * (2 * layers) ** -0.5 if ends_branch else 0.02
+            own = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            p.copy_(deviation * torch.randn(p.shape, generator=own))
+
+
+def plain_optimizer(kind: str, model) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    named = list(model.named_parameters())
+    still = [p for name, p in named if name.endswith("bias") or "norm" in name]
+    decaying = [p for name, p in named if not (name.endswith("bias") or "norm" in name)]
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": still, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+
+
 def one_process(kind: str) -> dict:
     flags, name = KINDS[kind]
     settings = settings_of(flags.replace("bf16", "fp32"))
-    model = initialize(GPT(settings.model(VOCABULARY)), seed=0)
-    for p in model.parameters():
-        p.device_mesh = None  # read by make_optimizer
-    optimizer = optimizer_of(name, model, settings)
+    model = GPT(settings.model(VOCABULARY))
+    first_values(model)
+    optimizer = plain_optimizer(name, model)
     found = {"loss": [], "norm": [], "gradients": []}
     for x, y in batches():
         optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x).reshape(-1, VOCABULARY), y.reshape(-1))
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or torch.inf)
+        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+        if settings.clip and norm > settings.clip:
+            for p in model.parameters():
+                p.grad *= settings.clip / norm
         found["norm"].append(norm.item())
         found["loss"].append(loss.item())
         found["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -111,17 +159,25 @@ def one_process(kind: str) -> dict:
     return found | {"parameters": [{name: p.detach() for name, p in model.named_parameters()}]}
 
 
+materialize = parallelize.materialize
+
+
+def spread(settings, worker):
+    mesh, model, pipeline = spread_model(settings.model(VOCABULARY), settings, worker.device)
+    return mesh, initialize(model, seed=0), pipeline
+
+
 def on_mesh(flags: str, kind: str, worker) -> dict:
     more, name = KINDS[kind]
     settings = settings_of(f"{flags} {more}")
     found = {"loss": [], "norm": [], "gradients": []}
 
-    def note_memory(model, *args):
+    def note_memory(model, device):
         found["had_memory"] = any(not p.is_meta for p in model.parameters())
-        return initialize(model, *args)
+        return materialize(model, device)
 
-    train.initialize = note_memory
-    mesh, model, pipeline = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    parallelize.materialize = note_memory
+    mesh, model, pipeline = spread(settings, worker)
     optimizer, (part, parts) = optimizer_of(name, model, settings), batch_part(mesh)
     # That the flags did something: what rank 0 holds, how often it computes its first MLP, how many
     # tokens it has between the layers, whether it has the logits of some of the vocabulary only.
@@ -154,68 +210,86 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
 
 
 def gathered(worker) -> dict:
-    """What FSDP holds gathered, or has on its way, while each of 4 blocks computes in forward."""
+    """What FSDP holds gathered, or has on its way, while each unit computes in forward."""
     settings = settings_of("--dp-shard 2 --layers 4")
-    mesh, model, _ = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    mesh, model, _ = spread(settings, worker)
     blocks, found = list(model.blocks.values()), []
-    bytes_of = [sum(p.numel() * 4 for p in block.parameters()) for block in blocks]
-    whole = sum(p.numel() * 4 for p in model.parameters())
+    units = [[model.token_embedding, model.position_embedding]]
+    units += [[block] for block in blocks] + [[model.norm, model.head]]
+    parameters = [[p for m in unit for p in m.parameters()] for unit in units]
+    bytes_of = [sum(p.numel() * 4 for p in unit) for unit in parameters]
+    places = [next((m, n) for m in u for n, _ in m.named_parameters()) for u in units]
 
-    def look(block) -> None:
-        earlier = range(blocks.index(block))
-        freed = [i for i in earlier if isinstance(next(blocks[i].parameters()), DTensor)]
+    def look(number: int) -> None:
+        freed = [
+            i
+            for i, (module, name) in enumerate(places[:number])
+            if isinstance(module.get_parameter(name), DTensor)
+        ]
         begun = sent.nbytes["dp_shard", "all_gather"]
         found.append(begun - sum(bytes_of[i] for i in freed))
 
-    for block in blocks:  # of a part of it: a block's own hook would run before FSDP's
-        block.mlp.register_forward_pre_hook(lambda *_, block=block: look(block))
+    # Of a part of a block: its own hook would run before FSDP's.
+    for number, module in enumerate([model.position_embedding, *(b.mlp for b in blocks), None]):
+        if module:
+            module.register_forward_pre_hook(lambda *_, number=number: look(number))
+    model.head.register_forward_pre_hook(lambda *_: look(len(units) - 1))
     with CountByAxis(mesh) as sent:
         model(next(batches())[0])
-    return {"found": found, "blocks": bytes_of, "root": whole - sum(bytes_of)}
+    return {"found": found, "units": bytes_of}
 
 
 def keeps_gathered(flags: str, worker) -> bool:
     """Whether the first block's parameters are still there, not sharded, after its forward."""
     settings = settings_of(f"--dp-shard 2 {flags}")
-    _, model, _ = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    _, model, _ = spread(settings, worker)
     model(next(batches())[0])
     return not isinstance(next(model.blocks["0"].parameters()), DTensor)
 
 
-def traffic(flags: str, worker) -> CountByAxis:
+def traffic(flags: str, worker) -> "Reductions":
     """What the second step with FSDP over 2 ranks sends."""
     settings = settings_of(f"--dp-shard 2 {flags}")
-    mesh, model, pipeline = train.spread_model(settings.model(VOCABULARY), settings, worker)
+    mesh, model, pipeline = spread(settings, worker)
     optimizer, (part, parts) = make_optimizer(model, settings), batch_part(mesh)
     x, y = next(batches())
     for _ in range(2):
-        with CountByAxis(mesh) as sent:
+        with Reductions(mesh) as sent:
             train_step(model, pipeline, x[part::parts], y[part::parts], optimizer, mesh, settings)
     return sent
 
 
-def reductions(flags: str, worker) -> tuple[int, int]:
-    """How many reduce_scatters a step takes, and their bytes."""
-    sent = traffic(flags, worker)
-    return sent.calls["dp_shard", "reduce_scatter"], sent.nbytes["dp_shard", "reduce_scatter"]
+class Reductions(CountByAxis):
+    """Also the bytes of each reduce_scatter over dp_shard, in their order."""
+
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        self.in_order = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        before = self.nbytes["dp_shard", "reduce_scatter"]
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        after = self.nbytes["dp_shard", "reduce_scatter"]
+        self.in_order += [after - before] if after > before else []
+        return result
 
 
-def main() -> None:
+def main(output: str, cases: str) -> None:
     with distributed_worker("cpu") as worker:
-        meshes = MESHES[worker.world_size].items()
+        meshes = (QUICK if cases == "quick" else MESHES)[worker.world_size].items()
         results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
-        if worker.world_size == 2:
+        if worker.world_size == 2 and cases == "all":
             results["gathered"] = gathered(worker)
-            flags = ("", "--accumulate 4", "--precision bf16")
-            results["reductions"] = {each: reductions(each, worker) for each in flags}
+            flags = ("", "--accumulate 4", "--accumulate 4 --reduce-once", "--precision bf16")
+            flags += ("--tied",)
+            results["reductions"] = {each: traffic(each, worker).in_order for each in flags}
             results["kept"] = [keeps_gathered(flags, worker) for flags in ("", "--keep-gathered")]
         if worker.world_size == 4:
             sent = traffic("--pp 2 --accumulate 4", worker)
             results["gatherings"] = sent.calls["dp_shard", "all_gather"]
         if worker.is_main:
-            torch.save(results, OUTPUT)
+            torch.save(results, output)
 
 
 if __name__ == "__main__":
-    OUTPUT = Path(sys.argv[1])
-    main()
+    main(*sys.argv[1:])

@@ -9,9 +9,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
 
 import torch
-import train
 from config import Settings
-from pretrained import copy_weights, read_pretrained
+from parallelize import spread_model
+from pretrained import copy_weights, read_config, read_weights
 from runtime import distributed_worker
 
 MESHES = {"--tp 2": {"tp": 2}, "--dp-shard 2": {"dp_shard": 2}, "--pp 2": {"pp": 2}}
@@ -20,9 +20,9 @@ MESHES = {"--tp 2": {"tp": 2}, "--dp-shard 2": {"dp_shard": 2}, "--pp 2": {"pp":
 def logits_on(mesh: dict, folder: str, tokens: torch.Tensor, worker) -> torch.Tensor:
     sizes = {"layers": 2, "heads": 4, "dim": 24, "block_size": 32, "batch_size": 4}
     settings = Settings(**sizes, init_from=folder, **mesh).on(worker.world_size)
-    config, weights = read_pretrained(settings, token_count=50)
-    _, model, pipeline = train.spread_model(config, settings, worker)
-    copy_weights(model, weights)
+    config = read_config(settings, token_count=50)
+    _, model, pipeline = spread_model(config, settings, worker.device)
+    copy_weights(model, read_weights(settings, config))
     with torch.no_grad():
         if not pipeline:
             return model(tokens)

@@ -1,0 +1,89 @@
+"""What a run tells on the way: its mesh and text, the lines of the log, a sample of its writing."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from alone import on_rank_0
+from config import AXES, PRECISIONS, Settings
+from data import bigram_loss
+from flops import matmul_peak
+from metrics import Metrics, Throughput, check_finite, peak_memory
+from model import GPT, GPTConfig
+from runtime import Worker
+from sampling import generate
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> None:
+    """Rank 0 prints the mesh, what it holds, and what the simplest model of the text reaches."""
+    numbers_of_stage = sum(p.numel() for p in model.parameters())
+    numbers_held = sum(p.to_local().numel() for p in model.parameters())
+    stages = [None] * worker.world_size
+    dist.all_gather_object(stages, (mesh["pp"].get_local_rank(), numbers_of_stage))
+    if worker.is_main:
+        axes = "   ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
+        print(f"{axes}   {sum(dict(stages).values()):,} parameters, {numbers_held:,} on this rank")
+        print(f"{len(corpus.train):,} tokens to train on", end=", ")
+        print(f"{len(corpus.validation):,} held out", flush=True)
+    if corpus.vocab_size <= 4096:  # pairs of tokens are counted in a table
+        count = partial(bigram_loss, corpus.train, *held_out, corpus.vocab_size)
+        loss = on_rank_0(count, worker, "counting pairs of tokens, for the loss of a bigram model")
+        if worker.is_main:
+            print(f"a bigram model has a loss of {loss:.3f} on the held-out windows", flush=True)
+
+
+class Report:
+    """The log of a run: one line, and one JSON object, for each call."""
+
+    def __init__(self, settings: Settings, config: GPTConfig, step: int, worker: Worker):
+        """step: of the checkpoint that is continued."""
+        self.metrics = Metrics(
+            settings.output_dir, step, settings.steps, worker, settings.tensorboard
+        )
+        self.throughput, self.device = Throughput(step), worker.device
+        self.tokens_per_step = settings.batch_size * settings.block_size
+        self.flops_per_token = config.flops_per_token(settings.block_size)
+        peak_of_rank = matmul_peak(worker.device, PRECISIONS[settings.precision])
+        self.peak = worker.world_size * peak_of_rank
+
+    def training(self, step: int, epoch: int, loss: float, lr: float, grad_norm: float) -> None:
+        """Raises `UserError` rather than train on, and save, what is no number any more."""
+        check_finite(step, loss, grad_norm)
+        tokens_per_second = self.throughput.stop(step) * self.tokens_per_step
+        self.metrics.log(
+            step,
+            epoch,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens_per_second=tokens_per_second,
+            mfu=tokens_per_second * self.flops_per_token / self.peak,
+            **peak_memory(self.device),
+        )
+
+    def validation(self, step: int, epoch: int, loss: float) -> None:
+        self.metrics.log(step, epoch, validation_loss=loss)
+
+    def training_goes_on(self, step: int) -> None:
+        """What was done since `training` is no training: it does not count in tokens/s."""
+        self.throughput.start(step)
+
+    def close(self) -> None:
+        self.metrics.close()
+
+
+def write_sample(model, pipeline, corpus, settings: Settings, worker: Worker) -> None:
+    """Rank 0 prints how the model continues --prompt; all ranks compute."""
+    prompt = torch.tensor([corpus.encode(settings.prompt)], device=worker.device)
+    tokens = generate(
+        model,
+        pipeline,
+        prompt,
+        settings.sample,
+        seed=settings.seed,
+        length_multiple=settings.tp if settings.sequence_parallel else 1,
+    )
+    if worker.is_main and settings.sample:
+        print(f"---- {settings.sample} tokens after {settings.prompt!r}:")
+        print(corpus.decode(tokens[0].tolist()))

@@ -1,0 +1,52 @@
+"""Where a run begins: at its newest checkpoint, at weights that others have trained, or at none."""
+
+from pathlib import Path
+
+from arguments import UserError
+from checkpoint import check_shared, read_run, resume, saves
+from config import Settings
+from data import Corpus
+from model import GPTConfig, initialize
+from pretrained import copy_weights, read_config, read_weights
+from runtime import Worker
+
+
+def model_config(settings: Settings, corpus: Corpus, folder: Path | None) -> GPTConfig:
+    """The flags' model, with the vocabulary of the run that is continued, or of --init-from.
+
+    folder: of checkpoints, or None. Raises `UserError` if --init-from does not fit the flags.
+    """
+    for save in reversed(saves(folder) if folder else []):
+        try:
+            return settings.model(read_run(save)["run"]["vocab_size"])
+        except (UserError, KeyError):  # broken or foreign: `resume` says so
+            continue
+    if settings.init_from:
+        return read_config(settings, corpus.token_count)
+    return settings.model(corpus.vocab_size)
+
+
+def resume_or_initialize(
+    folder: Path | None, parts: dict, run: dict, settings: Settings, worker: Worker
+) -> int:
+    """All ranks call this. Give the model its values; returns the steps done.
+
+    First values are drawn, and --init-from is read, only if there is no checkpoint. A rank draws
+    its shards; no rank has the full model.
+    """
+    step, saved_run = 0, {}
+    if folder:
+        check_shared(folder, worker)
+        identity = {name: value for name, value in run.items() if name != "steps"}
+        step, saved_run = resume(folder, parts, identity, worker)
+    if step:
+        if worker.is_main and saved_run["steps"] != settings.steps:
+            print(
+                f"planned for {saved_run['steps']} steps, now for {settings.steps}: from here on "
+                "the learning rate follows the new plan"
+            )
+    elif settings.init_from:
+        copy_weights(parts["model"], read_weights(settings, parts["model"].config))
+    else:
+        initialize(parts["model"], settings.seed)
+    return step
