@@ -90,9 +90,9 @@ class Oracle:
             gradient /= count
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         record.norms.append(norm)
-        if told["clip"] and norm > told["clip"]:
+        if told["clip"]:
             for gradient in gradients.values():
-                gradient *= told["clip"] / norm
+                gradient *= min(1.0, told["clip"] / (norm + 1e-6))  # as torch: it adds 1e-6
         record.gradients.append({name: g.clone() for name, g in gradients.items()})
         warm = round(told["warmup"] * total_steps)
         if self.step < warm:

@@ -26,28 +26,35 @@ def unused(model: nn.Module, units: list[nn.Module]) -> None:
 
 
 def tied(model: nn.Module, units: list[nn.Module]) -> None:
-    """The embedding's matrix is the output's, too; where there are no words: two units share one."""
+    """The embedding's matrix is also the output's. Elsewhere two units share a matrix."""
     if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
-        return
-    seen = {}  # (name, shape) -> the first unit that has one, and the module that holds it
-    for unit in units or [model]:
-        for module in unit.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                first_unit, holder = seen.setdefault((name, parameter.shape), (unit, module))
-                if holder is not module and (first_unit is not unit or len(units) == 1):
-                    setattr(module, name, getattr(holder, name))
-                    return
-    raise LookupError("no two units have a parameter of one shape")
+        words, output = model.get_input_embeddings(), model.get_output_embeddings()
+        if output.weight is not words.weight:
+            output.weight = words.weight
+            return
+    leaves = [module for module in model.modules() if not list(module.children())]
+    first, second, name = equal_pair(units) or equal_pair(leaves)
+    setattr(second, name, getattr(first, name))
+
+
+def equal_pair(parts: list[nn.Module]) -> tuple[nn.Module, nn.Module, str] | None:
+    """Two modules of two parts whose parameters of one name have one shape, larger than a row."""
+    seen = {}  # (name, shape) -> the first part that has one, and the module that holds it
+    for part in parts:
+        for module in part.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() < 2:
+                    continue
+                first, holder = seen.setdefault((name, parameter.shape), (part, module))
+                if first is not part and getattr(holder, name) is not parameter:
+                    return holder, module, name
+    return None
 
 
 def lora(model: nn.Module, units: list[nn.Module]) -> None:
-    """Only adapters learn: one beside each matrix of the units, or of the model if they have none."""
+    """Only adapters learn: one beside each matrix."""
     model.requires_grad_(False)
-    places = [module for unit in units for module in unit.modules()]
-    if not any(type(module) in ADAPTED for module in places):
-        places = list(model.modules())
-    for parent in places:
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) in ADAPTED:
                 setattr(parent, name, Adapted(child))
@@ -65,8 +72,12 @@ class Adapted(nn.Module):
         self.up = nn.Parameter(torch.randn(rank, columns, dtype=base.weight.dtype))
 
     @property
-    def weight(self) -> torch.Tensor:  # T5 asks for its dtype
+    def weight(self) -> torch.Tensor:  # some models read it past forward
         return self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return self.base.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + x @ self.down @ self.up

@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torchvision import models as vision
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    CLIPModel,
+    Wav2Vec2ForSequenceClassification,
+)
 from transformers import AutoModelForImageClassification as ForImages
 from transformers import AutoModelForSeq2SeqLM as Seq2Seq
 from transformers import AutoModelForSpeechSeq2Seq as Speech
-from transformers import CLIPModel, Wav2Vec2ForSequenceClassification
 
 VOCABULARY, LENGTH, CLASSES = 48, 10, 5
 IGNORED = -100  # the label of a token that does not count, as everywhere in transformers
@@ -31,6 +36,7 @@ class Entry:
     collate: Callable | None = None
     unused: bool = False  # whether some parameters take no part in its loss
     language: bool = False  # whether it is a language model
+    by_sample: bool = True  # False: a sample's loss depends on the others of its batch
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         parts = [model.get_submodule(name) for name in self.blocks.split()]
@@ -105,9 +111,7 @@ def waves(count: int) -> list:
 
 def captioned(count: int) -> list:
     pairs = zip(images(count, 16), texts(count), strict=True)
-    return [
-        {"pixel_values": image, "input_ids": text["input_ids"]} for (image, _), text in pairs
-    ]
+    return [{"pixel_values": image, "input_ids": text["input_ids"]} for (image, _), text in pairs]
 
 
 def classify(model: nn.Module, batch) -> tuple:
@@ -157,7 +161,7 @@ def resnet() -> nn.Module:
         def _make_layer(self, block, planes, *rest, **options):
             return super()._make_layer(block, planes // 16, *rest, **options)
 
-    model = Narrow(vision.resnet.BasicBlock, [1, 1, 1, 1])
+    model = Narrow(vision.resnet.BasicBlock, [2, 1, 1, 1])
     model.fc = nn.Linear(32, CLASSES)
     return model
 
@@ -391,15 +395,11 @@ ZOO = {
     "Falcon": causal("falcon", "transformer.h", head_dim=ABSENT),
     "OLMo 2": causal("olmo2"),
     "Mixtral": causal("mixtral", num_local_experts=4),
-    "Qwen2-MoE": causal(
-        "qwen2_moe", num_experts=4, shared_expert_intermediate_size=16, **EXPERTS
-    ),
+    "Qwen2-MoE": causal("qwen2_moe", num_experts=4, shared_expert_intermediate_size=16, **EXPERTS),
     "gpt-oss": causal("gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
     "DeepSeek-V3": causal("deepseek_v3", **DEEPSEEK, **EXPERTS),
     "Mamba": causal("mamba", "backbone.layers", time_step_rank=2, **STATES),
-    "Mamba-2": causal(
-        "mamba2", "backbone.layers", num_heads=4, n_groups=1, chunk_size=4, **STATES
-    ),
+    "Mamba-2": causal("mamba2", "backbone.layers", num_heads=4, n_groups=1, chunk_size=4, **STATES),
     "RWKV": causal("rwkv", "rwkv.blocks", attention_hidden_size=16),
     # transformers: encoders
     "BERT": masked("bert", "bert.encoder.layer", unused=True),
@@ -407,9 +407,7 @@ ZOO = {
     "DistilBERT": masked(
         "distilbert", "distilbert.transformer.layer", dim=16, n_layers=2, n_heads=2, hidden_dim=32
     ),
-    "ALBERT": masked(
-        "albert", "albert.encoder.albert_layer_groups", embedding_size=8, unused=True
-    ),
+    "ALBERT": masked("albert", "albert.encoder.albert_layer_groups", embedding_size=8, unused=True),
     "DeBERTa-v2": masked(
         "deberta-v2",
         "deberta.encoder.layer",
@@ -442,7 +440,11 @@ ZOO = {
         partial(of_hub, ForImages, "vit", image_size=16, patch_size=4), "vit.layers", 16
     ),
     "CLIP": Entry(
-        clip, captioned, contrast, "text_model.encoder.layers vision_model.encoder.layers"
+        clip,
+        captioned,
+        contrast,
+        "text_model.encoder.layers vision_model.encoder.layers",
+        by_sample=False,
     ),
     "wav2vec 2.0": Entry(wav2vec2, waves, classify, "wav2vec2.encoder.layers", unused=True),
 }
