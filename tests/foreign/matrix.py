@@ -113,7 +113,7 @@ def expected_records(case: Case) -> dict[int, Record]:
 
 def report(case: Case, template: str, records: dict, outcomes: dict[int, Outcome]) -> dict:
     result = {"model": case.name, "variant": case.variant, "optimizer": case.optimizer}
-    result |= {"template": template, "parameters": 0, "error": ""}
+    result |= {"template": template, "size": 0, "error": ""}
     worst = dict.fromkeys(KINDS, (0.0, ""))
     for ranks, outcome in outcomes.items():
         if not outcome.records:
@@ -123,7 +123,7 @@ def report(case: Case, template: str, records: dict, outcomes: dict[int, Outcome
             for kind, (difference, what) in compare(record, records[ranks], case).items():
                 if not difference <= worst[kind][0]:
                     worst[kind] = difference, f"{what}, rank {rank} of {ranks}"
-    result["parameters"] = sum(p.numel() for p in records[2].parameters.values())
+    result["size"] = sum(p.numel() for p in records[2].parameters.values())
     result |= {kind: difference for kind, (difference, _) in worst.items()}
     wrong = [f"{kind}: {what} by {d:.1e}" for kind, (d, what) in worst.items() if not d < TOLERANCE]
     result["error"] = result["error"] or "; ".join(wrong)

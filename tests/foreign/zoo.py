@@ -348,7 +348,7 @@ DEEPSEEK = {
 
 ZOO = {
     # torchvision
-    "ResNet": of_images(resnet, "layer1 layer2 layer3 layer4"),
+    "ResNet": of_images(resnet, "layer1 layer2 layer3 layer4", 48),
     "VGG with BatchNorm": of_images(vgg, "features"),
     "DenseNet": of_images(
         lambda: vision.DenseNet(4, (2, 2), 8, 2, num_classes=CLASSES),
