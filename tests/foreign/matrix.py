@@ -28,8 +28,9 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.nn.parallel
 from cases import Case
+from comparing import Record, compare
 from jobs import Job, Outcome
-from oracle import Oracle, Record
+from oracle import Oracle
 from variants import VARIANTS
 from zoo import ZOO
 
@@ -120,7 +121,9 @@ def report(case: Case, template: str, records: dict, outcomes: dict[int, Outcome
             result["error"] = f"{ranks} rank(s): {outcome.error}"
             break
         for rank, record in enumerate(outcome.records):
-            for kind, (difference, what) in compare(record, records[ranks], case).items():
+            for kind, (difference, what) in compare(
+                record, records[ranks], ZOO[case.name].by_sample
+            ).items():
                 if not difference <= worst[kind][0]:
                     worst[kind] = difference, f"{what}, rank {rank} of {ranks}"
     result["size"] = sum(p.numel() for p in records[2].parameters.values())
@@ -128,61 +131,6 @@ def report(case: Case, template: str, records: dict, outcomes: dict[int, Outcome
     wrong = [f"{kind}: {what} by {d:.1e}" for kind, (d, what) in worst.items() if not d < TOLERANCE]
     result["error"] = result["error"] or "; ".join(wrong)
     return result
-
-
-def compare(record: Record, expected: Record, case: Case) -> dict[str, tuple[float, str]]:
-    """For each kind, the largest difference, and where."""
-    scalars = [("losses", "loss"), ("norms", "gradient norm")]
-    if ZOO[case.name].by_sample:
-        scalars.append(("test_losses", "test loss"))
-    losses = {}
-    for kind, word in scalars:
-        own, right = getattr(record, kind), getattr(expected, kind)
-        losses |= {f"{word} {i}": (a, b) for i, (a, b) in enumerate(zip_all(own, right))}
-    gradients = {}
-    for step, (own, right) in enumerate(zip_all(record.gradients, expected.gradients)):
-        gradients |= {f"step {step}: {name}": pair for name, pair in by_name(own, right).items()}
-    return {
-        "losses": largest(losses),
-        "gradients": largest(gradients),
-        "parameters": largest(by_name(record.parameters, expected.parameters)),
-        "buffers": largest(by_name(record.buffers, expected.buffers)),
-    }
-
-
-def zip_all(own: list, right: list) -> list[tuple]:
-    count = max(len(own), len(right))
-    own, right = ([*values, *[None] * (count - len(values))] for values in (own, right))
-    return list(zip(own, right, strict=True))
-
-
-def by_name(own: dict | None, right: dict | None) -> dict[str, tuple]:
-    own, right = own or {}, right or {}
-    return {name: (own.get(name), right.get(name)) for name in {**right, **own}}
-
-
-def largest(pairs: dict[str, tuple]) -> tuple[float, str]:
-    """The largest difference, relative to the largest number of its tensor; inf: one is missing.
-
-    A tensor of nothing but rounding, as the gradient of a bias before a BatchNorm, is measured by
-    a thousandth of the largest number of all.
-    """
-    tensors = [torch.as_tensor(b).double().abs() for _, b in pairs.values() if b is not None]
-    floor = 1e-3 * max((float(t.max()) for t in tensors if t.numel()), default=1.0)
-    worst = (0.0, "")
-    for name, (a, b) in pairs.items():
-        if a is None or b is None:
-            return float("inf"), f"{name} is " + ("missing" if a is None else "unexpected")
-        a, b = torch.as_tensor(a), torch.as_tensor(b)
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return float("inf"), f"{name} is {a.dtype} {tuple(a.shape)}"
-        if not a.numel():
-            continue
-        a, b = a.double(), b.double()
-        difference = float((a - b).abs().max()) / max(float(b.abs().max()), floor)
-        if not difference <= worst[0]:  # NaN counts
-            worst = difference, name
-    return worst
 
 
 def parse_args() -> argparse.Namespace:

@@ -6,24 +6,10 @@ a rank; the running ones are a rank's own until the model is evaluated, and then
 """
 
 import math
-from dataclasses import dataclass, field
 
 import torch
 from cases import Case
-
-TEST_BATCH = 256
-
-
-@dataclass
-class Record:
-    """What happened in a run, by the names of the unchanged model."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict] = field(default_factory=list)  # of each step, after clipping
-    test_losses: list[float] = field(default_factory=list)
-    parameters: dict = field(default_factory=dict)  # at the end
-    buffers: dict = field(default_factory=dict)
+from comparing import Record
 
 
 class Oracle:
@@ -106,7 +92,7 @@ class Oracle:
 
     @torch.no_grad()
     def test(self) -> float:
-        """The mean loss of the test samples, one at a time where that changes nothing."""
+        """The mean loss of all test samples."""
         self.model.eval()
         loss, count, _ = self.case.loss(self.model, self.case.collate(self.test_set))
         self.model.train()

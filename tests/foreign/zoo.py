@@ -349,7 +349,7 @@ DEEPSEEK = {
 ZOO = {
     # torchvision
     "ResNet": of_images(resnet, "layer1 layer2 layer3 layer4", 48),
-    "VGG with BatchNorm": of_images(vgg, "features"),
+    "VGG with BatchNorm": of_images(vgg, "features", 16),
     "DenseNet": of_images(
         lambda: vision.DenseNet(4, (2, 2), 8, 2, num_classes=CLASSES),
         "features.denseblock1 features.denseblock2",
