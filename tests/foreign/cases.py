@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
-from variants import VARIANTS
+from variants import CHANGES
 from zoo import ZOO
 
 SAMPLES, TEST_SAMPLES = 60, 7  # five steps of 12; the test samples divide by no number of ranks
@@ -50,11 +50,13 @@ class Case:
     def build(self) -> nn.Module:
         """With its first values from torch's global generator."""
         model = ZOO[self.name].make()
-        VARIANTS[self.variant](model, ZOO[self.name].units(model))
+        CHANGES[self.variant](model, ZOO[self.name].units(model))
         return model.double()
 
     def units(self, model: nn.Module) -> list:
         """Those that share a parameter are one unit."""
+        if self.variant == "tied in two units":
+            return [model.get_input_embeddings(), *ZOO[self.name].units(model)]
         groups = []
         for unit in ZOO[self.name].units(model):
             shared = [group for group in groups if share(group, unit)]

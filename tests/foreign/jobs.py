@@ -17,8 +17,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from cases import Case
-from comparing import Record
 from helpers import ROOT
+from records import Record
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from warm import environment

@@ -9,7 +9,7 @@ import math
 
 import torch
 from cases import Case
-from comparing import Record
+from records import Record
 
 
 class Oracle:

@@ -83,4 +83,18 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.down @ self.up
 
 
+def stray(model: nn.Module, units: list[nn.Module]) -> None:
+    """A tensor that is neither a parameter nor a buffer."""
+    units[0].table = torch.ones(3)
+
+
 VARIANTS = {f.__name__: f for f in (plain, frozen, unused, tied, lora)}
+
+# What cannot work, with the sentence that says so: variant -> (template, part of the sentence).
+# One model stands for all of them.
+REFUSED = {
+    "stray": ("fsdp_basics", "neither a parameter nor a buffer"),
+    "tied in two units": ("fsdp_basics", "shared with a parameter already managed by another FSDP"),
+    "unused, no flag": ("ddp_basics", "no longer hold the same numbers"),
+}
+CHANGES = VARIANTS | {"stray": stray, "tied in two units": tied, "unused, no flag": unused}

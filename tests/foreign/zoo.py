@@ -36,6 +36,7 @@ class Entry:
     collate: Callable | None = None
     unused: bool = False  # whether some parameters take no part in its loss
     language: bool = False  # whether it is a language model
+    refused: tuple[str, str] = ("", "")  # (template, part of the sentence that says why)
     by_sample: bool = True  # False: a sample's loss depends on the others of its batch
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -306,6 +307,12 @@ def clip() -> nn.Module:
     return CLIPModel(AutoConfig.for_model("clip", **config))
 
 
+def clip_1d() -> nn.Module:
+    model = clip()
+    model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
+    return model
+
+
 def wav2vec2() -> nn.Module:
     convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
     config = AutoConfig.for_model(
@@ -321,6 +328,7 @@ def wav2vec2() -> nn.Module:
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+TOWERS = "text_model.encoder.layers vision_model.encoder.layers"
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "n_inner": 32}
 STATES = {"state_size": 4, "conv_kernel": 4, "expand": 2}
 BART = {
@@ -443,8 +451,10 @@ ZOO = {
         clip,
         captioned,
         contrast,
-        "text_model.encoder.layers vision_model.encoder.layers",
+        TOWERS,
         by_sample=False,
+        refused=("fsdp_basics", "fully_shard doesn't support scalar parameters"),
     ),
+    "CLIP, scale of 1 number": Entry(clip_1d, captioned, contrast, TOWERS, by_sample=False),
     "wav2vec 2.0": Entry(wav2vec2, waves, classify, "wav2vec2.encoder.layers", unused=True),
 }

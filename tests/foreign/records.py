@@ -56,13 +56,13 @@ def largest(pairs: dict[str, tuple]) -> tuple[float, str]:
     A tensor of nothing but rounding, as the gradient of a bias before a BatchNorm, is measured by
     a thousandth of the largest number of all.
     """
-    tensors = [torch.as_tensor(b).double().abs() for _, b in pairs.values() if b is not None]
+    pairs = {name: (as_tensor(a), as_tensor(b)) for name, (a, b) in pairs.items()}
+    tensors = [b.double().abs() for _, b in pairs.values() if b is not None]
     floor = 1e-3 * max((float(t.max()) for t in tensors if t.numel()), default=1.0)
     worst = (0.0, "")
     for name, (a, b) in pairs.items():
         if a is None or b is None:
             return float("inf"), f"{name} is " + ("missing" if a is None else "unexpected")
-        a, b = torch.as_tensor(a), torch.as_tensor(b)
         if a.shape != b.shape or a.dtype != b.dtype:
             return float("inf"), f"{name} is {a.dtype} {tuple(a.shape)}"
         if not a.numel():
@@ -72,3 +72,7 @@ def largest(pairs: dict[str, tuple]) -> tuple[float, str]:
         if not difference <= worst[0]:  # NaN counts
             worst = difference, name
     return worst
+
+
+def as_tensor(value: float | torch.Tensor | None) -> torch.Tensor | None:
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
