@@ -1,5 +1,6 @@
 """How far a run is from the one that is right, for each kind of number."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +52,9 @@ def by_name(own: dict | None, right: dict | None) -> dict[str, tuple]:
 
 
 def largest(pairs: dict[str, tuple]) -> tuple[float, str]:
-    """The largest difference, relative to the largest number of its tensor; inf: one is missing.
+    """The largest difference, relative to the largest number of its tensor.
+
+    inf: one is missing, has another shape or type, or is not a number.
 
     A tensor of nothing but rounding, as the gradient of a bias before a BatchNorm, is measured by
     a thousandth of the largest number of all.
@@ -62,14 +65,16 @@ def largest(pairs: dict[str, tuple]) -> tuple[float, str]:
     worst = (0.0, "")
     for name, (a, b) in pairs.items():
         if a is None or b is None:
-            return float("inf"), f"{name} is " + ("missing" if a is None else "unexpected")
+            return math.inf, f"{name} is " + ("missing" if a is None else "unexpected")
         if a.shape != b.shape or a.dtype != b.dtype:
-            return float("inf"), f"{name} is {a.dtype} {tuple(a.shape)}"
+            return math.inf, f"{name} is {a.dtype} {tuple(a.shape)}"
         if not a.numel():
             continue
         a, b = a.double(), b.double()
         difference = float((a - b).abs().max()) / max(float(b.abs().max()), floor)
-        if not difference <= worst[0]:  # NaN counts
+        if math.isnan(difference):
+            return math.inf, f"{name} is not a number"
+        if difference > worst[0]:
             worst = difference, name
     return worst
 
