@@ -95,6 +95,6 @@ VARIANTS = {f.__name__: f for f in (plain, frozen, unused, tied, lora)}
 REFUSED = {
     "stray": ("fsdp_basics", "neither a parameter nor a buffer"),
     "tied in two units": ("fsdp_basics", "shared with a parameter already managed by another FSDP"),
-    "unused, no flag": ("ddp_basics", "no longer hold the same numbers"),
+    "unused, no flag": ("ddp_basics", "takes no part (DDP: --find-unused-parameters)"),
 }
 CHANGES = VARIANTS | {"stray": stray, "tied in two units": tied, "unused, no flag": unused}
