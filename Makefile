@@ -51,6 +51,9 @@ bench: check ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/rpc.py
 	.venv/bin/python benchmarks/clusters.py
 
+foreign: check ## train 49 models of torchvision and transformers, compare: half an hour
+	.venv/bin/python tests/foreign/matrix.py --write
+
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py
 
@@ -74,4 +77,4 @@ $(INSTALLED): $(wildcard requirements*.txt) | .venv/bin/pip
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)."; exit 1; }
 	$(PYTHON) -m venv $*
 
-.PHONY: help demo test quick test-torch copies lint notebooks bench check
+.PHONY: help demo test quick test-torch copies lint notebooks bench foreign check

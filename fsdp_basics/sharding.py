@@ -41,24 +41,24 @@ def unit_options(
 ) -> tuple[dict, dict]:
     """Keyword arguments of `fully_shard` for the blocks, and for the root.
 
-    compute_dtype: what parameters and inputs are cast to for forward and backward. The shards, the
-        reduction of the gradients, and the optimizer stay in float32.
+    compute_dtype: what parameters and inputs are cast to for forward and backward; the shards, the
+        reduction of the gradients, and the optimizer stay in float32. With float32 nothing is cast:
+        a model in float64 is computed and reduced in float64.
     offload: shards and optimizer live in CPU memory; a block is copied to the GPU when it runs.
     """
-    param_dtype = None if compute_dtype == torch.float32 else compute_dtype
-    block_options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32),
-    }
+    block_policy = root_policy = MixedPrecisionPolicy()
+    if compute_dtype != torch.float32:
+        block_policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32)
+        # The root hands the logits to the loss in float32. (An inner block must not: the next one
+        # would get inputs of another dtype than its parameters.)
+        root_policy = MixedPrecisionPolicy(
+            compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+    options = {"mesh": mesh}
     if offload:
         pinned = mesh.device_type == "cuda"  # pinned memory is for copies to a GPU
-        block_options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
-    # The root hands the logits to the loss in float32. (An inner block must not: the next one would
-    # get inputs of another dtype than its parameters.)
-    root_policy = MixedPrecisionPolicy(
-        param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
-    )
-    return block_options, block_options | {"mp_policy": root_policy}
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
+    return options | {"mp_policy": block_policy}, options | {"mp_policy": root_policy}
 
 
 def prefetch_blocks(blocks: list[nn.Module], count: int) -> None:

@@ -1,0 +1,184 @@
+"""Run a template, unchanged, on one case after another. Its ranks are forks of this process.
+
+A fork has PyTorch, torchvision and transformers loaded, and is told what torchrun tells a rank. The
+ranks of one job train many models; what happened in a training they leave in files.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from cases import Case
+from helpers import ROOT
+from records import Record
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from warm import environment
+
+FORK = multiprocessing.get_context("fork")
+TIMEOUT = 300  # seconds for one training; the machine may be busy
+
+
+@dataclass(frozen=True)
+class Outcome:
+    records: list[Record]  # of each rank; empty if the training failed
+    error: str = ""  # the exception of the first rank that had one
+
+
+class Job:
+    """The ranks of one template. `start` a training, do something else, `finish` it."""
+
+    def __init__(self, template: str, ranks: int):
+        self.template, self.ranks = template, ranks
+        self.processes, self.pipes = [], []
+
+    def start(self, case: Case, epochs: int, folder: Path) -> None:
+        """epochs: in all; a training that was saved in `folder` is continued."""
+        self.folder, self.deadline = folder, time.monotonic() + TIMEOUT
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.processes:
+            self.fork()
+        for pipe in self.pipes:
+            pipe.send((case, epochs, folder))
+
+    def finish(self) -> Outcome:
+        waiting, error = dict(zip(self.pipes, self.processes, strict=True)), ""
+        while waiting and not error:
+            ready = wait(waiting, max(0, self.deadline - time.monotonic()))
+            error = "" if ready else f"no end within {TIMEOUT} s"
+            for pipe in ready:
+                try:
+                    error = error or pipe.recv()
+                except EOFError:
+                    error = error or "a rank died"
+                del waiting[pipe]
+        if error:  # the other ranks may wait for the one that failed
+            self.kill()
+            return Outcome([], error)
+        files = [self.folder / f"rank{rank}.pt" for rank in range(self.ranks)]
+        return Outcome([torch.load(file, weights_only=False) for file in files])
+
+    def fork(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.ranks):
+            ours, theirs = FORK.Pipe()
+            told = environment(rank, self.ranks, self.store)
+            process = FORK.Process(target=run_rank, args=(self.template, rank, told, theirs))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(60)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes, self.pipes = [], []
+
+
+# ---- in a rank
+
+
+class Current:
+    """The training that this process is at."""
+
+    case: Case
+    built: list  # the models that the template has made
+    model: torch.nn.Module  # the one that is trained
+    record: Record
+
+
+def run_rank(template: str, rank: int, told: dict[str, str], pipe) -> None:
+    os.environ.clear()
+    os.environ.update(told)
+    sys.argv = ["train.py"]
+    sys.path.insert(0, str(ROOT / template))
+    sys.modules["task"] = make_task()
+    import config
+    import runtime
+    import train
+
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    register_optimizer_step_pre_hook(note_gradients)
+    with runtime.distributed_worker("cpu") as worker:
+        while order := pipe.recv():
+            Current.case, epochs, folder = order
+            Current.built, Current.record = [], Record()
+            told = Current.case.settings | {"epochs": epochs, "output_dir": folder, "log_every": 1}
+            if Current.case.finds_unused and hasattr(config.Settings, "find_unused_parameters"):
+                told["find_unused_parameters"] = True
+            error = ""
+            try:
+                train.train(config.Settings(**told), worker)
+                torch.save(complete_record(folder, epochs), folder / f"rank{rank}.pt")
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            Current.built, Current.model = [], None
+            pipe.send(error)
+
+
+def make_task() -> ModuleType:
+    """The module that a user would write as task.py, for the current case."""
+
+    def build_model(settings) -> torch.nn.Module:
+        Current.built.append(Current.case.build())
+        return Current.built[-1]
+
+    @dataclass(frozen=True)
+    class TaskSettings:
+        pass
+
+    task = ModuleType("task")
+    task.TaskSettings = TaskSettings
+    task.add_flags = lambda add: None
+    task.download = lambda settings: None
+    task.load_data = lambda settings: Current.case.data()
+    task.collate = lambda samples: Current.case.collate(samples)
+    task.build_model = build_model
+    task.compute_loss = lambda model, batch: Current.case.loss(model, batch)
+    task.units = lambda model: Current.case.units(model)
+    return task
+
+
+def note_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Before each step of any optimizer."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    models = [m for m in Current.built if stepped <= {id(p) for p in m.parameters()}]
+    Current.model = models[0]
+    gradients = {n: p.grad for n, p in Current.model.named_parameters() if p.grad is not None}
+    Current.record.gradients.append({name: full(g) for name, g in gradients.items()})
+
+
+def complete_record(folder: Path, epochs: int) -> Record:
+    record, model = Current.record, Current.model
+    record.parameters = {name: full(p) for name, p in model.named_parameters()}
+    record.buffers = {name: full(b) for name, b in model.named_buffers()}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["epoch"] == epochs - 1]
+    record.losses = [line["loss"] for line in lines if "loss" in line]
+    record.norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
+    record.test_losses = [line["test_loss"] for line in lines if "test_loss" in line]
+    return record
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of it, of all its shards if it has any; all ranks call this."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -1,0 +1,227 @@
+"""Train other people's models with our templates, unchanged, and compare with a plain loop.
+
+    python tests/foreign/matrix.py --write                  # all: benchmarks/results/foreign.md
+    python tests/foreign/matrix.py --only Llama ResNet --variants plain lora
+    python tests/foreign/matrix.py --quick --rows rows.jsonl     # what make test runs
+
+Each case is trained for five steps on 2 ranks, saved, and continued for five steps on 1 rank and on
+3 ranks. Compared with oracle.py are, on every rank, all losses, norms, gradients, parameters and
+buffers. The table has the largest differences, relative to the largest number of a tensor.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: this process is forked
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+import report
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.nn.parallel
+from cases import Case
+from jobs import Job, Outcome
+from oracle import Oracle
+from records import Record, compare
+from variants import REFUSED, VARIANTS
+from zoo import ZOO
+
+TEMPLATES = ("ddp_basics", "fsdp_basics")
+# Numbers of 64 bits, added up in another order: 1e-12 after ten steps. More where a gradient is
+# nothing but rounding, as that of a bias before a BatchNorm: AdamW, which divides by the gradient's
+# size plus 1e-8, makes 1e-8 of a step of it. A wrong factor is seen as 1e-3 or more.
+TOLERANCE = 1e-7
+KINDS = ("losses", "gradients", "parameters", "buffers")
+# Both optimizers for the model as it is, one of them for each of its variants.
+OPTIMIZERS = {"plain": ("sgd", "adamw"), "frozen": ("sgd",), "lora": ("sgd",)}
+
+# Eight models in which something is special, each in one case, continued on 1 or on 3 ranks.
+QUICK = [
+    (Case("ResNet", "plain", "sgd"), 3),  # BatchNorm
+    (Case("Llama", "plain", "adamw"), 1),  # a buffer that no checkpoint holds
+    (Case("T5", "tied", "adamw"), 3),  # two stacks, one embedding, ranks with other shapes
+    (Case("BERT", "unused", "adamw"), 1),  # a bias of its own that takes no part
+    (Case("GPT-2", "lora", "sgd"), 3),  # matrices the other way round
+    (Case("Qwen2-MoE", "frozen", "sgd"), 1),  # experts
+    (Case("Mamba", "plain", "adamw"), 3),  # no attention
+    (Case("CLIP", "frozen", "sgd"), 1),  # two towers, a 0-d parameter
+]
+
+
+def main() -> None:
+    args = parse_args()
+    started = time.monotonic()
+    torch.set_num_threads(1)
+    plan = QUICK if args.quick else [(case, None) for case in chosen(args.only, args.variants)]
+    plan += [(Case("Llama", variant), 1) for variant in REFUSED if "Llama" in args.only]
+    for name in {case.name for case, _ in plan}:
+        Case(name).build()  # what it imports, all ranks then have
+    gc.collect()
+    gc.freeze()  # the ranks need not look through this process's objects
+    matrix, rows = Matrix(), []
+    try:
+        for case, ranks in plan:
+            for row in matrix.try_case(case, (ranks,) if ranks else (1, 3)):
+                rows.append(row)
+                print(line(row), flush=True)
+                if args.rows:
+                    args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finally:
+        matrix.close()
+    wrong = [row for row in rows if row["error"]]
+    times = os.times()
+    processor = sum(times[:4])
+    print(
+        f"{len(rows)} trainings, {len(wrong)} of them wrong: {time.monotonic() - started:.0f} s, "
+        f"{processor:.0f} s of processor time"
+    )
+    if args.write:
+        report.write("foreign", "Other people's models in our templates", sections(rows))
+    sys.exit(1 if wrong else 0)
+
+
+def chosen(names: list[str], variants: list[str]) -> list[Case]:
+    return [
+        Case(name, variant, optimizer)
+        for name in names
+        for variant in variants
+        for optimizer in OPTIMIZERS.get(variant, ("adamw",))
+    ]
+
+
+# ---- running
+
+
+class Matrix:
+    def __init__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="foreign"))
+        self.jobs = {(t, ranks): Job(t, ranks) for t in TEMPLATES for ranks in (2, 1, 3)}
+
+    def close(self) -> None:
+        for job in self.jobs.values():
+            job.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def try_case(self, case: Case, worlds: tuple[int, ...]) -> list[dict]:
+        """Train on 2 ranks, and from there on each of the `worlds`; one row per template."""
+        for template in TEMPLATES:
+            shutil.rmtree(self.folder / template, ignore_errors=True)
+            self.jobs[template, 2].start(case, 1, self.folder / template / "2")
+        expected = expected_records(case, worlds)  # while the ranks work
+        outcomes = {t: {2: self.jobs[t, 2].finish()} for t in TEMPLATES}
+        further = [(t, n) for t in TEMPLATES if outcomes[t][2].records for n in worlds]
+        for template, ranks in further:
+            folder = self.folder / template / str(ranks)
+            shutil.copytree(self.folder / template / "2", folder)
+            self.jobs[template, ranks].start(case, 2, folder)
+        for template, ranks in further:
+            outcomes[template][ranks] = self.jobs[template, ranks].finish()
+        return [row_of(case, t, expected, outcomes[t]) for t in TEMPLATES]
+
+
+def expected_records(case: Case, worlds: tuple[int, ...]) -> dict[int, Record]:
+    oracle = Oracle(case)
+    expected = {2: oracle.epoch(2, 1)}
+    for ranks in worlds:
+        continued = copy.deepcopy(oracle)
+        expected[ranks] = continued.epoch(ranks, 2)
+    return expected
+
+
+def row_of(case: Case, template: str, expected: dict, outcomes: dict[int, Outcome]) -> dict:
+    row = {"model": case.name, "variant": case.variant, "optimizer": case.optimizer}
+    row |= {"template": template, "refused": "", "error": ""}
+    row["size"] = sum(p.numel() for p in expected[2].parameters.values())
+    refusing, sentence = REFUSED.get(case.variant) or ZOO[case.name].refused
+    for ranks, outcome in outcomes.items():
+        if not outcome.records:
+            refused = refusing == template and sentence in outcome.error
+            row["refused" if refused else "error"] = f"{ranks} rank(s): {outcome.error}"
+    if refusing == template and not row["refused"]:
+        row["error"] += f"not refused with {sentence!r}"
+    worst = dict.fromkeys(KINDS, (0.0, ""))
+    for ranks, outcome in outcomes.items():
+        for rank, record in enumerate(outcome.records):
+            found = compare(record, expected[ranks], ZOO[case.name].by_sample)
+            for kind, (difference, what) in found.items():
+                if difference > worst[kind][0]:
+                    worst[kind] = difference, f"{what}, rank {rank} of {ranks}"
+    wrong = [f"{kind}: {what} by {d:.1e}" for kind, (d, what) in worst.items() if not d < TOLERANCE]
+    row["error"] = row["error"] or "; ".join(wrong)
+    return row | {kind: difference for kind, (difference, _) in worst.items()}
+
+
+# ---- telling
+
+
+def line(row: dict) -> str:
+    words = f"{row['model']}, {row['variant']}, {row['optimizer']}, {row['template']}: "
+    if row["error"] or row["refused"]:
+        return words + (f"WRONG: {row['error']}" if row["error"] else f"refused: {row['refused']}")
+    return words + ", ".join(f"{kind} {row[kind]:.0e}" for kind in KINDS)
+
+
+def sections(rows: list[dict]) -> list[str]:
+    trained = [row for row in rows if row["variant"] in VARIANTS]
+    heading = ("architecture", "parameters", "DDP", "FSDP", *KINDS[1:])
+    lines = [heading]
+    for name in dict.fromkeys(row["model"] for row in trained):
+        own = [row for row in trained if row["model"] == name]
+        counts = []
+        for template in TEMPLATES:
+            cases = [row for row in own if row["template"] == template]
+            equal = [row for row in cases if not row["error"] and not row["refused"]]
+            counts.append(f"{len(equal)} of {len(cases)}")
+        size = next(row["size"] for row in own if row["variant"] == "plain")
+        worst = [f"{max(row[kind] for row in own):.0e}" for kind in KINDS[1:]]
+        lines.append((name, f"{size:,}", *counts, *worst))
+    heading = ("what", "template", "what it says")
+    exceptions = {
+        (r["variant"] if r["variant"] in REFUSED else r["model"], r["template"]): r["refused"]
+        for r in rows
+        if r["refused"]
+    }
+    exceptions = [(*what, text.split(": ", 1)[1]) for what, text in exceptions.items()]
+    exceptions += [
+        (f"{r['model']}, {r['variant']}", r["template"], r["error"]) for r in rows if r["error"]
+    ]
+    return [
+        EXPLANATION,
+        report.table(lines),
+        "## What cannot work",
+        report.table([heading, *exceptions]),
+    ]
+
+
+EXPLANATION = """\
+Each architecture has a tiny random configuration and numbers of 64 bits. The six cases: unchanged
+with SGD, unchanged with AdamW, with a frozen part, with a part that no step uses, with tied
+weights, with LoRA adapters. In each case 2 ranks train for five steps and save; then 1 rank and
+3 ranks continue for five steps. DDP and FSDP: the number of cases in which all losses, gradients,
+parameters and buffers of all ranks equal those of a plain loop in one process. The last columns:
+the largest difference, relative to the largest number of the tensor."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Other people's models in our templates.")
+    add = parser.add_argument
+    add("--only", nargs="+", choices=ZOO, default=list(ZOO), metavar="MODEL", help="default: all")
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    add("--quick", action="store_true", help="eight models, one case each")
+    add("--rows", type=Path, help="write one JSON object per training to this file")
+    add("--write", action="store_true", help="write benchmarks/results/foreign.md")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
