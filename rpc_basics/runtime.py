@@ -77,8 +77,8 @@ def distributed_worker(
     try:
         yield Worker(rank, local_rank, world_size, place, store)
     except UserError as error:
-        # To leave closes connections, which others may still be making: they would fail, aloud.
-        with suppress(RuntimeError):  # whoever is missing by then has another problem
+        # To leave closes connections. A rank that is still making one would fail with a traceback.
+        with suppress(RuntimeError):  # a rank that is missing by then has another problem
             everybody = [f"rank {r} has joined" for r in range(world_size)]
             store.wait(everybody, timedelta(seconds=10))
         fail(str(error))
@@ -151,17 +151,18 @@ def choose_backend(name: str | None, kind: str) -> str:
 
 
 def leave() -> None:
-    """Leave the job so that no process is hurt: all ranks together, and with no thread left behind.
+    """Leave the job: all ranks together, and with no thread of the group left in this process.
 
-    The group's threads end when nothing holds the group any more. One that is still there when the
-    interpreter exits can abort the process: "terminate called without an active exception".
+    The group's threads end when nothing holds the group any more. One that still runs when Python
+    exits can abort the process: "terminate called without an active exception". Under torch 2.13
+    and load, a quarter of the exits did; under 2.15 none of 50 did, but the threads are left, too.
     """
     gc.collect()  # a model is full of reference cycles, and holds the group until they are broken
     for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
-        # DTensor's caches hold meshes for ever, and these their groups. A private name: no public
-        # one lets go. (With vars().get() nothing happens where a torch has another name for it.)
+        # DTensor's caches hold meshes for ever, and meshes hold groups. A private name: no public
+        # call lets go. (If a torch has another name for it, vars().get() finds nothing to clear.)
         vars(mesh).get("_pg_registry", {}).clear()
-    dist.barrier()  # nobody closes a connection that another rank still reads from
+    dist.barrier()  # no rank closes a connection that another one still reads
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     if group() is not None:

@@ -378,19 +378,33 @@ def test_halves_live_on_their_devices(load):
 
 def test_device_choice(load, monkeypatch):
     module, chosen = load("ddp_with_model_parallel"), []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    worker = SimpleNamespace(rank=3, local_rank=1)  # on the second node
-    cpu = torch.device("cpu")
-    pair = torch.device("cuda", 2), torch.device("cuda", 3)
-    assert module.choose_devices("auto", worker) == module.choose_devices("cuda", worker) == pair
-    assert chosen == [2, 2]
-    assert module.choose_devices("cpu", worker) == (cpu, cpu)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert module.choose_devices("auto", worker) == (cpu, cpu)
-    with pytest.raises(ValueError, match=r"two GPUs per rank: 2 rank\(s\), 3 GPU\(s\) here"):
-        module.choose_devices("cuda", worker)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    pair, cpus = ["xpu:2", "xpu:3"], ["cpu", "cpu"]
+    assert module.own_devices("auto", local_rank=1) == module.own_devices("xpu", 1) == pair
+    assert module.own_devices("cpu", 1) == cpus
+    assert module.own_devices("auto", 2) == []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    assert module.own_devices("auto", 1) == []  # no silent job on CPUs
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    assert module.own_devices("auto", 1) == cpus
+    assert module.own_devices("cuda", 1) == []
+
+    def choose(*pairs):
+        """On rank 3, the second of the second node."""
+        monkeypatch.setattr(dist, "all_gather_object", lambda found, own: found.extend(pairs))
+        worker = SimpleNamespace(rank=3, local_rank=1, world_size=0)
+        return [str(device) for device in module.choose_devices("auto", worker)]
+
+    assert choose(["xpu:0", "xpu:1"], pair, ["xpu:0", "xpu:1"], pair) == pair
+    assert chosen == [2]
+    assert choose(cpus, cpus, cpus, cpus) == cpus
+    with pytest.raises(ValueError, match="rank 1 needs two devices of its own: start one rank per"):
+        choose(pair, [], pair, pair)
+    with pytest.raises(ValueError, match="some ranks are on cpu and some on xpu"):
+        choose(pair, pair, cpus, cpus)
 
 
 # ---- bad arguments
