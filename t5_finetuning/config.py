@@ -9,12 +9,29 @@ from arguments import ArgumentParser, above, at_least, between
 
 # A run may be continued with other values of these: they change how it runs, not what it computes.
 # (It can be made longer, and go on with another number of ranks. The files have checksums.)
-MAY_CHANGE = {
-    *("train_file", "eval_file", "data_dir", "epochs", "name_epochs", "accumulate", "reduce_once"),
-    *("activation_checkpointing", "device", "backend", "workers", "timeout", "output_dir"),
-    *("checkpoint_every", "keep", "log_every", "tensorboard", "profile", "eval_samples", "show"),
+MAY_CHANGE = [
+    "train_file",
+    "eval_file",
+    "data_dir",
+    "epochs",
+    "name_epochs",
+    "accumulate",
+    "reduce_once",
+    "activation_checkpointing",
+    "device",
+    "backend",
+    "workers",
+    "timeout",
+    "output_dir",
+    "checkpoint_every",
+    "keep",
+    "log_every",
+    "tensorboard",
+    "profile",
+    "eval_samples",
+    "show",
     "patience",
-}
+]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ COPIES = [
     ("evaluation.py", "ddp_basics", ["fsdp_basics"]),
     ("optimizer.py", "ddp_basics", ["fsdp_basics"]),
     ("materialize.py", "fsdp_basics", ["t5_finetuning"]),
+    ("saves.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("checkpoint.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("model.py", "transformer_basics", ["parallel_basics"]),
     ("comparing.py", "transformer_basics", ["parallel_basics"]),

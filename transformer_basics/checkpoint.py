@@ -17,16 +17,25 @@ import shutil
 import socket
 import time
 import uuid
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from arguments import UserError
 from runtime import Worker
+from saves import (
+    checksum,
+    make_empty,
+    newest,
+    newest_of,
+    problem_of,
+    read_run,
+    saves,
+    set_aside,
+    write_file,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -285,111 +294,6 @@ def empty_state(parameter: Tensor, saved) -> Tensor:
     if saved.size == parameter.shape:  # sharded like its parameter
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(saved.size, dtype=dtype)  # the number of its steps
-
-
-# ---- which save counts
-
-
-def saves(folder: Path) -> list[Path]:
-    """The saves in `folder`, the oldest first."""
-    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def newest(folder: Path) -> tuple[Path, dict] | None:
-    """The newest save in `folder` that is whole, and what its run.pt holds; None if there is none.
-
-    For one process, or for ranks that each look on their own. Raises `UserError` if all are broken.
-    """
-    save, problems = newest_of(saves(folder), problem_of)
-    if os.environ.get("RANK", "0") == "0":
-        for problem in problems:
-            print(f"warning: {problem}; using the save before it", flush=True)
-    return None if save is None else (save, read_run(save))
-
-
-def newest_of(
-    candidates: list[Path], problem_with: Callable[[Path], str | None]
-) -> tuple[Path | None, list[str]]:
-    """The newest save without a problem, and the problems of those that are newer.
-
-    None if there are no candidates. Raises `UserError` if each of them has a problem.
-    """
-    problems = []
-    for save in reversed(candidates):
-        problem = problem_with(save)
-        if problem is None:
-            return save, problems
-        problems.append(problem)
-    if problems:
-        raise UserError(f"{problems[0]}: move {candidates[0].parent} away to start anew")
-    return None, []
-
-
-def problem_of(save: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """What is wrong with the files of `save` that are this rank's to check; None if nothing is."""
-    try:
-        checksums = read_run(save)["checksums"]
-    except UserError as error:
-        return str(error)
-    for name in sorted(checksums)[rank::world_size]:
-        file = save / name
-        try:
-            if checksum(file) != checksums[name]:  # torch checks none: a flipped bit would load
-                return f"{file} is broken"
-        except FileNotFoundError:
-            return f"{file} is missing"
-        except OSError as error:
-            return f"{file} cannot be read ({error.strerror})"
-    return None
-
-
-def set_aside(save: Path) -> None:
-    """Rename a broken save, so that it counts no more and the same step can be saved again."""
-    target = save.with_name(f"{save.name}.broken")
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(save, target)
-
-
-# ---- files
-
-
-def read_run(save: Path) -> dict:
-    """What run.pt of a save holds. Raises `UserError`, naming it, if that is not ours or broken."""
-    file = save / "run.pt"
-    try:
-        with ZipFile(file) as zipped:  # what torch.save writes; torch.load checks no sums
-            bad = zipped.testzip()
-            if bad:
-                raise BadZipFile(f"wrong checksum in {bad}")
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and OS errors: all mean that the file is not ours
-        raise UserError(f"{file} is no readable checkpoint ({type(error).__name__})") from None
-    if not isinstance(state, dict) or not {"step", "run", "generators", "checksums"} <= set(state):
-        raise UserError(f"{file} is no checkpoint of this script")
-    return state
-
-
-def checksum(file: Path) -> int:
-    """CRC-32 of a file, read piece by piece."""
-    value = 0
-    with open(file, "rb") as content:
-        while piece := content.read(1 << 20):
-            value = zlib.crc32(piece, value)
-    return value
-
-
-def make_empty(folder: Path) -> None:
-    """Make `folder` an empty one: a save that was killed may have left something."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def write_file(file: Path, state: dict) -> None:
-    with open(file, "wb") as content:
-        torch.save(state, content)
-        content.flush()
-        os.fsync(content.fileno())  # the bytes are on the disk before the folder gets its name
 
 
 def together(action: Callable[[], object]) -> None:
