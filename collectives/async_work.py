@@ -18,6 +18,7 @@ Look at
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -249,7 +250,9 @@ def report(results: dict, args, worker: Worker) -> None:
     if worker.device.type == "cpu":
         alone, sent = (statistics.median(results[name]) for name in ("compute", "communicate"))
         print("at most, since no order can take fewer ms than")
-        for name, seconds in bounds(results, args.buckets, len(os.sched_getaffinity(0))).items():
+        # macOS has no sched_getaffinity.
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        for name, seconds in bounds(results, args.buckets, cores).items():
             most = min(1, (alone + sent - seconds) / sent)
             print(f"{1e3 * seconds:7.1f}, hiding {most:4.0%}: {name}")
 
