@@ -15,10 +15,30 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
 # A run may be continued with other values of these: they change how it runs, not what it computes.
 # (Of --data a checksum of the text is compared; --init-from is read only when a run starts.)
 MAY_CHANGE = {
-    *("data", "init_from", "steps", "accumulate", "reduce_once", "activation_checkpointing"),
-    *("compile", *AXES, "sequence_parallel", "loss_parallel", "keep_gathered", "device"),
-    *("backend", "timeout", "output_dir", "checkpoint_every", "keep", "log_every", "eval_every"),
-    *("eval_batches", "tensorboard", "profile", "prompt", "sample"),
+    *AXES,
+    "data",
+    "init_from",
+    "steps",
+    "accumulate",
+    "reduce_once",
+    "activation_checkpointing",
+    "compile",
+    "sequence_parallel",
+    "loss_parallel",
+    "keep_gathered",
+    "device",
+    "backend",
+    "timeout",
+    "output_dir",
+    "checkpoint_every",
+    "keep",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "tensorboard",
+    "profile",
+    "prompt",
+    "sample",
 }
 PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
 
