@@ -13,7 +13,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 # A run may be continued with other values of these: they change how it runs, not what it computes.
 # (It can be made longer, and go on with another number of ranks.)
-MAY_CHANGE = [
+MAY_CHANGE = {
     "data_dir",
     "epochs",
     "accumulate",
@@ -29,7 +29,7 @@ MAY_CHANGE = [
     "log_every",
     "tensorboard",
     "profile",
-]
+}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from arguments import ArgumentParser, above, at_least, between
 
 # A run may be continued with other values of these: they change how it runs, not what it computes.
 # (It can be made longer, and go on with another number of ranks. The files have checksums.)
-MAY_CHANGE = [
+MAY_CHANGE = {
     "train_file",
     "eval_file",
     "data_dir",
@@ -31,7 +31,7 @@ MAY_CHANGE = [
     "eval_samples",
     "show",
     "patience",
-]
+}
 
 
 @dataclass(frozen=True)

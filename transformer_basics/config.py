@@ -14,7 +14,8 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
 # A run may be continued with other values of these: they change how it runs, not what it computes.
 # (Of --data a checksum of the text is compared; --init-from is read only when a run starts.)
-MAY_CHANGE = [
+MAY_CHANGE = {
+    *AXES,
     "data",
     "init_from",
     "steps",
@@ -38,7 +39,7 @@ MAY_CHANGE = [
     "profile",
     "prompt",
     "sample",
-]
+}
 PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
 
 

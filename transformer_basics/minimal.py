@@ -33,9 +33,11 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-def train(device: torch.device) -> None:
-    tp = min(2, dist.get_world_size())  # neighbours in rank, so of one node: they send most
-    dp = dist.get_world_size() // tp
+def train(device: torch.device, rank: int, world_size: int) -> None:
+    tp = min(2, world_size)  # neighbours in rank, so on one node: tensor parallelism sends most
+    dp = world_size // tp
+    if dp * tp != world_size or BATCH % dp:
+        raise SystemExit(f"error: {BATCH} sequences do not divide over {world_size} ranks in pairs")
     mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)  # on all ranks the same model and, below, the same global batches
     ends = nn.Embedding(256, DIM), nn.Linear(DIM, 256)
@@ -57,20 +59,22 @@ def train(device: torch.device) -> None:
         loss.backward()
         optimizer.step()
         dist.all_reduce(loss.detach_(), op=dist.ReduceOp.AVG)  # only to print it
-        if dist.get_rank() == 0 and step % 10 == 0:
+        if rank == 0 and step % 10 == 0:
             print(f"step {step}   loss {loss.item():.4f}", flush=True)
 
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    device = torch.device("cpu")
-    if torch.accelerator.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # one per rank
-        device = torch.accelerator.current_accelerator()
-    dist.init_process_group(dist.get_default_backend_for_device(device))
-    if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} rank(s) on {device.type}, {dist.get_backend()}")
-    train(device)  # a function: at its end the model is gone
-    dist.barrier()  # wait until every rank is done: a message may still be on its way
+    device, local_rank = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
+    count = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
+    if count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each rank of this machine
+        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+        torch.accelerator.set_device_index(local_rank)  # this rank's own
+    dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo, nccl, ...
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # who am I, of how many?
+    if rank == 0:  # one rank prints
+        print(f"{world_size} rank(s) on {device.type}, {dist.get_backend()}", flush=True)
+    train(device, rank, world_size)  # a function: the model must end before the group
+    dist.barrier()  # no rank leaves while another one still waits for a message
     dist.destroy_process_group()

@@ -43,7 +43,7 @@ register_optimizer_step_pre_hook(before_step)
 register_optimizer_step_post_hook(after_step)
 minimal.STEPS = STEPS
 dist.init_process_group("gloo")
-minimal.train(torch.device("cpu"))
+minimal.train(torch.device("cpu"), dist.get_rank(), dist.get_world_size())
 if dist.get_rank() == 0:
     found = {"gradients": gradients, "parameters": parameters, "held": held, "units": len(units)}
     torch.save(found, OUTPUT)
