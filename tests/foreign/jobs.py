@@ -86,7 +86,6 @@ class Job:
             pipe.send(None)
         for process in self.processes:
             process.join(60)
-        self.kill()
 
     def kill(self) -> None:
         for process in self.processes:

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -68,6 +69,7 @@ def main() -> None:
         Case(name).build()  # what it imports, all ranks then have
     gc.collect()
     gc.freeze()  # the ranks need not look through this process's objects
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # to the finally
     matrix, rows = Matrix(), []
     try:
         for case, ranks in plan:
@@ -76,8 +78,9 @@ def main() -> None:
                 print(line(row), flush=True)
                 if args.rows:
                     args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finally:
         matrix.close()
+    finally:
+        matrix.kill()
     wrong = [row for row in rows if row["error"]]
     times = os.times()
     processor = sum(times[:4])
@@ -110,6 +113,10 @@ class Matrix:
     def close(self) -> None:
         for job in self.jobs.values():
             job.close()
+
+    def kill(self) -> None:
+        for job in self.jobs.values():
+            job.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def try_case(self, case: Case, worlds: tuple[int, ...], templates: list[str]) -> list[dict]:
