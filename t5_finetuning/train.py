@@ -189,9 +189,9 @@ def shard(config, settings: Settings, worker: Worker) -> nn.Module:
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    # Parameters are kept, and gradients added up, in float32, whatever the matrices multiply in.
-    compute_dtype = torch.bfloat16 if settings.precision == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy()
+    if settings.precision == "bf16":  # parameters are kept, and gradients reduced, in float32
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     for unit in units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
@@ -253,7 +253,7 @@ def train_step(
     local_batch = settings.batch_size // worker.world_size
     sums = torch.zeros(2, dtype=torch.float64, device=worker.device)  # of losses, their count
     for i in range(settings.accumulate):
-        part = {name: tensor[i :: settings.accumulate] for name, tensor in batch.items()}
+        part = {name: t[i :: settings.accumulate].contiguous() for name, t in batch.items()}
         # Each backward reduces its gradients, and a rank adds up its shards. Reducing in the last
         # backward only sends less, and keeps the gradients of the whole model on every rank.
         model.set_requires_gradient_sync(not settings.reduce_once or i == settings.accumulate - 1)

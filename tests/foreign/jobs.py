@@ -9,18 +9,22 @@ import multiprocessing
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from cases import Case
+from cases import SAMPLES, Case
 from helpers import ROOT
 from records import Record
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from warm import environment
 
 FORK = multiprocessing.get_context("fork")
@@ -82,7 +86,6 @@ class Job:
             pipe.send(None)
         for process in self.processes:
             process.join(60)
-        self.kill()
 
     def kill(self) -> None:
         for process in self.processes:
@@ -105,10 +108,10 @@ class Current:
 
 def run_rank(template: str, rank: int, told: dict[str, str], pipe) -> None:
     os.environ.clear()
-    os.environ.update(told)
+    os.environ.update(told, TOKENIZERS_PARALLELISM="false")  # its threads do not survive a fork
     sys.argv = ["train.py"]
     sys.path.insert(0, str(ROOT / template))
-    sys.modules["task"] = make_task()
+    sys.modules["task"] = make_pairs_task() if template == "t5_finetuning" else make_task()
     import config
     import runtime
     import train
@@ -117,16 +120,22 @@ def run_rank(template: str, rank: int, told: dict[str, str], pipe) -> None:
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     register_optimizer_step_pre_hook(note_gradients)
+    register_optimizer_step_post_hook(note_parameters)
     with runtime.distributed_worker("cpu") as worker:
         while order := pipe.recv():
             Current.case, epochs, folder = order
             Current.built, Current.record = [], Record()
             told = Current.case.settings | {"epochs": epochs, "output_dir": folder, "log_every": 1}
-            if Current.case.finds_unused and hasattr(config.Settings, "find_unused_parameters"):
-                told["find_unused_parameters"] = True
+            told |= {"find_unused_parameters": Current.case.finds_unused, "patience": epochs}
+            known = {field.name for field in fields(config.Settings)}
+            files = [write_pairs(folder)] if template == "t5_finetuning" else []
+            if files:
+                told |= dict(zip(("train_file", "eval_file"), files[0], strict=True))
+                files += [folder]
+            settings = config.Settings(**{k: v for k, v in told.items() if k in known})
             error = ""
             try:
-                train.train(config.Settings(**told), worker)
+                train.train(settings, *files, worker)
                 torch.save(complete_record(folder, epochs), folder / f"rank{rank}.pt")
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
@@ -157,6 +166,46 @@ def make_task() -> ModuleType:
     return task
 
 
+def make_pairs_task() -> ModuleType:
+    """The task.py of t5_finetuning: a sample is named in a file of pairs of texts."""
+
+    class Model:
+        def __new__(cls, config) -> torch.nn.Module:
+            Current.built.append(Current.case.build())
+            return Current.built[-1]
+
+        @staticmethod
+        def from_pretrained(folder, **options) -> torch.nn.Module:
+            model = Current.case.build()
+            model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+            return model
+
+    def collate(pairs, tokenizer, settings):
+        sets = dict(zip(("train", "test"), Current.case.data(), strict=True))
+        found = [pair.text.split() for pair in pairs]  # "train 00012"
+        return Current.case.collate([sets[name][int(number)] for name, number in found])
+
+    task = ModuleType("task")
+    task.MODEL, task.MODEL_TYPE = Model, ""
+    task.new_config = lambda settings, tokenizer: Current.case.build().config
+    task.units = lambda model: Current.case.units(model)
+    task.lr_factor = lambda name: 1.0
+    task.collate = collate
+    task.compute_loss = lambda model, batch: Current.case.loss(model, batch)[:2]
+    task.generate_texts = lambda model, batch, *rest, **more: ["x"] * len(batch["labels"])
+    return task
+
+
+def write_pairs(folder: Path) -> list[Path]:
+    """A file of pairs that names the training samples, and one for the test; equally long lines."""
+    files = []
+    for name, samples in zip(("train", "test"), Current.case.data(), strict=True):
+        files.append(folder / f"{name}.jsonl")
+        pairs = [{"text": f"{name} {i:05}", "summary": "a word"} for i in range(len(samples))]
+        files[-1].write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return files
+
+
 def note_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     """Before each step of any optimizer."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -166,15 +215,21 @@ def note_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     Current.record.gradients.append({name: full(g) for name, g in gradients.items()})
 
 
+def note_parameters(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """After the last step of an epoch."""
+    if len(Current.record.gradients) == SAMPLES // Current.case.settings["batch_size"]:
+        Current.record.parameters = {n: full(p) for n, p in Current.model.named_parameters()}
+
+
 def complete_record(folder: Path, epochs: int) -> Record:
     record, model = Current.record, Current.model
-    record.parameters = {name: full(p) for name, p in model.named_parameters()}
     record.buffers = {name: full(b) for name, b in model.named_buffers()}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["epoch"] == epochs - 1]
     record.losses = [line["loss"] for line in lines if "loss" in line]
     record.norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
-    record.test_losses = [line["test_loss"] for line in lines if "test_loss" in line]
+    names = {"test_loss", "eval_loss"}
+    record.test_losses = [line[name] for line in lines for name in names & line.keys()]
     return record
 
 

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -36,7 +37,7 @@ from records import Record, compare
 from variants import REFUSED, VARIANTS
 from zoo import ZOO
 
-TEMPLATES = ("ddp_basics", "fsdp_basics")
+TEMPLATES = ("ddp_basics", "fsdp_basics", "t5_finetuning")
 # Numbers of 64 bits, added up in another order: 1e-12 after ten steps. More where a gradient is
 # nothing but rounding, as that of a bias before a BatchNorm: AdamW, which divides by the gradient's
 # size plus 1e-8, makes 1e-8 of a step of it. A wrong factor is seen as 1e-3 or more.
@@ -68,16 +69,18 @@ def main() -> None:
         Case(name).build()  # what it imports, all ranks then have
     gc.collect()
     gc.freeze()  # the ranks need not look through this process's objects
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # to the finally
     matrix, rows = Matrix(), []
     try:
         for case, ranks in plan:
-            for row in matrix.try_case(case, (ranks,) if ranks else (1, 3)):
+            for row in matrix.try_case(case, (ranks,) if ranks else (1, 3), templates_for(case)):
                 rows.append(row)
                 print(line(row), flush=True)
                 if args.rows:
                     args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finally:
         matrix.close()
+    finally:
+        matrix.kill()
     wrong = [row for row in rows if row["error"]]
     times = os.times()
     processor = sum(times[:4])
@@ -110,27 +113,39 @@ class Matrix:
     def close(self) -> None:
         for job in self.jobs.values():
             job.close()
+
+    def kill(self) -> None:
+        for job in self.jobs.values():
+            job.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def try_case(self, case: Case, worlds: tuple[int, ...]) -> list[dict]:
+    def try_case(self, case: Case, worlds: tuple[int, ...], templates: list[str]) -> list[dict]:
         """Train on 2 ranks, and from there on each of the `worlds`; one row per template."""
-        for template in TEMPLATES:
+        for template in templates:
             shutil.rmtree(self.folder / template, ignore_errors=True)
             self.jobs[template, 2].start(case, 1, self.folder / template / "2")
-        expected = expected_records(case, worlds)  # while the ranks work
-        outcomes = {t: {2: self.jobs[t, 2].finish()} for t in TEMPLATES}
-        further = [(t, n) for t in TEMPLATES if outcomes[t][2].records for n in worlds]
+        pairs = "t5_finetuning" in templates
+        expected = {False: expected_records(case, worlds)}  # while the ranks work
+        expected |= {True: expected_records(case, worlds, pairs)} if pairs else {}
+        outcomes = {t: {2: self.jobs[t, 2].finish()} for t in templates}
+        further = [(t, n) for t in templates if outcomes[t][2].records for n in worlds]
         for template, ranks in further:
             folder = self.folder / template / str(ranks)
             shutil.copytree(self.folder / template / "2", folder)
             self.jobs[template, ranks].start(case, 2, folder)
         for template, ranks in further:
             outcomes[template][ranks] = self.jobs[template, ranks].finish()
-        return [row_of(case, t, expected, outcomes[t]) for t in TEMPLATES]
+        return [row_of(case, t, expected[t == "t5_finetuning"], outcomes[t]) for t in templates]
 
 
-def expected_records(case: Case, worlds: tuple[int, ...]) -> dict[int, Record]:
-    oracle = Oracle(case)
+def templates_for(case: Case) -> list[str]:
+    """t5_finetuning trains language models, by AdamW."""
+    fits = ZOO[case.name].language and case.optimizer == "adamw" and case.variant in VARIANTS
+    return list(TEMPLATES) if fits else list(TEMPLATES[:2])
+
+
+def expected_records(case: Case, worlds: tuple[int, ...], pairs: bool = False) -> dict[int, Record]:
+    oracle = Oracle(case, pairs)
     expected = {2: oracle.epoch(2, 1)}
     for ranks in worlds:
         continued = copy.deepcopy(oracle)
@@ -173,7 +188,7 @@ def line(row: dict) -> str:
 
 def sections(rows: list[dict]) -> list[str]:
     trained = [row for row in rows if row["variant"] in VARIANTS]
-    heading = ("architecture", "parameters", "DDP", "FSDP", *KINDS[1:])
+    heading = ("architecture", "parameters", "DDP", "FSDP", "t5_finetuning", *KINDS[1:])
     lines = [heading]
     for name in dict.fromkeys(row["model"] for row in trained):
         own = [row for row in trained if row["model"] == name]
@@ -181,7 +196,7 @@ def sections(rows: list[dict]) -> list[str]:
         for template in TEMPLATES:
             cases = [row for row in own if row["template"] == template]
             equal = [row for row in cases if not row["error"] and not row["refused"]]
-            counts.append(f"{len(equal)} of {len(cases)}")
+            counts.append(f"{len(equal)} of {len(cases)}" if cases else "")
         size = next(row["size"] for row in own if row["variant"] == "plain")
         worst = [f"{max(row[kind] for row in own):.0e}" for kind in KINDS[1:]]
         lines.append((name, f"{size:,}", *counts, *worst))
@@ -208,8 +223,9 @@ Each architecture has a tiny random configuration and numbers of 64 bits. The si
 with SGD, unchanged with AdamW, with a frozen part, with a part that no step uses, with tied
 weights, with LoRA adapters. In each case 2 ranks train for five steps and save; then 1 rank and
 3 ranks continue for five steps. DDP and FSDP: the number of cases in which all losses, gradients,
-parameters and buffers of all ranks equal those of a plain loop in one process. The last columns:
-the largest difference, relative to the largest number of the tensor."""
+parameters and buffers of all ranks equal those of a plain loop in one process; t5_finetuning trains
+the language models, by AdamW. The last columns: the largest difference, relative to the largest
+number of the tensor."""
 
 
 def parse_args() -> argparse.Namespace:

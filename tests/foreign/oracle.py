@@ -13,8 +13,10 @@ from records import Record
 
 
 class Oracle:
-    def __init__(self, case: Case):
-        self.case, self.step = case, 0
+    """pairs: as t5_finetuning does it, with its own order of the data and its own schedule."""
+
+    def __init__(self, case: Case, pairs: bool = False):
+        self.case, self.pairs, self.step = case, pairs, 0
         self.train_set, self.test_set = case.data()
         torch.manual_seed(case.settings["seed"])
         self.model = case.build()
@@ -38,9 +40,11 @@ class Oracle:
         size, pieces = told["batch_size"], told["accumulate"]
         steps_per_epoch = len(self.train_set) // size
         number = self.step // steps_per_epoch
-        order = torch.randperm(
-            len(self.train_set), generator=torch.Generator().manual_seed(told["seed"] + number)
-        ).tolist()
+        generator = torch.Generator().manual_seed(told["seed"] + number)
+        order = torch.randperm(len(self.train_set), generator=generator)
+        if self.pairs:  # all are equally long here; the batches have an order of their own
+            order = order.view(-1, size)[torch.randperm(steps_per_epoch, generator=generator)]
+        order = order.flatten().tolist()
         buffers = [self.copy_buffers() for _ in range(ranks)]
         for position in range(0, steps_per_epoch * size, size):
             whole, sums, count = order[position : position + size], 0.0, 0
@@ -84,7 +88,8 @@ class Oracle:
         if self.step < warm:
             factor = (self.step + 1) / warm
         else:
-            factor = (1 + math.cos(math.pi * (self.step - warm) / (total_steps - warm))) / 2
+            done = (self.step - warm) / (total_steps - warm)
+            factor = 1 - done if self.pairs else (1 + math.cos(math.pi * done)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = told["lr"] * factor
         self.optimizer.step()
