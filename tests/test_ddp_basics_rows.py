@@ -10,12 +10,10 @@ from rows import Copy
 
 ROWS = {
     "`--batch-size 65 does not divide": "test_a_batch_that_does_not_divide",
-    "`--backend NAME is unknown": (
-        "test_custom_backend_switch.py::test_a_name_that_cannot_be_had_is_one_sentence"
-    ),
-    "`--device cuda needs a GPU per rank": (
-        "test_ddp_basics.py::test_cuda_with_too_few_gpus_is_refused",
-        "test_ddp_basics_template.py::test_ranks_that_see_one_gpu_each_use_it",
+    "`--backend NAME is unknown": "test_a_backend_that_there_is_not",
+    "`needs a cuda device": (
+        "test_a_rank_without_a_gpu",
+        "test_ddp_basics_runtime.py::test_too_few_devices_are_an_error_and_not_a_job_on_cpus",
     ),
     "the job hangs": (
         "test_a_rank_that_is_elsewhere",
@@ -25,11 +23,11 @@ ROWS = {
         "test_a_parameter_that_some_steps_do_not_use",
         "test_a_parameter_that_no_step_uses",
     ),
-    "`no longer hold the same numbers": "test_ranks_that_drift_apart",
-    "`has other data than rank 0`": "test_other_data_on_one_rank",
+    "no longer hold the same numbers": "test_ranks_that_drift_apart",
+    "has other data than rank 0": "test_other_data_on_one_rank",
     "`terminate called": (
-        "test_ddp_basics_faults.py::test_leaving_joins_the_threads_of_the_group",
-        "test_ddp_basics_faults.py::test_a_model_that_outlives_the_group_is_warned_of",
+        "test_ddp_basics_runtime.py::test_leaving_joins_the_threads_of_the_group",
+        "test_ddp_basics_runtime.py::test_a_model_that_outlives_the_group_is_warned_of",
     ),
     "the same order": "test_an_order_for_all_epochs",
     "N times too large": "test_gradients_that_are_summed",
@@ -78,6 +76,20 @@ def test_a_batch_that_does_not_divide(copy):
     accumulate = ("--accumulate", 2, "--epochs", 1)
     assert copy.run("train.py", "--batch-size", 66, *accumulate).returncode == 2
     copy.run("train.py", "--batch-size", 68, *accumulate).check()
+
+
+def test_a_backend_that_there_is_not(copy):
+    refused = copy.run("train.py", *STEPS, "--backend", "nosuch")
+    assert refused.returncode == 2
+    assert "--backend nosuch is unknown to this torch" in refused.output
+    copy.run("train.py", *STEPS, "--device", "cpu", "--backend", "gloo").check()
+
+
+def test_a_rank_without_a_gpu(copy):
+    refused = copy.run("train.py", *STEPS, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert refused.returncode == 2
+    assert "needs a cuda device of its own and sees 0" in refused.output
+    copy.run("train.py", *STEPS, "--device", "cpu", CUDA_VISIBLE_DEVICES="").check()
 
 
 @pytest.mark.parametrize(

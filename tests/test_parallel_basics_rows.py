@@ -7,7 +7,6 @@ import pytest
 import torch
 from rows import Copy
 
-PIPELINES = "test_parallel_basics_pipeline.py"
 ROWS = {
     "the loss is right": "test_one_of_f_and_g_is_missing",
     "a bias counts twice": "test_a_bias_inside_the_sum",
@@ -23,10 +22,10 @@ ROWS = {
     "gradients are too large": "test_gradients_of_means_are_added",
     "`PipeliningShapeError": (
         "test_micro_batches_that_are_windows",
-        f"{PIPELINES}::test_the_schedule_gets_contiguous_micro_batches",
+        "test_parallel_basics_pipeline.py::test_the_schedule_gets_contiguous_micro_batches",
     ),
     "a pipeline deadlocks": "test_sends_that_wait",
-    "a pipeline is slow": f"{PIPELINES}::test_from_scratch_prints_what_is_true",
+    "a pipeline is slow": "test_parallel_basics_pipeline.py::test_from_scratch_prints_what_is_true",
     "context parallelism trains": "test_attention_to_own_tokens_and_positions_from_0",
 }
 SHORT = ("--layers", 2, "--length", 16, "--dim", 32, "--steps", 1, "--optimizer", "sgd")
