@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import pytest
 from helpers import ROOT, Job
@@ -32,3 +33,40 @@ ROWS = {
     "`InvalidAuthToken": "not provoked: needs a second Ray, with a token",
     "timed out during startup": "test_rpc_basics_ray.py::test_ray_is_imported_without_what_it_does_not_need",
 }
+
+
+def test_a_kernel_that_allows_no_namespaces(tmp_path):
+    """The cure is a machine on which this user may: there, the lab's other tests run."""
+    for tool in ("nsenter", "ip", "tc"):
+        (tmp_path / tool).symlink_to(shutil.which("true"))
+    refuses = tmp_path / "unshare"
+    refuses.write_text("#!/bin/sh\necho unshare: unshare failed: Operation not permitted\nexit 1\n")
+    refuses.chmod(0o755)
+    with Job([sys.executable, ROOT / "clusters/lab.py", "up", 2], PATH=str(tmp_path)) as job:
+        result = job.wait(60)
+    assert result.returncode == 2
+    says = "no hosts could be made here: unshare: unshare failed: Operation not permitted"
+    assert says in result.output
+
+
+def may_mount() -> bool:
+    return sys.platform == "linux" and os.geteuid() == 0 and bool(shutil.which("unshare"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not may_mount(), reason="mounts a small /dev/shm of its own, as root")
+def test_a_small_dev_shm():
+    """MNIST's size: a batch of 512 images of 28 x 28 numbers has 1.6 MB."""
+    train = [sys.executable, ROOT / "ddp_basics/train.py", "--dataset", "synthetic"]
+    train += ["--batch-size", 512, "--workers", 1, "--epochs", 1]
+
+    def run(size: str):
+        mount = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
+        with Job(["unshare", "--mount", "sh", "-c", mount, "sh", *train], cold=True) as job:
+            return job.wait(200)
+
+    small = run("1m")
+    assert small.returncode != 0
+    assert "unable to allocate shared memory(shm)" in small.output
+    assert "No space left on device (28)" in small.output
+    run("64m").check()

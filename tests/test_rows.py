@@ -8,7 +8,8 @@ import pytest
 from helpers import ROOT
 
 TESTS = ROOT / "tests"
-READMES = [p for p in sorted(ROOT.glob("*/README.md")) if (p.parent / "runtime.py").exists()]
+TITLE = "What usually goes wrong"
+READMES = [p for p in sorted(ROOT.glob("*/README.md")) if f"# {TITLE}" in p.read_text()]
 each_readme = pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 
 
@@ -16,7 +17,7 @@ def rows_of(text: str) -> list[str]:
     """The first cells of the tables under such a heading, without their headers."""
     rows = []
     for section in re.split(r"^#+ ", text, flags=re.M):
-        if section.startswith("What usually goes wrong"):
+        if section.startswith(TITLE):
             for table in re.findall(r"(?:^\|.*\n)+", section, re.M):
                 rows += [line.split("|")[1].strip() for line in table.splitlines()[2:]]
     return rows

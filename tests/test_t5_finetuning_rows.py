@@ -9,6 +9,22 @@ import pytest
 from helpers import read_metrics
 from rows import Copy
 
+ROWS = {
+    "tied weights drift apart": "test_memory_before_sharding_unties",
+    "an error about tied": "test_units_that_split_the_tie",
+    "the loss differs": "test_a_mean_of_means",
+    "in `generate()`": "test_generate_past_forward",
+    "`generate()` hangs": "test_a_rank_that_is_ready",
+    "evaluation hangs": "test_a_batch_less",
+    "generation is slow": "test_gathering_for_each_token",
+    "uses old values": "test_what_stays_gathered",
+    "a fine score": (
+        "test_t5_finetuning.py::test_first_words",
+        "test_t5_finetuning.py::test_nothing_judged_was_learnt",
+    ),
+    "another dropout": "test_a_loader_that_draws",
+    "just got forked": "test_threads_of_tokenizers",
+}
 pytestmark = pytest.mark.slow  # importing transformers takes some seconds on each rank
 WORDS = "open close read write file name value list tree node first last next get set find sort"
 
@@ -137,6 +153,6 @@ def test_a_loader_that_draws(copy):
     assert set(re.findall(r"untouched (\w+)", copy.run("train.py", *FLAGS).check().output)) == {"False"}
 
 
-def test_fork(copy):
+def test_threads_of_tokenizers(copy):
     copy.edit("train.py", '    os.environ["TOKENIZERS_PARALLELISM"] = "false"', "    #")
     print(copy.run("train.py", *FLAGS, "--workers", 1).check().output[:1500])
