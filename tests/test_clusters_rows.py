@@ -1,4 +1,4 @@
-"""clusters/: the tests of the rows of "What usually goes wrong". Most need a lab of several hosts."""
+"""clusters/: the tests of "What usually goes wrong". Most need a lab of several hosts."""
 
 import os
 import shutil
@@ -24,14 +24,18 @@ ROWS = {
         "test_clusters_kubernetes.py::test_names_and_numbers_agree",
     ),
     "unable to allocate shared memory": "test_a_small_dev_shm",
-    "ends as FAILED": "test_clusters_slurm.py::test_jobs_that_lose_their_nodes_continue_bit_for_bit",
+    "ends as FAILED": (
+        "test_clusters_slurm.py::test_jobs_that_lose_their_nodes_continue_bit_for_bit"
+    ),
     "host7 cannot be reached": (
         "test_clusters_launchers.py::test_a_host_that_cannot_be_reached",
         "test_clusters_preflight.py::test_a_host_that_cannot_be_asked",
     ),
     "`--workers 9": "test_clusters_ray.py::test_more_workers_than_there_are_processors",
     "`InvalidAuthToken": "not provoked: needs a second Ray, with a token",
-    "timed out during startup": "test_rpc_basics_ray.py::test_ray_is_imported_without_what_it_does_not_need",
+    "timed out during startup": (
+        "test_rpc_basics_ray.py::test_ray_is_imported_without_what_it_does_not_need"
+    ),
 }
 
 

@@ -29,7 +29,9 @@ ROWS = {
     "receive from rank 1, tag 3": (
         "test_custom_backend_ring.py::test_receive_names_who_sends_nothing"
     ),
-    "did not join the group": "test_custom_backend_ring.py::test_a_rank_that_does_not_join_is_named",
+    "did not join the group": (
+        "test_custom_backend_ring.py::test_a_rank_that_does_not_join_is_named"
+    ),
     "cannot reach rank 0": "test_custom_backend_ring.py::test_an_address_of_nobody",
     # groups in Python
     "hangs now and then": "not provoked: it hangs once in many runs, in threads of Gloo's",
@@ -57,16 +59,22 @@ def test_a_work_without_a_future(copy):
     result = copy.run("minimal.py")
     assert result.returncode != 0
     assert "Work::getFuture not implemented" in result.output
-    copy.edit("minimal.py", "    def wait(self, *timeout):", f"{method}\n    def wait(self, *timeout):")
+    copy.edit(
+        "minimal.py", "    def wait(self, *timeout):", f"{method}\n    def wait(self, *timeout):"
+    )
     assert "gradients off by" in copy.run("minimal.py").check().output
 
 
 def test_a_group_without_a_method(copy):
-    copy.edit("minimal.py", "DistributedDataParallel(model, init_sync=False)", "DistributedDataParallel(model)")
+    copy.edit(
+        "minimal.py",
+        "DistributedDataParallel(model, init_sync=False)",
+        "DistributedDataParallel(model)",
+    )
     result = copy.run("minimal.py")
     assert result.returncode != 0
     assert "No backend type associated with device type cpu" in result.output
-    methods = '''    def allgather(self, outputs, inputs, options):
+    methods = """    def allgather(self, outputs, inputs, options):
         for output, value in zip(outputs[0], self.exchange(inputs[0]), strict=True):
             output.copy_(value.view_as(output))
         return Done(outputs)
@@ -75,7 +83,7 @@ def test_a_group_without_a_method(copy):
         tensors[0].copy_(self.exchange(tensors[0])[options.rootRank].view_as(tensors[0]))
         return Done(tensors)
 
-'''
+"""
     barrier = "    def barrier(self, opts):"
     copy.edit("minimal.py", barrier, methods + barrier)
     assert "gradients off by" in copy.run("minimal.py").check().output

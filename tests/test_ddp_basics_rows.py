@@ -173,16 +173,30 @@ def test_a_parameter_that_no_step_uses(copy):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("loss_sum, count, _ = compute_loss(ddp_model, part)", "loss_sum, count, _ = compute_loss(ddp_model.module, part)"),
-        ("    optimizer.zero_grad(set_to_none=True)\n", "    ddp_model.module.net[0].requires_grad_()\n    optimizer.zero_grad(set_to_none=True)\n"),
-        ("            lr = set_learning_rate(optimizer, step,", "            lr = set_learning_rate(optimizer, step + worker.rank,"),
+        (
+            "loss_sum, count, _ = compute_loss(ddp_model, part)",
+            "loss_sum, count, _ = compute_loss(ddp_model.module, part)",
+        ),
+        (
+            "    optimizer.zero_grad(set_to_none=True)\n",
+            "    ddp_model.module.net[0].requires_grad_()\n"
+            "    optimizer.zero_grad(set_to_none=True)\n",
+        ),
+        (
+            "            lr = set_learning_rate(optimizer, step,",
+            "            lr = set_learning_rate(optimizer, step + worker.rank,",
+        ),
     ],
     ids=["past the wrapper", "unfrozen after wrapping", "by rank"],
 )
 def test_ranks_that_drift_apart(copy, right, wrong):
     if "requires_grad_" in wrong:
         copy.edit("task.py", "return SmallCNN(", "model = SmallCNN(")
-        copy.edit("task.py", "\n\ndef compute_loss", "    model.net[0].requires_grad_(False)\n    return model\n\n\ndef compute_loss")
+        copy.edit(
+            "task.py",
+            "\n\ndef compute_loss",
+            "    model.net[0].requires_grad_(False)\n    return model\n\n\ndef compute_loss",
+        )
     copy.edit("train.py", right, wrong)
     result = copy.run("train.py", *STEPS)
     assert result.returncode == 2
@@ -194,12 +208,16 @@ def test_ranks_that_drift_apart(copy, right, wrong):
 def test_other_data_on_one_rank(copy):
     returned = "return Shifted(train_set) if settings.augment else train_set, test_set"
     rank = "__import__('os').environ.get('RANK', '0')"
-    fewer = f"    if {rank} == '1':\n        train_set = Subset(train_set, range(1400))\n    {returned}"
+    fewer = (
+        f"    if {rank} == '1':\n        train_set = Subset(train_set, range(1400))\n    {returned}"
+    )
     copy.edit("task.py", f"    {returned}", fewer)
     copy.edit("task.py", "import Dataset", "import Dataset, Subset")
     result = copy.run("train.py", *STEPS)
     assert result.returncode == 2
-    assert "rank 1 has other data than rank 0 (lengths [1400, 360] and [1437, 360])" in result.output
+    assert (
+        "rank 1 has other data than rank 0 (lengths [1400, 360] and [1437, 360])" in result.output
+    )
     copy.edit("task.py", f"    if {rank} == '1':\n", "    if True:\n")
     copy.run("train.py", *STEPS).check()
 
@@ -207,10 +225,14 @@ def test_other_data_on_one_rank(copy):
 def test_an_order_for_all_epochs(copy):
     """What the first rank reads first in each epoch."""
     begins = "        for batch in loader:\n"
-    copy.edit("loading.py", begins, "        print('first', next(iter(loader.sampler))[1])\n" + begins)
+    copy.edit(
+        "loading.py", begins, "        print('first', next(iter(loader.sampler))[1])\n" + begins
+    )
 
     def first_of_epochs() -> list[str]:
-        return re.findall(r"^first (\d+)$", copy.run("train.py", *STEPS, ranks=1).check().output, re.M)
+        return re.findall(
+            r"^first (\d+)$", copy.run("train.py", *STEPS, ranks=1).check().output, re.M
+        )
 
     assert len(set(first_of_epochs())) == 2
     copy.edit("loading.py", "        loader.sampler.set_epoch(epoch)", "        #")
@@ -268,6 +290,8 @@ def test_padded_samples(copy):
 def test_all_ranks_write_one_file(copy):
     steps = values(train(copy, "--epochs", 1), "loss")
     for guard in ("if output_dir is None or not worker.is_main:", "if not self.worker.is_main:"):
-        copy.edit("metrics.py", guard, "if output_dir is None:" if "output" in guard else "if False:")
+        copy.edit(
+            "metrics.py", guard, "if output_dir is None:" if "output" in guard else "if False:"
+        )
     wrong = values(train(copy, "--epochs", 1), "loss")
     assert len(wrong) > len(steps)

@@ -41,7 +41,9 @@ def losses(copy: Copy, *args, ranks: int = 2) -> list[float]:
     """Of a run of train.py, one per step, and the test's at the end of each epoch."""
     output = copy.path / f"runs/{len(list(copy.path.glob('runs/*')))}"
     copy.run("train.py", *STEPS, *SGD, *args, "--output-dir", output, ranks=ranks).check()
-    return [value for line in read_metrics(output) for name, value in line.items() if "loss" in name]
+    return [
+        value for line in read_metrics(output) for name, value in line.items() if "loss" in name
+    ]
 
 
 def off(found: list[float], expected: list[float]) -> float:
@@ -88,13 +90,21 @@ def test_another_seed_on_each_rank(copy):
     copy.edit("minimal.py", "torch.manual_seed(0)", "torch.manual_seed(rank)")
     assert of_minimal(2) != alone
     expected = losses(copy)
-    copy.edit("train.py", "torch.manual_seed(settings.seed)", "torch.manual_seed(settings.seed + dist.get_rank())")
+    copy.edit(
+        "train.py",
+        "torch.manual_seed(settings.seed)",
+        "torch.manual_seed(settings.seed + dist.get_rank())",
+    )
     assert losses(copy) == expected  # rank 0's values for all
 
 
 def test_a_method_other_than_forward(copy):
     copy.edit("task.py", "model(images).float()", "model.logits(images).float()")
-    copy.edit("task.py", "    model = VisionTransformer(", "    VisionTransformer.logits = VisionTransformer.forward\n    model = VisionTransformer(")
+    copy.edit(
+        "task.py",
+        "    model = VisionTransformer(",
+        "    VisionTransformer.logits = VisionTransformer.forward\n    model = VisionTransformer(",
+    )
     result = copy.run("train.py", *STEPS)
     assert result.returncode == 1
     assert "got mixed torch.Tensor and DTensor" in result.output
@@ -107,9 +117,10 @@ def test_a_method_other_than_forward(copy):
 def test_one_unit_for_the_whole_model(copy):
     shards = "    shard(model, place, settings, worker)\n"
     hook = """    from torch.distributed.tensor import DTensor
-    model.blocks[1].register_forward_pre_hook(
-        lambda *_: print("gathered", sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor)))
-    )
+    def gathered(*_):
+        whole = [p.numel() for p in model.parameters() if not isinstance(p, DTensor)]
+        print("gathered", sum(whole))
+    model.blocks[1].register_forward_pre_hook(gathered)
 """
     copy.edit("train.py", shards, shards + hook)
 
@@ -151,7 +162,11 @@ def test_a_thread_that_saves_in_the_group_of_training(copy):
     copy.edit("async_checkpoint.py", ", process_group=saving_group", "")
     result = copy.run("async_checkpoint.py")
     assert result.returncode == -signal.SIGABRT
-    copy.edit("async_checkpoint.py", "            sharded_state(parts), checkpoint_id=async_folder", "            sharded_state(parts), checkpoint_id=async_folder, process_group=saving_group")
+    copy.edit(
+        "async_checkpoint.py",
+        "            sharded_state(parts), checkpoint_id=async_folder",
+        "            sharded_state(parts), checkpoint_id=async_folder, process_group=saving_group",
+    )
     assert "while steps went on: True" in copy.run("async_checkpoint.py").check().output
 
 
@@ -164,7 +179,11 @@ def test_a_group_without_a_backend_for_the_cpu(copy):
 
 def test_a_mean_of_means(copy):
     whole = 'loss_sum = F.cross_entropy(logits, labels, reduction="sum")'
-    copy.edit("task.py", whole, 'loss_sum = F.cross_entropy(logits, labels, ignore_index=0, reduction="sum")')
+    copy.edit(
+        "task.py",
+        whole,
+        'loss_sum = F.cross_entropy(logits, labels, ignore_index=0, reduction="sum")',
+    )
     copy.edit("task.py", "return loss_sum, len(labels), ", "return loss_sum, (labels != 0).sum(), ")
     alone = losses(copy, ranks=1)
     assert off(losses(copy), alone) < 1e-5

@@ -29,7 +29,8 @@ ROWS = {
     "context parallelism trains": "test_attention_to_own_tokens_and_positions_from_0",
 }
 SHORT = ("--layers", 2, "--length", 16, "--dim", 32, "--steps", 1, "--optimizer", "sgd")
-IMPATIENT = "distributed_worker(args.device, __import__('datetime').timedelta(seconds=2))"
+TWO_SECONDS = "__import__('datetime').timedelta(seconds=2)"
+IMPATIENT = f"distributed_worker(args.device, {TWO_SECONDS})"
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_a_mesh_that_not_all_make(copy):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads thread names from /proc")
 def test_a_group_that_outlives_the_script(copy):
-    """The cause of the abort, which comes only now and then: threads of Gloo are left at the end."""
+    """The cause of the abort, which comes only now and then: threads of Gloo at the end."""
     leaves = "    dist.destroy_process_group()\n"
     names = (
         "open(f'/proc/self/task/{thread}/comm').read() for thread in os.listdir('/proc/self/task')"
@@ -215,7 +216,7 @@ def test_sends_that_wait(copy):
     copy.edit(script, "work = dist.isend(", "dist.send(")
     copy.edit(script, "self.gradient_sends.append(work)", "pass")
     copy.edit(script, "return dist.new_group(ranks), dist.new_group(ranks)",
-              "return [dist.new_group(ranks, timeout=__import__('datetime').timedelta(seconds=2)) for _ in range(2)]")  # fmt: skip
+              f"return [dist.new_group(ranks, timeout={TWO_SECONDS}) for _ in range(2)]")  # fmt: skip
     result = copy.run(script, *SHORT)
     assert result.returncode == 1
     assert "Timed out waiting 2000ms for send operation" in result.output

@@ -60,10 +60,11 @@ def test_failures_of_calls(copy):
 
 
 def test_gradients_and_where_they_are(copy):
-    """References that are new, as a reference that a worker is given: the first call is rpc_async."""
+    """References that are new, as those that a worker is given: the first call is rpc_async."""
     script = "distributed_autograd.py"
     copy.edit(script, "class Layer", "def same(thing):\n    return thing\n\n\nclass Layer")
-    again = "    layers = [rpc.rpc_sync(f'worker{(k + 1) % 3}', same, args=(layers[k],)) for k in range(3)]\n"
+    again = "    owners = ('worker1', 'worker2', 'worker0')\n    layers = ["
+    again += "rpc.rpc_sync(o, same, args=(layer,)) for o, layer in zip(owners, layers)]\n"
     alone = "    alone = nn.Sequential"
     copy.edit(script, alone, again + alone)
     copy.edit(
@@ -145,7 +146,7 @@ def test_init_rpc_after_a_restart(copy):
     """minimal.py joins by init_rpc alone. What a rank reads is chance, so there are 4 attempts."""
     last = "os.environ['TORCHELASTIC_RESTART_COUNT'] == os.environ['TORCHELASTIC_MAX_RESTARTS']"
     dies = f"        if not {last}:\n            os._exit(1)\n"
-    asks = "        ask(f\"worker{world_size - 1}\")\n"
+    asks = '        ask(f"worker{world_size - 1}")\n'
     copy.edit("minimal.py", asks, asks + dies)
     try:
         output = copy.torchrun("minimal.py", options=("--max-restarts=3",), timeout=30).output

@@ -52,7 +52,9 @@ FLAGS = (*TINY.split(), *DATA.split(), "--eval-samples", 4, "--timeout", 20)
 def losses(copy: Copy, *args, ranks: int = 2) -> list[float]:
     output = copy.path / f"runs/{len(list(copy.path.glob('runs/*')))}"
     copy.run("train.py", *FLAGS, *args, "--output-dir", output, ranks=ranks).check()
-    return [value for line in read_metrics(output) for name, value in line.items() if "loss" in name]
+    return [
+        value for line in read_metrics(output) for name, value in line.items() if "loss" in name
+    ]
 
 
 def off(found: list[float], expected: list[float]) -> float:
@@ -121,7 +123,9 @@ def test_a_batch_less(copy):
 def test_gathering_for_each_token(copy):
     counts = "    from torch.distributed.tensor.debug import CommDebugMode\n\n"
     begin = "    with gathered(model):\n"
-    copy.edit("evaluate.py", begin, counts + "    with gathered(model), CommDebugMode() as counted:\n")
+    copy.edit(
+        "evaluate.py", begin, counts + "    with gathered(model), CommDebugMode() as counted:\n"
+    )
     end = "    model.train()\n    all_texts"
     says = "    print('collectives', counted.get_total_counts(), flush=True)\n"
     copy.edit("evaluate.py", end, says + end)
@@ -139,18 +143,39 @@ def test_what_stays_gathered(copy):
         print("loss of zeros", loss, "before", before.loss)
 """
     copy.edit("train.py", before, before + zero)
-    print(re.findall("loss of zeros (.*) before (.*)", copy.run("train.py", *FLAGS).output), math.log(301))
+    print(
+        re.findall("loss of zeros (.*) before (.*)", copy.run("train.py", *FLAGS).output),
+        math.log(301),
+    )
     copy.edit("model.py", "            module.reshard()", "            pass")
-    print(re.findall("loss of zeros (.*) before (.*)", copy.run("train.py", *FLAGS).output), math.log(301))
+    print(
+        re.findall("loss of zeros (.*) before (.*)", copy.run("train.py", *FLAGS).output),
+        math.log(301),
+    )
 
 
 def test_a_loader_that_draws(copy):
     loop = "            for batch in make_loader("
-    copy.edit("train.py", loop, "            state = torch.get_rng_state()\n            for number, batch in enumerate(make_loader(")
-    copy.edit("train.py", "collate_pairs, settings.workers):\n", "collate_pairs, settings.workers)):\n                if number == 0:\n                    print('untouched', torch.equal(state, torch.get_rng_state()))\n")
-    assert set(re.findall(r"untouched (\w+)", copy.run("train.py", *FLAGS).check().output)) == {"True"}
+    copy.edit(
+        "train.py",
+        loop,
+        "            state = torch.get_rng_state()\n"
+        "            for number, batch in enumerate(make_loader(",
+    )
+    copy.edit(
+        "train.py",
+        "collate_pairs, settings.workers):\n",
+        "collate_pairs, settings.workers)):\n"
+        "                if number == 0:\n"
+        "                    print('untouched', torch.equal(state, torch.get_rng_state()))\n",
+    )
+    assert set(re.findall(r"untouched (\w+)", copy.run("train.py", *FLAGS).check().output)) == {
+        "True"
+    }
     copy.edit("data.py", "generator=torch.Generator(),", "")
-    assert set(re.findall(r"untouched (\w+)", copy.run("train.py", *FLAGS).check().output)) == {"False"}
+    assert set(re.findall(r"untouched (\w+)", copy.run("train.py", *FLAGS).check().output)) == {
+        "False"
+    }
 
 
 def test_threads_of_tokenizers(copy):
