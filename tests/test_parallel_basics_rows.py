@@ -215,8 +215,9 @@ def test_sends_that_wait(copy):
     copy.edit(script, "self.sends.pop(i).wait()", "pass")
     copy.edit(script, "work = dist.isend(", "dist.send(")
     copy.edit(script, "self.gradient_sends.append(work)", "pass")
-    copy.edit(script, "return dist.new_group(ranks), dist.new_group(ranks)",
-              f"return [dist.new_group(ranks, timeout={TWO_SECONDS}) for _ in range(2)]")  # fmt: skip
+    group = f"dist.new_group(ranks, timeout={TWO_SECONDS})"
+    both = "return dist.new_group(ranks), dist.new_group(ranks)"
+    copy.edit(script, both, f"return {group}, {group}")
     result = copy.run(script, *SHORT)
     assert result.returncode == 1
     assert "Timed out waiting 2000ms for send operation" in result.output
