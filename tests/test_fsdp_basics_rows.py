@@ -171,9 +171,12 @@ def test_a_thread_that_saves_in_the_group_of_training(copy):
 
 
 def test_a_group_without_a_backend_for_the_cpu(copy):
-    """Gloo plays NCCL: it gets tensors on the CPU, where the group has nobody for them."""
+    """Gloo plays NCCL: it gets no tensors on the CPU, where the group has nobody for them."""
+    begins = "    stop = StopRequests(worker)\n"
+    copy.edit("train.py", begins, "    dist.all_reduce(torch.ones(1))\n" + begins)
     result = copy.run("train.py", *STEPS, "--backend", "cuda:gloo")
-    print(result.returncode, result.output[-600:])
+    assert result.returncode == 1
+    assert "No backend type associated with device type cpu" in result.output
     copy.run("train.py", *STEPS, "--backend", "cpu:gloo,cuda:gloo").check()
 
 
@@ -189,14 +192,14 @@ def test_a_mean_of_means(copy):
     assert off(losses(copy), alone) < 1e-5
     copy.edit("task.py", ', ignore_index=0, reduction="sum")', ", ignore_index=0) * len(labels)")
     copy.edit("task.py", "return loss_sum, (labels != 0).sum(), ", "return loss_sum, len(labels), ")
-    assert off(losses(copy), alone) > 1e-3
+    assert off(losses(copy), alone) > 1e-4
 
 
 def test_a_model_that_outlives_the_job(copy):
-    copy.edit("train.py", "    metrics.close()\n", "    metrics.close()\n    KEPT.append(model)\n")
+    closes = "    metrics.close()\n"
+    copy.edit("train.py", closes, f"{closes}    KEPT.append(model)\n")
     copy.edit("train.py", "\n\n@record", "\nKEPT = []\n\n\n@record")
-    result = copy.run("train.py", *STEPS)
-    print(result.returncode, result.output[-300:])
-    copy.edit("train.py", "KEPT.append(model)", "KEPT.append(dist.group.WORLD)")
-    result = copy.run("train.py", *STEPS)
-    print(result.returncode, result.output[-300:])
+    says = "warning: something still holds the process group"
+    assert copy.run("train.py", *STEPS).check().output.count(says) == 2  # on each rank
+    copy.edit("train.py", "    KEPT.append(model)\n", "")
+    assert says not in copy.run("train.py", *STEPS).check().output
