@@ -1,4 +1,4 @@
-"""Copies of an example directory with a mistake in them: what "What usually goes wrong" is tried on.
+"""Copies of an example directory with a mistake: "What usually goes wrong" is tried on them.
 
     copy = Copy("ddp_basics", tmp_path)
     copy.edit("train.py", "sampler.set_epoch(epoch)", "pass")    # the mistake

@@ -24,6 +24,22 @@ ROWS = {
     "in the last bit": "test_collectives_operations.py::test_reduce_ops_script",
     "a step is slow": "test_many_small_messages",
     "faster than the wire": "test_a_clock_that_stops_before_wait",
+    "cannot be retrieved": (
+        "test_check_environment.py::test_a_name_that_resolves_only_backwards",
+        "test_check_environment.py::test_a_name_that_does_not_lead_here",
+    ),
+    "`EADDRINUSE`": "test_collectives_running.py::test_who_holds_the_port",
+    "`SignalException": (
+        "test_collectives_running.py::test_a_job_ends_with_the_terminal",
+        "test_collectives_running.py::test_a_job_outlives_the_terminal",
+    ),
+    "`bdb.BdbQuit`": (
+        "test_collectives_running.py::test_a_breakpoint_without_a_terminal",
+        "test_collectives_running.py::test_a_debugger_on_one_rank",
+    ),
+    "can't allocate memory": "test_collectives_running.py::test_out_of_memory_on_one_rank",
+    "`exitcode  : -9`": "test_collectives_running.py::test_a_rank_that_the_kernel_ends",
+    "goes on writing": "test_collectives_running.py::test_ranks_that_are_left",
 }
 
 

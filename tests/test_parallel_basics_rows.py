@@ -7,7 +7,6 @@ import pytest
 import torch
 from rows import Copy
 
-PIPELINES = "test_parallel_basics_pipeline.py"
 ROWS = {
     "the loss is right": "test_one_of_f_and_g_is_missing",
     "a bias counts twice": "test_a_bias_inside_the_sum",
@@ -23,14 +22,15 @@ ROWS = {
     "gradients are too large": "test_gradients_of_means_are_added",
     "`PipeliningShapeError": (
         "test_micro_batches_that_are_windows",
-        f"{PIPELINES}::test_the_schedule_gets_contiguous_micro_batches",
+        "test_parallel_basics_pipeline.py::test_the_schedule_gets_contiguous_micro_batches",
     ),
     "a pipeline deadlocks": "test_sends_that_wait",
-    "a pipeline is slow": f"{PIPELINES}::test_from_scratch_prints_what_is_true",
+    "a pipeline is slow": "test_parallel_basics_pipeline.py::test_from_scratch_prints_what_is_true",
     "context parallelism trains": "test_attention_to_own_tokens_and_positions_from_0",
 }
 SHORT = ("--layers", 2, "--length", 16, "--dim", 32, "--steps", 1, "--optimizer", "sgd")
-IMPATIENT = "distributed_worker(args.device, __import__('datetime').timedelta(seconds=2))"
+TWO_SECONDS = "__import__('datetime').timedelta(seconds=2)"
+IMPATIENT = f"distributed_worker(args.device, {TWO_SECONDS})"
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_mesh_that_not_all_make(copy):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads thread names from /proc")
 def test_a_group_that_outlives_the_script(copy):
-    """The cause of the abort, which comes only now and then: threads of Gloo are left at the end."""
+    """The cause of the abort, which comes only now and then: threads of Gloo at the end."""
     leaves = "    dist.destroy_process_group()\n"
     names = (
         "open(f'/proc/self/task/{thread}/comm').read() for thread in os.listdir('/proc/self/task')"
@@ -215,8 +215,9 @@ def test_sends_that_wait(copy):
     copy.edit(script, "self.sends.pop(i).wait()", "pass")
     copy.edit(script, "work = dist.isend(", "dist.send(")
     copy.edit(script, "self.gradient_sends.append(work)", "pass")
-    copy.edit(script, "return dist.new_group(ranks), dist.new_group(ranks)",
-              "return [dist.new_group(ranks, timeout=__import__('datetime').timedelta(seconds=2)) for _ in range(2)]")  # fmt: skip
+    group = f"dist.new_group(ranks, timeout={TWO_SECONDS})"
+    both = "return dist.new_group(ranks), dist.new_group(ranks)"
+    copy.edit(script, both, f"return {group}, {group}")
     result = copy.run(script, *SHORT)
     assert result.returncode == 1
     assert "Timed out waiting 2000ms for send operation" in result.output

@@ -1,0 +1,104 @@
+"""transformer_basics/: each row of "What usually goes wrong" is provoked in train.py, and cured."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import read_metrics
+from rows import Copy
+
+ROWS = {
+    "gradients are too large": "test_gradients_of_means_are_added",
+    "`All operands ... must have the same mesh`": "test_one_norm_over_two_meshes",
+    "clipping with `--tp` and `--dp-shard`": "test_shards_that_are_not_shard",
+    "hangs at the first step": "test_ranks_that_build_different_meshes",
+    "another loss with `--tp`": "test_a_batch_for_each_tensor_parallel_rank",
+    "a pipeline is slow": (
+        "test_parallel_basics_pipeline.py::test_from_scratch_prints_what_is_true"
+    ),
+    "the key's bias": (
+        "test_transformer_basics.py::test_it_is_gpt2",
+        "test_transformer_basics.py::test_init_from_has_the_same_logits",
+    ),
+}
+TINY = "--layers 2 --heads 4 --dim 32 --block-size 16 --batch-size 8 --steps 2 --log-every 1"
+FLAGS = (*TINY.split(), "--eval-every", 2, "--eval-batches", 1, "--sample", 0, "--timeout", 20)
+
+
+@pytest.fixture
+def copy(tmp_path) -> Copy:
+    copy = Copy("transformer_basics", tmp_path)
+    text = Path(re.__file__).read_text()[:9000]
+    (copy.path / "text.txt").write_text(text)
+    return copy
+
+
+def log(copy: Copy, *args, ranks: int) -> dict[str, list[float]]:
+    """Losses and gradient norms of the steps."""
+    output = copy.path / f"runs/{len(list(copy.path.glob('runs/*')))}"
+    flags = (*FLAGS, "--data", "text.txt", *args, "--output-dir", output)
+    copy.run("train.py", *flags, ranks=ranks).check()
+    lines = [line for line in read_metrics(output) if "loss" in line]
+    return {name: [line[name] for line in lines] for name in ("loss", "grad_norm")}
+
+
+def test_gradients_of_means_are_added(copy):
+    flags = ("--accumulate", 4, "--clip", 0)
+    alone = log(copy, *flags, ranks=1)
+    staged = log(copy, *flags, "--pp", 2, ranks=2)
+    assert staged["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+    copy.edit("pipeline.py", "scale_grads=True", "scale_grads=False")
+    wrong = log(copy, *flags, "--pp", 2, ranks=2)
+    assert wrong["loss"][0] == pytest.approx(alone["loss"][0], rel=1e-5)
+    assert wrong["grad_norm"][0] == pytest.approx(4 * alone["grad_norm"][0], rel=1e-3)
+    copy.edit(
+        "step.py", "cross_entropy(model(x), y) / settings.accumulate", "cross_entropy(model(x), y)"
+    )
+    wrong = log(copy, *flags, ranks=1)
+    assert wrong["grad_norm"][0] == pytest.approx(4 * alone["grad_norm"][0], rel=1e-3)
+
+
+def test_one_norm_over_two_meshes(copy):
+    ours = "clip_gradients(model, settings.clip or math.inf, mesh)"
+    torchs = "torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)"
+    copy.edit("step.py", f"grad_norm = {ours}", f"grad_norm = {torchs}")
+    result = copy.run("train.py", *FLAGS, "--data", "text.txt", "--tp", 2)
+    assert result.returncode == 1
+    assert re.search("All operands .* must have the same mesh", result.output)
+    copy.edit("step.py", f"grad_norm = {torchs}", f"grad_norm = {ours}")
+    log(copy, "--tp", 2, ranks=2)
+
+
+def test_shards_that_are_not_shard(copy):
+    alone = log(copy, ranks=1)
+    mesh = ("--tp", 2, "--dp-shard", 2)
+    assert log(copy, *mesh, ranks=4)["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+    copy.edit("step.py", "if not placement.is_replicate())", "if placement.is_shard())")
+    wrong = log(copy, *mesh, ranks=4)
+    assert wrong["loss"][0] == pytest.approx(alone["loss"][0], rel=1e-5)
+    assert wrong["grad_norm"][0] < 0.99 * alone["grad_norm"][0]
+
+
+def test_ranks_that_build_different_meshes(copy):
+    shape = "settings.mesh_shape(), mesh_dim_names=AXES)\n"
+    file = next(f for f in ("parallelize.py", "train.py") if shape in (copy.path / f).read_text())
+    turned = shape.replace("shape()", "shape()[:: 1 if dist.get_rank() else -1]")
+    copy.edit(file, shape, turned)
+    text = (copy.path / file).read_text()
+    if "import torch.distributed as dist" not in text:
+        copy.edit(file, "import torch\n", "import torch\nimport torch.distributed as dist\n")
+    flags = (*FLAGS, "--data", "text.txt", "--tp", 2, "--timeout", 3)
+    result = copy.run("train.py", *flags)
+    assert result.returncode != 0
+    assert re.search("Timed out waiting|Connection closed by peer|Read error", result.output)
+    copy.edit(file, turned, shape)
+    copy.run("train.py", *flags).check()
+
+
+def test_a_batch_for_each_tensor_parallel_rank(copy):
+    """Not even the ranks differ afterwards: the sums over them mix the batches."""
+    alone = log(copy, ranks=1)["loss"]
+    assert log(copy, "--tp", 2, ranks=2)["loss"] == pytest.approx(alone, rel=1e-5)
+    part = "part, parts = batch_part(mesh)"
+    copy.edit("data.py", part, "part, parts = mesh.get_rank(), mesh.size()")
+    assert log(copy, "--tp", 2, ranks=2)["loss"][0] != pytest.approx(alone[0], rel=1e-4)
