@@ -11,7 +11,7 @@ import pytest
 import torch
 import warm
 from data import Shifted
-from helpers import ROOT, Job, read_metrics, torchrun, torchrun_command
+from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
 from loading import Seeded, batches, make_loader
 from replicas import checksum
 from runtime import Worker
