@@ -97,7 +97,7 @@ class Run:
         if "output_dir" in settings:
             settings["output_dir"].mkdir(exist_ok=True)
         try:
-            self.status = train.train(Settings(**COMMON | settings), worker)
+            self.status = int(train.train(Settings(**COMMON | settings), worker))
         except UserError as error:
             self.error = str(error)
             return
@@ -324,7 +324,7 @@ def drifting(worker) -> dict:
         return wrapped
 
     train.DistributedDataParallel = wrap_and_unfreeze
-    found["unfrozen"] = Run(worker, partial(build, frozen=True), log_every=3)
+    found["unfrozen"] = Run(worker, partial(build, frozen=True), log_every=3, clip=0)
 
     def build_by_rank(settings):
         torch.manual_seed(worker.rank)
@@ -399,7 +399,9 @@ def main() -> None:
             torch.distributed.all_gather_object(found, globals()[phase](worker, folder))
             if worker.is_main:
                 torch.save(found, folder / f"{phase}_{worker.world_size}.pt")
-        Run.current = None  # it holds the model, and this the group
+        # What holds a run holds its model, and that the group.
+        train.make_optimizer = train.train_step = train.build_model = Run.current = None
+        train.compute_loss = evaluation.compute_loss = train.units = train.load_data = None
 
 
 if __name__ == "__main__":
