@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from alone import on_rank_0
 from arguments import UserError
 from runtime import Worker
 from saves import (
@@ -128,7 +129,13 @@ def start_save(
         }
         collected = [None] * worker.world_size
         dist.all_gather_object(collected, (generators, own_checksums))
-        together(lambda: complete(collected) if worker.is_main else None)
+        on_rank_0(lambda: write_run(collected), worker, f"writing {temporary / 'run.pt'}")
+
+    def write_run(collected: list[tuple]) -> None:
+        try:
+            complete(collected)
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, full disk
+            raise UserError(f"cannot write {folder}, those before are untouched: {error}") from None
 
     def complete(collected: list[tuple]) -> None:
         checksums = {".metadata": checksum(temporary / ".metadata")}

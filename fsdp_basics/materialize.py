@@ -18,11 +18,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """What `build` makes, with shapes and no memory: no rank needs room for the whole model."""
+    """What `build` makes, with shapes and no memory: no rank needs room for the whole model.
+
+    Raises `UserError` naming a parameter without a dimension, or without a number.
+    """
     with torch.device("meta"):
         model = build()
-        for parameter in model.parameters():  # FSDP takes dense ones only, and a slice is none
-            parameter.data = parameter.data.contiguous()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0 or parameter.numel() == 0:
+                raise UserError(
+                    f"the parameter {name} has the shape {tuple(parameter.shape)}, which FSDP does "
+                    "not shard: give a scalar the shape (1,), remove an empty one"
+                )
+            parameter.data = parameter.data.contiguous()  # FSDP takes no slice
     return model
 
 

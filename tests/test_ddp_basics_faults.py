@@ -79,33 +79,105 @@ def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):
     assert_same_end(tmp_path, uninterrupted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("whom", ["torchrun", "rank 1"])
-def test_sigterm_saves_and_the_same_command_continues(tmp_path, uninterrupted, whom):
-    """A cluster ends torchrun; an operator may end one rank: then all must leave together.
+# train.py, which does not go on from step 30 before a rank is asked to stop.
+WAITS = """
+import sys, time
+sys.path.insert(0, {directory!r})
+import train
+agreed = train.StopRequests.agreed
+def wait(stop, step):
+    if step == 30:
+        print("at step 30", flush=True)
+        until = time.monotonic() + 120
+        while not stop.asked and {waiting!r} in ("all", train.worker.rank):
+            time.sleep(0.01)
+            assert time.monotonic() < until
+        stop.next_look = step
+    return agreed(stop, step)
+train.StopRequests.agreed = wait
+run = train.train
+def noted_run(settings, worker):
+    train.worker = worker
+    return run(settings, worker)
+train.train = noted_run
+train.main()
+"""
+SHORT = ("--epochs", 2, "--log-every", 1)
 
-    The second run is continued by one process instead of two ranks.
-    """
-    command = torchrun_command(TRAIN, *ARGS, "--output-dir", tmp_path)
-    with Job(command) as job:
-        job.wait_until((tmp_path / "metrics.jsonl").exists)
-        process = job.process if whom == "torchrun" else job.ranks()[1]
-        job.wait_until(lambda: reached(tmp_path, 30))
-        process.terminate()
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("short")
+    warm.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_saves_and_the_same_command_continues(tmp_path, short, name):
+    """A cluster ends torchrun, Ctrl-C, a closed terminal; SIGUSR1 to one rank: all must leave."""
+    number = signal.Signals[name]
+    to_one_rank = name == "SIGUSR1"  # which torchrun does not pass on
+    script, folder = tmp_path / "waits.py", tmp_path / "run"
+    waiting = 1 if to_one_rank else "all"
+    script.write_text(WAITS.format(directory=str(TRAIN.parent), waiting=waiting))
+    with Job(torchrun_command(script, *SHORT, "--output-dir", folder)) as job:
+        job.wait_until(lambda: job.output.count("at step 30") == 2)
+        process = job.ranks()[1] if to_one_rank else job.process
+        process.send_signal(number)
         result = job.wait(60)
     assert result.returncode != 0
-    assert result.output.count("stopped by SIGTERM after step") == 1
-    step = checkpoint(tmp_path)["step"]
-    assert 30 <= step < 264
-    assert f"after step {step} of 264: saved to" in result.output
-    if whom == "torchrun":
-        warm.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2).check()
-        assert_same_end(tmp_path, uninterrupted)
-        return
-    # Another number of ranks: the global batches and so the losses are the same, up to rounding,
-    # which 264 steps in fp32 let grow: 8e-3 was seen.
-    assert "continuing from" in warm.run(TRAIN, *ARGS, "--output-dir", tmp_path).check().output
-    for a, b in zip(learned(tmp_path), learned(uninterrupted), strict=True):
+    assert result.output.count(f"stopped by {name} after step 30 of 44: saved to") == 1
+    assert checkpoint(folder)["step"] == 30
+    if to_one_rank:  # torchrun says which status the ranks had
+        assert f"exitcode  : {128 + number}" in result.output
+    warm.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
+    assert_same_end(folder, short)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    """The first one is remembered, and seen after the step, which here does not end."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK.format(directory=str(TRAIN.parent)))
+    with Job([sys.executable, script, "--output-dir", tmp_path / "run"]) as job:
+        job.wait_until(lambda: "in a step" in job.output)
+        job.process.send_signal(signal.SIGINT)
+        job.wait_until(lambda: "asked once" in job.output)
+        job.process.send_signal(signal.SIGINT)
+        result = job.wait(20)
+    assert result.returncode not in (0, 128 + signal.SIGINT)
+    assert "KeyboardInterrupt" in result.output
+
+
+STUCK = """
+import sys, time
+sys.path.insert(0, {directory!r})
+import train
+seen = []
+stop_requests = train.StopRequests
+train.StopRequests = lambda worker: seen.append(stop_requests(worker)) or seen[0]
+def step(*args):
+    print("in a step", flush=True)
+    while not seen[0].asked:
+        time.sleep(0.01)
+    print("asked once", flush=True)
+    time.sleep(60)
+train.train_step = step
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_continues(tmp_path, short):
+    """The global batches and so the losses are the same, up to rounding, which 44 steps in fp32
+    let grow."""
+    shutil.copytree(short, tmp_path / "run")
+    newest = last_save(tmp_path / "run")
+    newest.unlink()
+    output = warm.run(TRAIN, *SHORT, "--output-dir", tmp_path / "run").check().output
+    assert "after step 22" in output
+    for a, b in zip(learned(tmp_path / "run"), learned(short), strict=True):
         assert a == pytest.approx(b, abs=5e-2)
 
 
@@ -287,6 +359,32 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
     assert "those before are untouched" in result.output
     assert before == (checkpoint(tmp_path)["step"], last_save(tmp_path).read_bytes())
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+SLOW_DISK = """
+import sys, time
+sys.path.insert(0, {directory!r})
+import checkpoint, train
+write_file = checkpoint.write_file
+def slowly(file, state):
+    print("writing", flush=True)
+    time.sleep(12)
+    write_file(file, state)
+checkpoint.write_file = slowly
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_save_may_take_longer_than_the_timeout(tmp_path):
+    """--timeout is how long a rank may be missing, not how long rank 0 may write."""
+    script, folder = tmp_path / "slow_disk.py", tmp_path / "run"
+    script.write_text(SLOW_DISK.format(directory=str(TRAIN.parent)))
+    args = ("--epochs", 1, "--timeout", 5, "--output-dir", folder)
+    output = warm.run(script, *args, ranks=2).check().output
+    assert output.count("writing\n") == 1
+    assert f"rank 0 is writing {folder}/checkpoints/step_00000022.pt ...\n" in output  # after 10 s
+    assert "steps 22 of 22" in output
 
 
 @pytest.mark.slow

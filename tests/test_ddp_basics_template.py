@@ -11,8 +11,9 @@ import pytest
 import torch
 import warm
 from data import Shifted
-from helpers import ROOT, Job, read_metrics, torchrun, torchrun_command
+from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
 from loading import Seeded, batches, make_loader
+from replicas import checksum
 from runtime import Worker
 from torch.utils.data import Dataset, TensorDataset
 
@@ -85,10 +86,51 @@ def test_a_sample_draws_the_same_for_any_rank_process_and_resumption():
         return found
 
     whole = seen()
-    for how in ({"ranks": 2}, {"workers": 2}, {"step": 5}, {"ranks": 4, "workers": 1}):
+    for how in ({"ranks": 2}, {"step": 5}, {"ranks": 4, "workers": 1}):
         other = seen(**how)
         assert other == {key: whole[key] for key in other}, how
     assert len({*whole.values(), *seen(seed=1).values()}) == 2 * 48  # all are different
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.slow
+def test_loader_processes_live_on_and_draw_what_one_process_draws(tmp_path, start):
+    """In the second epoch they have not been told its number but with each index."""
+    script = tmp_path / "loads.py"
+    script.write_text(LOADS.format(directory=str(TRAIN.parent), start=start))
+    assert "equal True, processes 2, noise 48\n" in python(script).check().output
+
+
+LOADS = """
+import os, sys
+sys.path.insert(0, {directory!r})
+import torch
+from loading import batches, make_loader
+from runtime import Worker
+from torch.utils.data import Dataset
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return torch.tensor(index), torch.rand(()), torch.tensor(os.getpid())
+
+def read(workers, step=0):
+    cpu = torch.device("cpu")
+    loader = make_loader(Noisy(), None, 3, 0, workers, Worker(0, 0, 1, cpu))
+    return [batch for _, batch in batches(loader, step, 8, 2, cpu)]
+
+def numbers(found):
+    return [(x.tolist(), noise.tolist()) for x, noise, _ in found]
+
+if __name__ == "__main__":
+    torch.multiprocessing.set_start_method({start!r})
+    one, two, rest = read(0), read(2), read(2, step=5)  # in mid-epoch
+    equal = numbers(two) == numbers(one) and numbers(rest) == numbers(one[5:])
+    processes = {{p for _, _, pids in two for p in pids.tolist()}}
+    noise = {{n for _, noise, _ in two for n in noise.tolist()}}
+    print(f"equal {{equal}}, processes {{len(processes)}}, noise {{len(noise)}}")
+"""
 
 
 def test_shifted_images_are_moved_and_nothing_but_moved():
@@ -330,6 +372,47 @@ def test_profile_has_three_steps_of_each_rank(tmp_path):
         names = [event.get("name", "") for event in events]
         assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
         assert any("all_reduce" in name for name in names)
+
+
+# ---- replicas
+
+
+VALUES = {
+    "float32": torch.randn(6, 4),
+    "float64": torch.randn(6, 4, dtype=torch.float64),
+    "bfloat16": torch.randn(6, 4).bfloat16(),
+    "float8": torch.randn(6, 4).to(torch.float8_e4m3fn),
+    "complex": torch.randn(6, 4, dtype=torch.complex64),
+    "bool": torch.rand(6, 4) < 0.5,
+    "int64": torch.randint(-(2**62), 2**62, (6, 4)),
+    "uint8": torch.randint(256, (6, 4), dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_checksum_is_of_the_numbers_whatever_the_strides(kind):
+    """One that is another changes it: the lowest bit, the sign of a zero."""
+    value = VALUES[kind]
+    whole = checksum(value).item()
+    assert checksum(value.t()).item() == whole
+    assert checksum(value[::2]).item() == checksum(value[::2].clone()).item()
+    assert checksum(value[:, 1:3].t()).item() == checksum(value[:, 1:3].clone()).item()
+    parts = [checksum(row).item() for row in value]
+    assert (sum(parts) - whole) % 2**64 == 0
+    assert checksum(value[2, 2]).item() == checksum(value[2:3, 2]).item()  # without dims
+    assert checksum(value[:0]).item() == 0
+    for place in (0, 23):
+        other = value.clone()
+        other.view(-1)[place : place + 1].view(torch.uint8)[0] ^= 1
+        assert checksum(other).item() != whole
+
+
+def test_a_checksum_knows_nan_and_minus_zero():
+    nan = torch.tensor([1.0, torch.nan])
+    assert checksum(nan).item() == checksum(nan.clone()).item()
+    assert checksum(torch.tensor([0.0])).item() != checksum(torch.tensor([-0.0])).item()
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert checksum(conjugate).item() == checksum(torch.tensor([1 - 2j])).item()
 
 
 # ---- checkpoints

@@ -5,11 +5,13 @@ import os
 import random
 import re
 import shutil
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import warm
 from arguments import UserError
@@ -375,6 +377,55 @@ def test_full_disk_keeps_the_previous_save(tmp_path, halves):
     assert result.output.count("error: cannot write") == 1
     kept = listing(tmp_path / "run/checkpoints")
     assert {name: data for name, data in kept.items() if "unfinished" not in name} == before
+
+
+def test_a_disk_that_is_not_shared_is_named_before_training(tmp_path):
+    """Two working directories stand in for two hosts: --output-dir is a relative path."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    jobs = []
+    with contextlib.ExitStack() as stack:
+        for rank in (0, 1):
+            host = tmp_path / f"host{rank}"
+            host.mkdir()
+            told = {"cwd": host, "beside": jobs[0] if jobs else None}
+            args = (TRAIN, *SMALL, "--output-dir", "run")
+            jobs.append(warm.Rank(*args, **told, **warm.environment(rank, 2, store)))
+            stack.callback(jobs[-1].kill)
+        assert warm.first_failure(jobs, 120) == 2
+        output = jobs[0].output
+    host = socket.gethostname()
+    sentence = f"rank 1 on {host} does not see what rank 0 on {host} writes there"
+    assert (
+        output.count("train.py: error: run/checkpoints is not on a disk that all ranks share") == 1
+    )
+    assert sentence in output
+    assert "step " not in output
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+SLOW_DISK = """
+import sys, time
+sys.path.insert(0, {directory!r})
+import checkpoint, train
+write_file = checkpoint.write_file
+def slowly(file, state):
+    print("writing", flush=True)
+    time.sleep(8)
+    write_file(file, state)
+checkpoint.write_file = slowly
+train.main()
+"""
+
+
+def test_a_save_may_take_longer_than_the_timeout(tmp_path):
+    """--timeout is how long a rank may be missing, not how long rank 0 may write."""
+    script = tmp_path / "slow_disk.py"
+    script.write_text(SLOW_DISK.format(directory=str(TRAIN.parent)))
+    args = (*SMALL, "--epochs", 1, "--timeout", 5, "--output-dir", tmp_path / "run")
+    output = warm.run(script, *args, ranks=2).check().output
+    assert output.count("writing") == 1
+    assert "steps 22 of 22" in output
+    assert [save.name for save in saves(tmp_path / "run/checkpoints")] == ["step_00000022"]
 
 
 # ---- the exit

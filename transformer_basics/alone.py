@@ -20,6 +20,8 @@ def on_rank_0(action: Callable[[], object], worker: Worker, doing: str) -> objec
     doing: what rank 0 prints after ten seconds, as in "writing step_00000100.pt".
     The result should be small: it is pickled and sent.
     """
+    if worker.world_size == 1:
+        return action()
     done = f"rank 0 has done {next(numbers)}"
     result = None
     if worker.is_main:
