@@ -82,20 +82,21 @@ def test_an_optimizer_that_was_made_before(copy):
 
 
 def test_another_seed_on_each_rank(copy):
-    def of_minimal(ranks: int) -> list[str]:
-        return re.findall("loss .*", copy.run("minimal.py", ranks=ranks).check().output)
+    def of_minimal(ranks: int) -> list[float]:
+        output = copy.run("minimal.py", ranks=ranks).check().output
+        return [float(loss) for loss in re.findall(r"loss (\S+)", output)]
 
     alone = of_minimal(1)
-    assert of_minimal(2) == alone
+    assert off(of_minimal(2), alone) < 2e-4  # four digits are printed
     copy.edit("minimal.py", "torch.manual_seed(0)", "torch.manual_seed(rank)")
-    assert of_minimal(2) != alone
+    assert off(of_minimal(2), alone) > 2e-3
     expected = losses(copy)
     copy.edit(
         "train.py",
         "torch.manual_seed(settings.seed)",
         "torch.manual_seed(settings.seed + dist.get_rank())",
     )
-    assert losses(copy) == expected  # rank 0's values for all
+    assert off(losses(copy), expected) < 1e-6  # rank 0's values for all
 
 
 def test_a_method_other_than_forward(copy):
@@ -139,7 +140,7 @@ def test_memory_that_malloc_keeps(copy):
     """MB that a process has more than before, after all that it held is gone."""
 
     def left(*args) -> float:
-        output = copy.run("memory.py", *args, ranks=1).check().output
+        output = copy.run("memory.py", *args).check().output
         return float(re.search(r"^one process .* (\S+)$", output, re.M)[1])
 
     assert left() < 15

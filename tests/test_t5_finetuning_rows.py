@@ -10,7 +10,7 @@ from rows import Copy
 
 ROWS = {
     "tied weights drift apart": "test_memory_before_sharding_unties",
-    "an error about tied": "test_units_that_split_the_tie",
+    "is shared with a parameter": "test_units_that_split_the_tie",
     "the loss differs": "test_a_mean_of_means",
     "in `generate()`": "test_generate_past_forward",
     "`generate()` hangs": "test_a_rank_that_is_ready",
@@ -22,7 +22,7 @@ ROWS = {
         "test_t5_finetuning.py::test_nothing_judged_was_learnt",
     ),
     "another dropout": "test_a_loader_that_draws",
-    "just got forked": "test_threads_of_tokenizers",
+    "just got forked": "not provoked: the pinned tokenizers say nothing any more",
 }
 pytestmark = pytest.mark.slow  # importing transformers takes some seconds on each rank
 WORDS = "open close read write file name value list tree node first last next get set find sort"
@@ -169,12 +169,3 @@ def test_a_loader_that_draws(copy):
     assert untouched() == {"True"}
     copy.edit("data.py", "generator=torch.Generator(),", "")
     assert untouched() == {"False"}
-
-
-def test_threads_of_tokenizers(copy):
-    says = "The current process just got forked"
-    line = '    os.environ["TOKENIZERS_PARALLELISM"] = "false"'
-    copy.edit("train.py", line, "    #")
-    assert says in copy.run("train.py", *FLAGS, "--workers", 1).check().output
-    copy.edit("train.py", "    #  # its threads", f"{line}  # its threads")
-    assert says not in copy.run("train.py", *FLAGS, "--workers", 1).check().output
