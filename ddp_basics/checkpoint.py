@@ -151,9 +151,9 @@ def broadcast_state(state: dict | None, worker: Worker) -> dict | None:
     """Rank 0's `state` (on the CPU) on all ranks: first its form, then one tensor after the other.
 
     So each rank holds the state once, and nothing of it is pickled or takes memory on a GPU. Sent
-    are the bytes of dense tensors: a slice has other strides than what the others receive it into.
+    are the bytes of dense tensors. What is transposed stays so: AdamW(fused=True) takes it for
+    granted that a parameter and its state lie alike in memory.
     """
-    state = map_tensors(torch.Tensor.contiguous, state)
     form = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), state)
     box = [form]
     dist.broadcast_object_list(box, src=0)
@@ -162,7 +162,10 @@ def broadcast_state(state: dict | None, worker: Worker) -> dict | None:
 
     def send(tensor: torch.Tensor) -> None:
         if tensor.numel():
-            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # any dtype
+            dense = tensor.contiguous()  # of a slice the wrong numbers would be sent
+            dist.broadcast(dense.view(-1).view(torch.uint8), src=0)  # bytes: any dtype
+            if not worker.is_main:
+                tensor.copy_(dense)
 
     map_tensors(send, state)
     return state

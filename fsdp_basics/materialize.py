@@ -61,6 +61,9 @@ def initialize(model: nn.Module, build: Callable[[], nn.Module], worker: Worker)
     built = []
     on_rank_0(lambda: built.append(build()), worker, "building the whole model")
     state = built[0].state_dict() if built else {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):  # of a slice the wrong numbers would be sent
+            state[name] = value.contiguous()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
     values = dict(built[0].named_buffers()) if built else {}
