@@ -1,0 +1,35 @@
+"""Grouped-query attention on 1, 2 or 4 ranks: what each rank saw; saves it on rank 0.
+
+Started by test_parallel_basics_grouped.py.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
+
+import torch
+from compare_pipelines import gather
+from comparing import batches
+from grouped_query_attention import build, train
+from runtime import distributed_worker
+
+ARGS = SimpleNamespace(steps=3, batch_size=2, length=5, dim=16, heads=4, seed=2)
+
+
+def main(output: Path) -> None:
+    found = {}
+    with distributed_worker("cpu") as worker:
+        found["batches"] = batches(ARGS, worker.device)
+        for kv_heads in (1, 2, 4):
+            found["start", kv_heads] = build(ARGS, kv_heads, worker.device).state_dict()
+            for optimizer in ("sgd", "adamw"):
+                args = SimpleNamespace(**vars(ARGS), optimizer=optimizer)
+                found[optimizer, kv_heads] = gather(train(args, kv_heads, worker.device))
+        if worker.is_main:
+            torch.save(found, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
