@@ -5,6 +5,7 @@
 
 (a) train.py against the barest loop, one process   (b) two ranks against one, same global batch
 (c) DDP against ddp_from_scratch.py, two ranks       (d) from the launch to the first step
+(e) the checksum of the replicas against a step, two ranks
 """
 
 import argparse
@@ -32,6 +33,7 @@ from data import random_images
 from ddp_from_scratch import BucketedDDP, NaiveDDP
 from model import SmallCNN
 from optimizer import make_optimizer
+from replicas import check_replicas
 from runtime import Worker, distributed_worker
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,8 +58,10 @@ def main() -> None:
     a = report.measure(sys.executable, *options, "template")
     b = report.measure(*TORCHRUN, *options, "scaling")
     c = report.measure(*TORCHRUN, *options, "from_scratch")
+    e = report.measure(*TORCHRUN, *options, "checksum")
     d = start_up(args.repeats)
-    report.write("ddp", "What DDP costs", [*template_text(a), *text(b, c), *start_up_text(d)])
+    texts = [*template_text(a), *text(b, c), *start_up_text(d), *checksum_text(e)]
+    report.write("ddp", "What DDP costs", texts)
 
 
 # ---- (a) the template's loop against the barest one: images per second of one process
@@ -142,7 +146,43 @@ def steps(model: nn.Module, global_batch: int, local_batch: int, count: int) -> 
     return count * global_batch / (time.perf_counter() - started)
 
 
-PARTS = {"template": template, "scaling": scaling, "from_scratch": from_scratch}
+# ---- (e) seconds of a step, and of the checksum that the template takes once in --log-every steps
+
+
+def checksum(worker: Worker, repeats: int) -> dict[str, list[float]]:
+    models = {
+        "SmallCNN, 28 x 28": lambda: SmallCNN(image_size=28),
+        "14 M parameters": lambda: nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(784, 2048),
+            *(nn.Linear(2048, 2048) for _ in range(3)),
+            nn.Linear(2048, 10),
+        ),
+    }
+    measured = {}
+    for name, build in models.items():
+        model = build()
+        ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        measured[f"step, {name}"] = lambda ddp_model=ddp_model: 32 / steps(ddp_model, 32, 16, 3)
+        measured[f"checksum, {name}"] = lambda model=model: seconds_of(
+            lambda: check_replicas(model, 1, worker)
+        )
+    return report.alternate(repeats, measured)
+
+
+def seconds_of(action) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+PARTS = {
+    "template": template,
+    "scaling": scaling,
+    "from_scratch": from_scratch,
+    "checksum": checksum,
+}
 
 
 # ---- (d) seconds from the launch of torchrun to the first step done
@@ -230,6 +270,15 @@ def text(b: dict, c: dict) -> list[str]:
         "## (c) torch's DDP against ddp_from_scratch.py",
         report.table(rows_c),
     ]
+
+
+def checksum_text(e: dict) -> list[str]:
+    rows = [("two ranks, global batch 32", "ms: median (min ... max)")]
+    rows += [(name, report.summary([1e3 * x for x in samples])) for name, samples in e.items()]
+    for name in ("SmallCNN, 28 x 28", "14 M parameters"):
+        share = statistics.median(e[f"checksum, {name}"]) / statistics.median(e[f"step, {name}"])
+        rows.append((f"every 50 steps: {name}", f"{share / 50:.2%} of the time"))
+    return ["## (e) The checksum of the replicas", report.table(rows)]
 
 
 def start_up_text(d: dict) -> list[str]:
