@@ -5,28 +5,27 @@
 """  # fmt: skip
 
 import argparse
+import gc
 import os
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
-BATCH = 120  # images per step, over all ranks
-
 
 def train(device: torch.device, rank: int, world_size: int, epochs: int) -> None:
-    if BATCH % world_size:
-        raise SystemExit(f"error: {BATCH} images do not divide over {world_size} ranks")
+    batch = 120  # images per step, over all ranks
+    if batch % world_size:
+        raise SystemExit(f"error: {batch} images do not divide over {world_size} ranks")
     torch.manual_seed(0)  # the same split on all ranks
     images, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     train_set, test_set = random_split(digits, [1440, 357])
     sampler = DistributedSampler(train_set)  # shuffles, and gives each rank its share of the images
-    loader = DataLoader(train_set, batch_size=BATCH // world_size, sampler=sampler)
+    loader = DataLoader(train_set, batch_size=batch // world_size, sampler=sampler)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     ddp_model = DistributedDataParallel(model)  # from now on backward() averages over all ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -35,7 +34,7 @@ def train(device: torch.device, rank: int, world_size: int, epochs: int) -> None
         model.train()
         for x, y in loader:
             optimizer.zero_grad()
-            F.cross_entropy(ddp_model(x.to(device)), y.to(device)).backward()
+            nn.functional.cross_entropy(ddp_model(x.to(device)), y.to(device)).backward()
             optimizer.step()
         model.eval()
         with torch.no_grad():
@@ -52,15 +51,16 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    device, local_rank = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
     count = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
     if count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each rank of this machine
-        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
-        torch.accelerator.set_device_index(local_rank)  # this rank's own
+        device = torch.accelerator.current_accelerator()
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # this rank's own
     dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo, nccl, ...
     rank, world_size = dist.get_rank(), dist.get_world_size()  # who am I, of how many?
     if rank == 0:  # one rank prints
         print(f"{world_size} rank(s) on {device.type}, {dist.get_backend()}", flush=True)
     train(device, rank, world_size, args.epochs)  # a function: the model must end before the group
+    gc.collect()  # a model holds cycles; when it is gone, nothing uses the group any more
     dist.barrier()  # no rank leaves while another one still waits for a message
     dist.destroy_process_group()

@@ -147,6 +147,8 @@ def train(args, worker: Worker) -> None:
     with CollectiveCalls() as counts["its export"], ema.in_place_of(model):
         full = StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 has it, in CPU RAM
         exported = get_model_state_dict(model, options=full)
+        # Copies: on a CPU some of these tensors are the model's own, which get other values again.
+        exported = {name: tensor.clone() for name, tensor in exported.items()}
     if args.output_dir:
         save(args.output_dir / f"step_{done:06}", model, optimizer, ema)
         if worker.is_main:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from arguments import ArgumentParser, UserError, above, at_least
 from collective_calls import CollectiveCalls
 from data import load_dataset
-from differences import local_tensor
+from differences import full_tensor, local_tensor
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 
 LAYERS = ("query_key_value", "attention_out", "expand", "contract")  # of each block
 
@@ -85,7 +84,8 @@ def shard(model: VisionTransformer, mesh) -> None:
 def adapters_of(model: nn.Module) -> dict[str, Tensor]:
     """The adapters in full, on the CPU of rank 0; all ranks call this. The base is not gathered."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    return get_model_state_dict(model, options=options)
+    adapters = get_model_state_dict(model, options=options)
+    return {name: tensor.clone() for name, tensor in adapters.items()}  # not the model's own
 
 
 def load_adapters(model: nn.Module, adapters: dict[str, Tensor]) -> None:
@@ -102,7 +102,7 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, LoRALinear) and name.endswith(".weight"):
             tensor = module.merged_weight()
         if not name.endswith((".lora_a", ".lora_b")):
-            state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            state[name] = full_tensor(tensor)
     return state
 
 

@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node=2 fsdp_basics/minimal.py      # two: the same losses
 """  # fmt: skip
 
+import gc
 import os
 
 import torch
@@ -11,21 +12,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-BATCH = 60  # images per step, over all ranks
-
 
 def train(device: torch.device, rank: int, world_size: int) -> None:
-    if BATCH % world_size:
-        raise SystemExit(f"error: {BATCH} images do not divide over {world_size} ranks")
-    mesh = init_device_mesh(device.type, (world_size,))  # all ranks, in a line
+    batch = 60  # images per step, over all ranks
+    if batch % world_size:
+        raise SystemExit(f"error: {batch} images do not divide over {world_size} ranks")
+    mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, in a line
     images, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(images / 16).float().view(-1, 8, 8), torch.tensor(labels))
     sampler = DistributedSampler(digits)  # shuffles, and gives each rank its share of the images
-    loader = DataLoader(digits, batch_size=BATCH // world_size, sampler=sampler, drop_last=True)
+    loader = DataLoader(digits, batch_size=batch // world_size, sampler=sampler, drop_last=True)
     torch.manual_seed(0)  # the same first values on all ranks, of which each keeps its part
     options = {"dropout": 0.0, "bias": False, "batch_first": True}
     blocks = [nn.TransformerEncoderLayer(64, 4, 128, **options) for _ in range(3)]
@@ -52,15 +51,16 @@ def train(device: torch.device, rank: int, world_size: int) -> None:
 if __name__ == "__main__":
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    device, local_rank = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
     count = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
     if count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each rank of this machine
-        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
-        torch.accelerator.set_device_index(local_rank)  # this rank's own
+        device = torch.accelerator.current_accelerator()
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # this rank's own
     dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo, nccl, ...
     rank, world_size = dist.get_rank(), dist.get_world_size()  # who am I, of how many?
     if rank == 0:  # one rank prints
         print(f"{world_size} rank(s) on {device.type}, {dist.get_backend()}", flush=True)
     train(device, rank, world_size)  # a function: the model must end before the group
+    gc.collect()  # a model holds cycles; when it is gone, nothing uses the group any more
     dist.barrier()  # no rank leaves while another one still waits for a message
     dist.destroy_process_group()

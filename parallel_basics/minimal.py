@@ -5,6 +5,7 @@
 """  # fmt: skip
 
 import argparse
+import gc
 import os
 
 import torch
@@ -12,18 +13,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-FEATURES = 480  # of the hidden layer, over all ranks
 
 
 def train(device: torch.device, rank: int, world_size: int, steps: int) -> None:
-    if FEATURES % world_size:
-        raise SystemExit(f"error: {FEATURES} features do not divide over {world_size} ranks")
-    mesh = init_device_mesh(device.type, (world_size,))  # all ranks, in a line
+    features = 480  # of the hidden layer, over all ranks
+    if features % world_size:
+        raise SystemExit(f"error: {features} features do not divide over {world_size} ranks")
+    mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, in a line
     torch.manual_seed(0)  # on every rank the same model and, below, the same batches
-    model = nn.Sequential(nn.Linear(64, FEATURES), nn.ReLU(), nn.Linear(FEATURES, 10)).to(device)
+    model = nn.Sequential(nn.Linear(64, features), nn.ReLU(), nn.Linear(features, 10)).to(device)
     # Each rank keeps some outputs of the first layer and the matching inputs of the second, so it
     # sends nothing in between. The outputs of the second are added up over the ranks.
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -49,15 +48,16 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    device, local_rank = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
     count = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
     if count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each rank of this machine
-        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
-        torch.accelerator.set_device_index(local_rank)  # this rank's own
+        device = torch.accelerator.current_accelerator()
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # this rank's own
     dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo, nccl, ...
     rank, world_size = dist.get_rank(), dist.get_world_size()  # who am I, of how many?
     if rank == 0:  # one rank prints
         print(f"{world_size} rank(s) on {device.type}, {dist.get_backend()}", flush=True)
     train(device, rank, world_size, args.steps)  # a function: the model must end before the group
+    gc.collect()  # a model holds cycles; when it is gone, nothing uses the group any more
     dist.barrier()  # no rank leaves while another one still waits for a message
     dist.destroy_process_group()

@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node=2 t5_finetuning/minimal.py    # two: the same losses
 """  # fmt: skip
 
+import gc
 import os
 from inspect import getdoc, signature
 from shutil import copy, copyfile, which
@@ -11,20 +12,18 @@ from textwrap import fill, indent, wrap
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
-
-SMALL = dict(d_model=64, d_kv=16, d_ff=256, num_heads=4, num_layers=2, decoder_start_token_id=0)
 
 
 def train(device: torch.device, rank: int, world_size: int) -> None:
     if world_size > 6:
         raise SystemExit(f"error: 6 texts are too few for {world_size} ranks")
-    mesh = init_device_mesh(device.type, (world_size,))  # all ranks, in a line
+    mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, in a line
     torch.manual_seed(0)  # the same first values on all ranks, of which each keeps its part
+    size = dict(d_model=64, d_kv=16, d_ff=256, num_heads=4, num_layers=2, decoder_start_token_id=0)
     tokenizer = ByT5Tokenizer()  # bytes; else AutoTokenizer and the model .from_pretrained("...")
-    model = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **SMALL))
+    model = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **size))
     model.to(device).eval()  # eval(): no dropout
     for block in (*model.encoder.block, *model.decoder.block):
         fully_shard(block, mesh=mesh)  # its parameters are gathered while it computes
@@ -52,15 +51,16 @@ def train(device: torch.device, rank: int, world_size: int) -> None:
 if __name__ == "__main__":
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    device, local_rank = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
     count = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
     if count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each rank of this machine
-        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
-        torch.accelerator.set_device_index(local_rank)  # this rank's own
+        device = torch.accelerator.current_accelerator()
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # this rank's own
     dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo, nccl, ...
     rank, world_size = dist.get_rank(), dist.get_world_size()  # who am I, of how many?
     if rank == 0:  # one rank prints
         print(f"{world_size} rank(s) on {device.type}, {dist.get_backend()}", flush=True)
     train(device, rank, world_size)  # a function: the model must end before the group
+    gc.collect()  # a model holds cycles; when it is gone, nothing uses the group any more
     dist.barrier()  # no rank leaves while another one still waits for a message
     dist.destroy_process_group()

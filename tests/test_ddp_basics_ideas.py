@@ -140,7 +140,7 @@ def test_minimal_as_its_first_lines_say_ends_with_status_0():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "expected"), [(1, ("gloo", "cpu", [])), (2, ("nccl", "cuda:1", [1]))]
+    ("gpus", "expected"), [(1, ("gloo", "cpu", [])), (2, ("nccl", "cuda", [1]))]
 )
 def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, gpus, expected):
     chosen, joined = [], []

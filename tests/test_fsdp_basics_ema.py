@@ -102,7 +102,10 @@ def test_what_is_loaded_is_what_was_saved(runs, optimizer):
     saved = runs[2][optimizer]["steps"][-1]["average"]
     for ranks in (1, 3):
         loaded = runs[ranks][optimizer]["loaded"]
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+        for name, tensor in saved.items():
+            # The mean of three equal buffers may differ from them in the last bit.
+            tolerance = 1e-15 if name.endswith(("running_mean", "running_var")) else 0
+            torch.testing.assert_close(loaded[name], tensor, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

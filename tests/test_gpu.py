@@ -64,6 +64,7 @@ def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, directory, gpus
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_backend", lambda: joined[0])
     monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", mesh)
+    monkeypatch.setattr(dist, "init_device_mesh", mesh)
     with pytest.raises(InterruptedError) as decided:
         runpy.run_path(str(ROOT / directory / "minimal.py"), run_name="__main__")
     assert [str(decided.value), *joined] == (["cuda", "nccl"] if gpus == 2 else ["cpu", "gloo"])

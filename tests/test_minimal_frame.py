@@ -21,7 +21,7 @@ def test_all_have_one_frame():
     frames = {d: frame((ROOT / d / "minimal.py").read_text()) for d in DIRECTORIES}
     for directory in DIRECTORIES:
         assert frames[directory] == frames["ddp_basics"], directory
-        assert len(frames[directory]) == 14
+        assert len(frames[directory]) == 15
 
 
 @pytest.mark.parametrize(
