@@ -51,7 +51,7 @@ bench: check ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/rpc.py
 	.venv/bin/python benchmarks/clusters.py
 
-foreign: check ## train 49 models of torchvision and transformers, compare: half an hour
+foreign: check ## train 49 models of torchvision and transformers, compare: an hour
 	.venv/bin/python tests/foreign/matrix.py --write
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do

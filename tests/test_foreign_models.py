@@ -81,6 +81,9 @@ def test_what_differs_is_found():
         assert largest({"a": (other, right["a"])})[0] == math.inf
     assert largest({"a": (right["a"], None)}) == (math.inf, "a is unexpected")
     assert largest({"a": (right["a"] * math.nan, right["a"]), "c": (0.5, 0.5)})[0] == math.inf
+    zeros = torch.zeros(2)
+    assert largest({"a": (zeros, zeros)}) == (0.0, "")
+    assert largest({"a": (right["a"], zeros)}) == (2.0, "a")
     assert largest({"c": (0.5 + 1e-12, 0.5)})[0] > 1e-13  # in 64 bits
 
 

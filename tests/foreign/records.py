@@ -71,9 +71,10 @@ def largest(pairs: dict[str, tuple]) -> tuple[float, str]:
         if not a.numel():
             continue
         a, b = a.double(), b.double()
-        difference = float((a - b).abs().max()) / max(float(b.abs().max()), floor)
-        if math.isnan(difference):
+        distance, scale = float((a - b).abs().max()), max(float(b.abs().max()), floor)
+        if math.isnan(distance):
             return math.inf, f"{name} is not a number"
+        difference = distance / scale if scale else distance  # nothing but zeros
         if difference > worst[0]:
             worst = difference, name
     return worst
