@@ -39,4 +39,5 @@ try:
 except SystemExit as end:
     if end.code != (143 if last else 0):
         raise
-print(f"read weights: {len(read)}, drew first values: {len(drew)}")
+if os.environ.get("RANK", "0") == "0":  # after the sample, which this rank has written
+    print(f"read weights: {len(read)}, drew first values: {len(drew)}")
