@@ -19,7 +19,7 @@ ROWS = {
     "grows with `--accumulate`": "test_fsdp_basics.py::test_what_is_reduced_per_step",
     "(RSS) does not shrink": "test_memory_that_malloc_keeps",
     "`Cannot access accelerator device": "test_offloading_without_a_gpu",
-    "SIGABRT during": "test_a_thread_that_saves_in_the_group_of_training",
+    "during `dcp.async_save`": "test_a_thread_that_saves_in_the_group_of_training",
     "`No backend type associated": "test_a_group_without_a_backend_for_the_cpu",
     "tied weights drift apart": (
         "test_t5_finetuning_rows.py::test_memory_before_sharding_unties",
@@ -141,7 +141,7 @@ def test_memory_that_malloc_keeps(copy):
 
     def left(*args) -> float:
         output = copy.run("memory.py", *args).check().output
-        return float(re.search(r"^one process .* (\S+)$", output, re.M)[1])
+        return float(re.search(r"^one process .* (\d+\.\d)$", output, re.M)[1])
 
     assert left() < 15
     assert left("--malloc", "default") > 30
@@ -161,8 +161,10 @@ def test_offloading_without_a_gpu(copy):
 
 def test_a_thread_that_saves_in_the_group_of_training(copy):
     copy.edit("async_checkpoint.py", ", process_group=saving_group", "")
-    result = copy.run("async_checkpoint.py")
-    assert result.returncode == -signal.SIGABRT
+    try:
+        assert copy.run("async_checkpoint.py", timeout=60).returncode == -signal.SIGABRT
+    except TimeoutError as error:  # or the two wait for each other's messages
+        assert "_async_thread_executor" in str(error)
     copy.edit(
         "async_checkpoint.py",
         "            sharded_state(parts), checkpoint_id=async_folder",
