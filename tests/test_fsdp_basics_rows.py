@@ -161,10 +161,11 @@ def test_offloading_without_a_gpu(copy):
 
 def test_a_thread_that_saves_in_the_group_of_training(copy):
     copy.edit("async_checkpoint.py", ", process_group=saving_group", "")
-    try:
-        assert copy.run("async_checkpoint.py", timeout=60).returncode == -signal.SIGABRT
-    except TimeoutError as error:  # or the two wait for each other's messages
-        assert "_async_thread_executor" in str(error)
+    try:  # SIGABRT, or the two wait for each other's messages
+        status = copy.run("async_checkpoint.py", timeout=60).returncode
+    except TimeoutError:
+        status = "no end"
+    assert status in ("no end", -signal.SIGABRT)
     copy.edit(
         "async_checkpoint.py",
         "            sharded_state(parts), checkpoint_id=async_folder",

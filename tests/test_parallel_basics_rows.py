@@ -180,7 +180,8 @@ def test_a_group_that_outlives_the_script(copy):
     assert "0" not in left
     text = (copy.path / "minimal.py").read_text()
     ours = "    from runtime import distributed_worker\n\n"
-    ours += "    with distributed_worker('cpu') as worker:\n        train(worker.device, worker.rank, worker.world_size, args.steps)\n"
+    ours += "    with distributed_worker('cpu') as worker:\n"
+    ours += "        train(worker.device, worker.rank, worker.world_size, args.steps)\n"
     begin, end = text.index('    if "RANK" not in'), text.index(count)
     copy.edit("minimal.py", text[begin:end], ours)
     left = re.findall(
