@@ -148,7 +148,7 @@ def sharded(model: str, settings: Settings, worker) -> nn.Module:
     train.units = tied_units if model == "tied" else units
     module = build_on_meta(lambda: build(model))
     train.shard(module, torch.device("cpu"), settings, worker)
-    initialize(module, lambda: build(model), worker.is_main)
+    initialize(module, lambda: build(model), worker)
     return module
 
 
