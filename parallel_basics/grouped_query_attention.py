@@ -16,8 +16,8 @@ query heads need:
 Ranks 0 and 1 have the same rows of the key and value matrices. In backward each finds the gradient
 of its own query heads only, so the ranks that share a head sum these gradients (`sum_shared`).
 
-Look at the error of ColwiseParallel. Then at the differences to one process: rounding, but for the
-rows without the sum, whose first loss is right and whose gradients are not.
+Look at the error of ColwiseParallel. Then look at the differences to one process, which are
+rounding. Without the sum the first loss is right and the gradients are wrong.
 
     B, T, C  batch, tokens, width     H  query heads on this rank     K  key/value heads on it
     D        numbers per head
@@ -70,7 +70,7 @@ class GroupedQueryAttention(nn.Module):
 
 
 def check(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raise `UserError` if the heads cannot be shared out over so many tensor-parallel ranks."""
+    """Raise `UserError` if the heads do not divide over this number of tensor-parallel ranks."""
     if heads % ranks:
         raise UserError(
             f"{heads} query heads do not divide over {ranks} tensor-parallel ranks: each rank "
@@ -97,7 +97,7 @@ def local_part(name: str, tensor: Tensor, kv_heads: int) -> Tensor:
     """This rank's part of a parameter or gradient of the whole model."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if name.endswith(("key.weight", "value.weight")):
-        # Several heads, or one that `copies_of(kv_heads)` neighbours hold too.
+        # Several heads; or one head, which neighbouring ranks hold as well (see `copies_of`).
         heads_D = tensor.detach().chunk(kv_heads)
         first = rank * kv_heads // ranks
         return torch.cat(heads_D[first : first + max(1, kv_heads // ranks)])
@@ -239,11 +239,11 @@ def compare(args, worker: Worker) -> None:
 
 
 def try_colwise(model: Decoder, worker: Worker) -> str:
-    """What happens if the key and value matrices are sharded like any other."""
+    """Shard the key and value matrices like any other matrix; return the error, or "works"."""
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     names = ("query", "key", "value")
     parallelize_module(model.attention, mesh, {name: ColwiseParallel() for name in names})
-    model.attention.out = nn.Identity()  # not of interest here
+    model.attention.out = nn.Identity()  # so that its size does not matter
     x_BTC = torch.zeros(2, 3, model.norm.weight.numel(), device=worker.device)
     try:
         model.attention(x_BTC)

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node=3 parallel_basics/tied_stages.py --optimizer adamw
 
 In a tied model (GPT-2, Gemma, small Qwen and Llama models) the head multiplies with the token
-embedding's matrix. In a pipeline the first stage embeds and the last stage has the head, so each
-has a copy. Five lines of `train` keep the two copies one matrix:
+embedding's matrix. In a pipeline the first stage has the embedding and the last stage has the head,
+so each has a copy of the matrix. Five calls of `train` keep the two copies one matrix:
 
     new_group        the first and the last stage; Megatron-LM calls it the embedding group
     broadcast        both copies start with the same values
