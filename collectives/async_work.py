@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, at_least, between
+from arguments import DEVICES, ArgumentParser, at_least, between
 from costs import time_calls
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
@@ -270,7 +270,7 @@ def parse_args():
     )
     add("--repeats", type=at_least(1), default=5)
     add("--plot", type=Path, metavar="FILE", help="save the timelines as a picture (PNG, PDF)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.plot and not args.plot.resolve().parent.is_dir():
         parser.error(f"--plot {args.plot}: there is no such directory")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, UserError, at_least, between
+from arguments import DEVICES, ArgumentParser, UserError, at_least, between
 from bandwidth_cases import OPERATIONS, expected_result, first_error, pattern, prepare
 from bandwidth_report import (
     Fit,
@@ -170,7 +170,7 @@ def parse_args():
     add("--repeats", type=at_least(1), default=5, help="samples per size")
     add("--verify", action="store_true", help="compare the values at each size")
     add("--output-dir", type=Path, help="write metrics.jsonl and bandwidth.png there")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.min_bytes > args.max_bytes:
         parser.error(f"--min-bytes {args.min_bytes} is above --max-bytes {args.max_bytes}")

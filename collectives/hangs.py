@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, UserError, between
+from arguments import DEVICES, ArgumentParser, UserError, between
 from runtime import Worker, distributed_worker
 from tables import print_by_rank
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -275,7 +275,7 @@ def parse_args():
     parser.add_argument(
         "--timeout", type=between(0.5, 60), default=1.5, help="of each case's group, in s"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, at_least
+from arguments import DEVICES, ArgumentParser, at_least
 from costs import time_calls
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
@@ -212,7 +212,7 @@ def safe_load(thing):
 def parse_args():
     parser = ArgumentParser(description="Object collectives: use, cost, danger.")
     parser.add_argument("--repeats", type=at_least(1), default=10, help="of each timing")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 
 

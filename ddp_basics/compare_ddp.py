@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, above, at_least
+from arguments import DEVICES, ArgumentParser, above, at_least
 from data import load_dataset
 from model import SmallCNN
 from runtime import Worker
@@ -225,7 +225,7 @@ def parse_args(description: str):
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--repeats", type=at_least(2), default=20, help="timed steps")
     add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.channels % 4:
         parser.error(f"--channels must be a multiple of 4, not {args.channels}")

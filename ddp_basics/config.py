@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from arguments import ArgumentParser, above, at_least, between
+from arguments import DEVICES, ArgumentParser, above, at_least, between
 from task import TaskSettings, add_flags
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,7 +84,7 @@ def parse_args() -> Settings:
     add("--find-unused-parameters", action="store_true", help=unused)
     add("--seed", type=int, help="of first values, order of the data, augmentation, dropout")
     # on what
-    add("--device", choices=("auto", "cpu", "cuda"))
+    add("--device", choices=DEVICES)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="processes per rank that load data")
     add("--timeout", type=above(0), help="seconds until a missing rank is an error")

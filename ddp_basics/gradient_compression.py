@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, above, at_least
+from arguments import DEVICES, ArgumentParser, above, at_least
 from data import load_dataset
 from model import SmallCNN
 from runtime import Worker, distributed_worker
@@ -224,7 +224,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=at_least(1), default=96, help="images, over all ranks")
     parser.add_argument("--lr", type=above(0), default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--output-dir", type=Path, help="also write metrics.jsonl there")
     args = parser.parse_args()
     if args.keep > 1:

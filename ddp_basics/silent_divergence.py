@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError, at_least
+from arguments import DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from replicas import average_buffers, check_replicas
 from runtime import Worker, distributed_worker
@@ -329,7 +329,7 @@ def parse_args():
         "--steps", type=at_least(4), default=20, help="optimizer steps per case (default: 20)"
     )
     parser.add_argument("--output", type=Path, help="save the cured models to this file")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError, at_least
+from arguments import DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from runtime import Worker, distributed_worker
 from torch import Tensor, nn
@@ -303,7 +303,7 @@ def parse_args():
     add("--steps", type=at_least(2), default=10, help="of each way, for each network (default: 10)")
     add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
     add("--output", type=Path, help="save gradients and parameters of the first way there")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ left take part in the others' all_reduces, with zeros. Look at
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser
+from arguments import DEVICES, ArgumentParser
 from model import SmallCNN
 from runtime import Worker, distributed_worker
 from torch import Tensor
@@ -140,7 +140,7 @@ def print_results(results: list[dict], batches: list, divide_by_initial: bool) -
 def parse_args():
     parser = ArgumentParser(description="Train on files of different length with Join.")
     add_data_arguments(parser)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 
 

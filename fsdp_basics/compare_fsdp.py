@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, at_least
+from arguments import DEVICES, ArgumentParser, at_least
 from data import load_dataset
 from differences import KINDS, full_tensor, largest_differences, local_tensor
 from model import VisionTransformer
@@ -186,7 +186,7 @@ def parse_args():
     add("--keep", action="store_true", help="do not free after forward: ZeRO-2")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

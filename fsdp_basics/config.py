@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from arguments import ArgumentParser, above, at_least, between
+from arguments import DEVICES, ArgumentParser, above, at_least, between
 from task import TaskSettings, add_flags
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,7 +100,7 @@ def parse_args() -> Settings:
     add("--offload", action="store_true", help="keep shards and optimizer in CPU memory")
     add("--prefetch", type=at_least(0), help="units to gather ahead; 0: FSDP's choice")
     # on what
-    add("--device", choices=("auto", "cpu", "cuda"))
+    add("--device", choices=DEVICES)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="processes per rank that load data")
     add("--timeout", type=above(0), help="seconds until a missing rank is an error")

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError, above, at_least, between
+from arguments import DEVICES, ArgumentParser, UserError, above, at_least, between
 from collective_calls import CollectiveCalls
 from data import load_dataset
 from differences import local_tensor
@@ -253,7 +253,7 @@ def parse_args():
     add("--optimizer", choices=OPTIMIZERS, default="sgd")
     add("--output-dir", type=Path, help="save here, export ema.pt; continue a save that is there")
     add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     parser.make_folder("--output-dir", args.output_dir)
     return args

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError, at_least
+from arguments import DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from differences import full_tensor, largest_differences
 from fsdp1_models import Job, fsdp1, fsdp2, make_job
@@ -259,7 +259,7 @@ def parse_args():
     parser.add_argument("--steps", type=at_least(1), default=2)
     parser.add_argument("--batch-size", type=at_least(1), default=48, help="over all ranks")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 
 

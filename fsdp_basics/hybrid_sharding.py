@@ -26,7 +26,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, UserError, at_least
+from arguments import DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from differences import full_tensor, largest_differences, local_tensor
 from model import VisionTransformer
@@ -253,7 +253,7 @@ def parse_args():
     add("--depth", type=at_least(1), default=4, help="blocks")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

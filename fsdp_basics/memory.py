@@ -27,7 +27,7 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
-from arguments import ArgumentParser, at_least
+from arguments import DEVICES, ArgumentParser, at_least
 from data import load_dataset
 from measure_memory import HEADS, MOMENTS, measure
 from memory_plot import plot
@@ -114,7 +114,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), default=16, help="images, over all ranks; up to 1400")
     add("--malloc", choices=("return", "default"), default="return", help="what is freed")
     add("--plot", type=Path, metavar="FILE.png", help="also draw stacked bars")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.dim % HEADS:

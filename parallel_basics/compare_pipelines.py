@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from activations import Activations
-from arguments import ArgumentParser, at_least
+from arguments import DEVICES, ArgumentParser, at_least
 from model import GPT, GPTConfig, cross_entropy, initialize
 from pipeline_timelines import Recorder, span
 from runtime import Worker
@@ -142,7 +142,7 @@ def read_arguments(description: str, counts: str, steps: int):
     add("--steps", type=at_least(1), default=steps, help="optimizer steps that are compared")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

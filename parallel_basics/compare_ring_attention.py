@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import ArgumentParser, at_least
+from arguments import DEVICES, ArgumentParser, at_least
 from model import GPT, GPTConfig, cross_entropy, initialize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, C++'s too
@@ -224,7 +224,7 @@ def read_arguments():
     parser.add_argument("--dim", type=at_least(1), default=64, help="width: a multiple of --heads")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} does not divide into {args.heads} heads")

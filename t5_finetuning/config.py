@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arguments import ArgumentParser, above, at_least, between
+from arguments import DEVICES, ArgumentParser, above, at_least, between
 
 # A run may be continued with other values of these: they change how it runs, not what it computes.
 # (It can be made longer, and go on with another number of ranks. The files have checksums.)
@@ -112,7 +112,7 @@ def parse_args() -> Settings:
     add("--activation-checkpointing", action="store_true", help="less memory, a forward more")
     add("--seed", type=int)
     # on what
-    add("--device", choices=("auto", "cpu", "cuda"))
+    add("--device", choices=DEVICES)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="processes per rank that read and tokenize")
     add("--timeout", type=above(0), help="seconds after which a missing rank is an error")

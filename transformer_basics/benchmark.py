@@ -19,7 +19,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from arguments import ArgumentParser, UserError, at_least, between
+from arguments import DEVICES, ArgumentParser, UserError, at_least, between
 from config import AXES, PRECISIONS, Settings
 from counting_by_axis import CountByAxis
 from data import batch_part
@@ -182,7 +182,7 @@ def parse_args():
     add("--compile", action="store_true", help="torch.compile each block")
     add("--sequence-parallel", action="store_true", help="on meshes with tp")
     add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     add("--steps", type=at_least(1), default=2, help="of a sample")
     add("--repeats", type=at_least(1), default=3, help="samples of each mesh")
     args = parser.parse_args()

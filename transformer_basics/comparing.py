@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from arguments import ArgumentParser, UserError, at_least
+from arguments import DEVICES, ArgumentParser, UserError, at_least
 from model import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -144,5 +144,5 @@ def make_parser(description: str) -> ArgumentParser:
     add("--vocab-size", type=at_least(256), default=256, help="256 or more, one per byte")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     return parser

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from arguments import ArgumentParser, UserError, above, at_least, between
+from arguments import DEVICES, ArgumentParser, UserError, above, at_least, between
 from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -180,7 +180,7 @@ def parse_args() -> Settings:
     add("--sequence-parallel", action="store_true", help="with --tp: cut the tokens between layers")
     add("--loss-parallel", action="store_true", help="with --tp: never gather the logits")
     add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
-    add("--device", choices=("auto", "cpu", "cuda"))
+    add("--device", choices=DEVICES)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
     # what is kept

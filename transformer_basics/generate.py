@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from arguments import ArgumentParser, at_least, between
+from arguments import DEVICES, ArgumentParser, at_least, between
 from checkpoint import load_model
 from config import PROMPT, Settings
 from data import load_tokenizer
@@ -77,7 +77,7 @@ def parse_args():
     add("--pp", type=at_least(1), default=1, help="pipeline stages")
     add("--dp-shard", type=at_least(1), default=1, help="shards (FSDP)")
     add("--tp", type=at_least(1), default=1, help="parts of each layer")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if not args.prompt:
         parser.error("--prompt is empty: the model continues at least one character")
