@@ -197,7 +197,7 @@ def test_compiled_model_gives_the_same(runs, tmp_path):
     args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
     torchrun(TRAIN, *args, "--compile", timeout=280).check()
     for a, b in zip(learned(tmp_path), learned(runs[2][0]), strict=True):
-        # Fused kernels round in other places: seen 4e-5 in five steps. Then it grows, in jumps where
+        # Fused kernels round in other places: seen 4e-5 in five steps. Then it grows: jumps where
         # a max-pool falls on the other side of a tie: seen 2.2e-3 of a norm of 2.3 in epoch 0.
         early = {"abs": 1e-4} if a["step"] <= 5 else {"abs": 2e-3, "rel": 2e-3}
         assert a == pytest.approx(b, **early if a["step"] <= 14 else {"abs": 2e-2})
