@@ -453,7 +453,7 @@ ZOO = {
         contrast,
         TOWERS,
         by_sample=False,
-        refused=("fsdp_basics", "fully_shard doesn't support scalar parameters"),
+        refused=("fsdp_basics", "which FSDP does not shard: give a scalar"),
     ),
     "CLIP, scale of 1 number": Entry(clip_1d, captioned, contrast, TOWERS, by_sample=False),
     "wav2vec 2.0": Entry(wav2vec2, waves, classify, "wav2vec2.encoder.layers", unused=True),
