@@ -1,4 +1,4 @@
-"""What the model reaches on data that it is not trained on."""
+"""Evaluate a model on data that it is not trained on: means over all ranks, each sample once."""
 
 import math
 

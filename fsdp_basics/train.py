@@ -77,7 +77,7 @@ def train(settings: Settings, worker: Worker) -> int:
     if folder:
         check_shared(folder, worker)
         step, saved_run = resume(folder, parts, settings.identity(), worker)
-    if step == 0:  # else the values are those of the save, and nobody builds the whole model
+    if step == 0:  # else the values are those of the save, and no rank builds the whole model
         initialize(model, build, worker)
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(

@@ -107,7 +107,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     if checkpoints:
         check_shared(checkpoints, worker)
         step, saved_run = resume(checkpoints, parts, identity, worker)
-    if step == 0:  # else the values are those of the save, and nobody builds the whole model
+    if step == 0:  # else the values are those of the save, and no rank builds the whole model
         initialize(model, partial(build_whole, config, settings), worker)
         before.loss = evaluate(model, eval_set, tokenizer, settings, worker)
         before.texts = generate(model, eval_set, tokenizer, settings, worker)
