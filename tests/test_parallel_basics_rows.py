@@ -81,14 +81,14 @@ def test_a_bias_inside_the_sum(copy):
 
 
 def test_features_that_do_not_divide(copy):
-    copy.edit("minimal.py", "FEATURES = 480", "FEATURES = 481")
+    copy.edit("minimal.py", "features = 480", "features = 481")
     sentence = copy.run("minimal.py", "--steps", 1)
     assert "error: 481 features do not divide over 2 ranks" in sentence.output
-    copy.edit("minimal.py", "if FEATURES % world_size:", "if False:")
+    copy.edit("minimal.py", "if features % world_size:", "if False:")
     result = copy.run("minimal.py", "--steps", 1)
     assert result.returncode == 1
     assert "RuntimeError: a and b must have same reduction dim" in result.output
-    copy.edit("minimal.py", "FEATURES = 481", "FEATURES = 482")
+    copy.edit("minimal.py", "features = 481", "features = 482")
     copy.run("minimal.py", "--steps", 1).check()
 
 

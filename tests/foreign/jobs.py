@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, fields
 from multiprocessing.connection import wait
@@ -62,7 +63,7 @@ class Job:
                 try:
                     error = error or pipe.recv()
                 except EOFError:
-                    error = error or "a rank died"
+                    error = error or self.last_words(waiting[pipe])
                 del waiting[pipe]
         if error:  # the other ranks may wait for the one that failed
             self.kill()
@@ -70,12 +71,18 @@ class Job:
         files = [self.folder / f"rank{rank}.pt" for rank in range(self.ranks)]
         return Outcome([torch.load(file, weights_only=False) for file in files])
 
+    def last_words(self, process) -> str:
+        process.join(60)
+        self.log.seek(0)
+        return f"a rank died, status {process.exitcode}: {self.log.read()[-3000:]}"
+
     def fork(self) -> None:
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # what the ranks print
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.ranks):
             ours, theirs = FORK.Pipe()
             told = environment(rank, self.ranks, self.store)
-            process = FORK.Process(target=run_rank, args=(self.template, rank, told, theirs))
+            process = FORK.Process(target=run_rank, args=(self.template, rank, told, theirs, self.log))
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -106,7 +113,7 @@ class Current:
     record: Record
 
 
-def run_rank(template: str, rank: int, told: dict[str, str], pipe) -> None:
+def run_rank(template: str, rank: int, told: dict[str, str], pipe, log) -> None:
     os.environ.clear()
     os.environ.update(told, TOKENIZERS_PARALLELISM="false")  # its threads do not survive a fork
     sys.argv = ["train.py"]
@@ -116,9 +123,8 @@ def run_rank(template: str, rank: int, told: dict[str, str], pipe) -> None:
     import runtime
     import train
 
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
     register_optimizer_step_pre_hook(note_gradients)
     register_optimizer_step_post_hook(note_parameters)
     with runtime.distributed_worker("cpu") as worker:
