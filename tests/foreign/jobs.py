@@ -77,12 +77,14 @@ class Job:
         return f"a rank died, status {process.exitcode}: {self.log.read()[-3000:]}"
 
     def fork(self) -> None:
-        self.log = tempfile.TemporaryFile("w+", errors="replace")  # what the ranks print
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  what ranks print
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.ranks):
             ours, theirs = FORK.Pipe()
             told = environment(rank, self.ranks, self.store)
-            process = FORK.Process(target=run_rank, args=(self.template, rank, told, theirs, self.log))
+            process = FORK.Process(
+                target=run_rank, args=(self.template, rank, told, theirs, self.log)
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
