@@ -15,7 +15,10 @@ from helpers import ROOT, python
 
 FOREIGN = ROOT / "tests/foreign"
 sys.path.append(str(FOREIGN))
+from cases import Case  # noqa: E402
 from records import largest  # noqa: E402
+from variants import VARIANTS  # noqa: E402
+from zoo import ZOO  # noqa: E402
 
 CASES = (
     "ResNet, plain, sgd",
@@ -71,6 +74,21 @@ def test_trains_as_a_plain_loop_or_says_why_not(rows, case, template):
 @pytest.mark.slow
 def test_there_is_no_other_case(rows):
     assert set(rows) == set(RUNS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant_changes_each_model(variant):
+    """Which parameters there are, which are trainable, and which are one and the same tensor."""
+    for name in ZOO:
+        changed = [described(case.build()) for case in (Case(name), Case(name, variant))]
+        assert (changed[0] == changed[1]) == (variant == "plain"), name
+
+
+def described(model) -> dict:
+    first, found = {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = parameter.requires_grad, first.setdefault(id(parameter), name)
+    return found
 
 
 def test_what_differs_is_found():

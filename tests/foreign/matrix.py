@@ -35,7 +35,7 @@ from jobs import Job, Outcome
 from oracle import Oracle
 from records import Record, compare
 from variants import REFUSED, VARIANTS
-from zoo import ZOO
+from zoo import GROUPS, ZOO
 
 TEMPLATES = ("ddp_basics", "fsdp_basics", "t5_finetuning")
 # Numbers of 64 bits, added up in another order: 1e-12 after ten steps. More where a gradient is
@@ -190,45 +190,67 @@ def line(row: dict) -> str:
 
 
 def sections(rows: list[dict]) -> list[str]:
-    trained = [row for row in rows if row["variant"] in VARIANTS]
-    heading = ("architecture", "parameters", "DDP", "FSDP", "t5_finetuning", *KINDS[1:])
-    lines = [heading]
-    for name in dict.fromkeys(row["model"] for row in trained):
-        own = [row for row in trained if row["model"] == name]
-        counts = []
-        for template in TEMPLATES:
-            cases = [row for row in own if row["template"] == template]
-            equal = [row for row in cases if not row["error"] and not row["refused"]]
-            counts.append(f"{len(equal)} of {len(cases)}" if cases else "")
-        size = next(row["size"] for row in own if row["variant"] == "plain")
-        worst = [f"{max(row[kind] for row in own):.0e}" for kind in KINDS[1:]]
-        lines.append((name, f"{size:,}", *counts, *worst))
-    heading = ("what", "template", "what it says")
-    exceptions = {
-        (r["variant"] if r["variant"] in REFUSED else r["model"], r["template"]): r["refused"]
-        for r in rows
-        if r["refused"]
-    }
-    exceptions = [(*what, text.split(": ", 1)[1]) for what, text in exceptions.items()]
-    exceptions += [
-        (f"{r['model']}, {r['variant']}", r["template"], r["error"]) for r in rows if r["error"]
-    ]
     return [
         EXPLANATION,
-        report.table(lines),
+        "## In short",
+        report.table(summary(rows)),
         "## What cannot work",
-        report.table([heading, *exceptions]),
+        report.table(exceptions(rows)),
+        "## Each architecture",
+        report.table(details(rows)),
     ]
+
+
+def summary(rows: list[dict]) -> list[tuple]:
+    """A line for each group of architectures: the README has these lines, too."""
+    lines = [("models", "architectures", *TEMPLATES, "largest difference")]
+    for group, entries in GROUPS.items():
+        own = [row for row in rows if row["model"] in entries and row["variant"] in VARIANTS]
+        worst = max((row[kind] for row in own for kind in KINDS), default=0)
+        lines.append((group, ", ".join(entries), *counts(own), f"{worst:.0e}"))
+    return lines
+
+
+def exceptions(rows: list[dict]) -> list[tuple]:
+    lines = {}
+    for row in rows:
+        special = row["variant"] in REFUSED
+        what = f"{row['model']}: {row['variant']}" if special or row["error"] else row["model"]
+        if row["refused"] or row["error"]:
+            text = row["error"] or row["refused"].split(": ", 1)[1]
+            lines[what, row["template"]] = (what, row["template"], text.splitlines()[0])
+    return [("model", "template", "what the template says"), *lines.values()]
+
+
+def details(rows: list[dict]) -> list[tuple]:
+    lines = [("architecture", "parameters", *TEMPLATES, *KINDS)]
+    rows = [row for row in rows if row["variant"] in VARIANTS]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == name]
+        size = next(row["size"] for row in own if row["variant"] == "plain")
+        worst = [f"{max(row[kind] for row in own):.0e}" for kind in KINDS]
+        lines.append((name, f"{size:,}", *counts(own), *worst))
+    return lines
+
+
+def counts(rows: list[dict]) -> list[str]:
+    """For each template: how many of its trainings equal the plain loop."""
+    found = []
+    for template in TEMPLATES:
+        own = [row for row in rows if row["template"] == template]
+        equal = [row for row in own if not row["error"] and not row["refused"]]
+        found.append(f"{len(equal)} of {len(own)}" if own else "")
+    return found
 
 
 EXPLANATION = """\
-Each architecture has a tiny random configuration and numbers of 64 bits. The six cases: unchanged
-with SGD, unchanged with AdamW, with a frozen part, with a part that no step uses, with tied
-weights, with LoRA adapters. In each case 2 ranks train for five steps and save; then 1 rank and
-3 ranks continue for five steps. DDP and FSDP: the number of cases in which all losses, gradients,
-parameters and buffers of all ranks equal those of a plain loop in one process; t5_finetuning trains
-the language models, by AdamW. The last columns: the largest difference, relative to the largest
-number of the tensor."""
+Each architecture has a tiny random configuration and numbers of 64 bits. There are six cases:
+unchanged with SGD, unchanged with AdamW, with a frozen part, with a part that no step uses, with
+tied weights, with LoRA adapters. In each case 2 ranks train for five steps and save; then 1 rank
+and 3 ranks load the checkpoint and train for five more steps. "6 of 6" under a template: in all six
+cases the losses, gradients, parameters and buffers of all ranks equal those of a plain loop in one
+process. t5_finetuning trains the language models, with AdamW. Differences are relative to the
+largest number of the tensor."""
 
 
 def parse_args() -> argparse.Namespace:

@@ -169,7 +169,7 @@ def resnet() -> nn.Module:
 
 def efficientnet() -> nn.Module:
     stage = partial(vision.efficientnet.MBConvConfig, width_mult=1, depth_mult=1)
-    stages = [stage(1, 3, 2, 8, 8, 1), stage(2, 3, 2, 8, 16, 2)]
+    stages = [stage(1, 3, 2, 8, 8, 2), stage(2, 3, 2, 8, 16, 2)]
     return vision.EfficientNet(stages, 0.0, stochastic_depth_prob=0, num_classes=CLASSES)
 
 
@@ -182,7 +182,7 @@ def mobilenet_v3() -> nn.Module:
 
 
 def vgg() -> nn.Module:
-    features = vision.vgg.make_layers([8, "M", 16, "M"], batch_norm=True)
+    features = vision.vgg.make_layers([8, "M", 16, 16, 16, "M"], batch_norm=True)
     model = vision.VGG(features, num_classes=CLASSES, dropout=0.0)
     model.avgpool = nn.AdaptiveAvgPool2d(1)
     model.classifier = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES))
@@ -196,7 +196,7 @@ def regnet() -> nn.Module:
 
 def convnext() -> nn.Module:
     stage = vision.convnext.CNBlockConfig
-    stages = [stage(8, 16, 1), stage(16, None, 1)]
+    stages = [stage(8, 16, 2), stage(16, None, 1)]
     return vision.ConvNeXt(stages, layer_scale=0.5, num_classes=CLASSES)
 
 
@@ -354,107 +354,124 @@ DEEPSEEK = {
     "num_key_value_heads": 2,
 }
 
-ZOO = {
-    # torchvision
-    "ResNet": of_images(resnet, "layer1 layer2 layer3 layer4", 48),
-    "VGG with BatchNorm": of_images(vgg, "features", 16),
-    "DenseNet": of_images(
-        lambda: vision.DenseNet(4, (2, 2), 8, 2, num_classes=CLASSES),
-        "features.denseblock1 features.denseblock2",
-    ),
-    "MobileNetV2": of_images(
-        lambda: vision.MobileNetV2(CLASSES, 0.25, [[1, 8, 1, 2], [2, 16, 1, 2]], dropout=0.0),
-        "features",
-    ),
-    "MobileNetV3": of_images(mobilenet_v3, "features"),
-    "ShuffleNetV2": of_images(
-        lambda: vision.ShuffleNetV2([1, 1, 1], [8, 8, 16, 16, 32], num_classes=CLASSES),
-        "stage2 stage3 stage4",
-    ),
-    "EfficientNet": of_images(efficientnet, "features"),
-    "RegNet": of_images(regnet, "trunk_output"),
-    "ConvNeXt": of_images(convnext, "features"),
-    "ViT (torchvision)": of_images(vit, "encoder.layers", 16),
-    "Swin": of_images(partial(swin, 1), "features"),
-    "SwinV2": of_images(partial(swin, 2), "features"),
-    "MaxViT": of_images(maxvit, "blocks"),
-    # transformers: decoders
-    "Llama": causal("llama"),
-    "Mistral": causal("mistral", sliding_window=4),
-    "Qwen2": causal("qwen2"),
-    "Qwen3": causal("qwen3"),
-    "Gemma": causal("gemma"),
-    "Gemma 2": causal("gemma2", sliding_window=16),
-    "Gemma 3": causal("gemma3_text", sliding_window=4),
-    "GPT-2": causal("gpt2", "transformer.h", **GPT2),
-    "GPT-Neo": causal(
-        "gpt_neo",
-        "transformer.h",
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        window_size=4,
-    ),
-    "GPT-NeoX": causal("gpt_neox", "gpt_neox.layers"),
-    "OPT": causal("opt", "model.decoder.layers", ffn_dim=32, word_embed_proj_dim=16),
-    "Phi": causal("phi"),
-    "Phi-3": causal("phi3"),
-    "BLOOM": causal("bloom", "transformer.h", n_head=2, n_layer=2),
-    "Falcon": causal("falcon", "transformer.h", head_dim=ABSENT),
-    "OLMo 2": causal("olmo2"),
-    "Mixtral": causal("mixtral", num_local_experts=4),
-    "Qwen2-MoE": causal("qwen2_moe", num_experts=4, shared_expert_intermediate_size=16, **EXPERTS),
-    "gpt-oss": causal("gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
-    "DeepSeek-V3": causal("deepseek_v3", **DEEPSEEK, **EXPERTS),
-    "Mamba": causal("mamba", "backbone.layers", time_step_rank=2, **STATES),
-    "Mamba-2": causal("mamba2", "backbone.layers", num_heads=4, n_groups=1, chunk_size=4, **STATES),
-    "RWKV": causal("rwkv", "rwkv.blocks", attention_hidden_size=16),
-    # transformers: encoders
-    "BERT": masked("bert", "bert.encoder.layer", unused=True),
-    "RoBERTa": masked("roberta", "roberta.encoder.layer", unused=True),
-    "DistilBERT": masked(
-        "distilbert", "distilbert.transformer.layer", dim=16, n_layers=2, n_heads=2, hidden_dim=32
-    ),
-    "ALBERT": masked("albert", "albert.encoder.albert_layer_groups", embedding_size=8, unused=True),
-    "DeBERTa-v2": masked(
-        "deberta-v2",
-        "deberta.encoder.layer",
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        unused=True,
-    ),
-    "ModernBERT": masked("modernbert", "model.layers"),
-    # transformers: encoder and decoder
-    "T5": seq2seq(
-        Seq2Seq,
-        "t5",
-        "encoder.block decoder.block",
-        **{"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
-    ),
-    "BART": seq2seq(
-        Seq2Seq, "bart", "model.encoder.layers model.decoder.layers", unused=True, **BART
-    ),
-    "Whisper": seq2seq(
-        Speech,
-        "whisper",
-        "model.encoder.layers model.decoder.layers",
-        sounds,
-        None,
-        **BART,
-        **{"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32},
-    ),
-    # transformers: images, sounds, both
-    "ViT (transformers)": of_images(
-        partial(of_hub, ForImages, "vit", image_size=16, patch_size=4), "vit.layers", 16
-    ),
-    "CLIP": Entry(
-        clip,
-        captioned,
-        contrast,
-        TOWERS,
-        by_sample=False,
-        refused=("fsdp_basics", "which FSDP does not shard: give a scalar"),
-    ),
-    "CLIP, scale of 1 number": Entry(clip_1d, captioned, contrast, TOWERS, by_sample=False),
-    "wav2vec 2.0": Entry(wav2vec2, waves, classify, "wav2vec2.encoder.layers", unused=True),
+GROUPS = {
+    "torchvision": {
+        "ResNet": of_images(resnet, "layer1 layer2 layer3 layer4", 48),
+        "VGG with BatchNorm": of_images(vgg, "features", 16),
+        "DenseNet": of_images(
+            lambda: vision.DenseNet(4, (2, 2), 8, 2, num_classes=CLASSES),
+            "features.denseblock1 features.denseblock2",
+        ),
+        "MobileNetV2": of_images(
+            lambda: vision.MobileNetV2(CLASSES, 0.25, [[1, 8, 2, 2], [2, 16, 1, 2]], dropout=0.0),
+            "features",
+        ),
+        "MobileNetV3": of_images(mobilenet_v3, "features"),
+        "ShuffleNetV2": of_images(
+            lambda: vision.ShuffleNetV2([1, 1, 1], [8, 8, 16, 16, 32], num_classes=CLASSES),
+            "stage2 stage3 stage4",
+        ),
+        "EfficientNet": of_images(efficientnet, "features"),
+        "RegNet": of_images(regnet, "trunk_output"),
+        "ConvNeXt": of_images(convnext, "features"),
+        "ViT (torchvision)": of_images(vit, "encoder.layers", 16),
+        "Swin": of_images(partial(swin, 1), "features"),
+        "SwinV2": of_images(partial(swin, 2), "features"),
+        "MaxViT": of_images(maxvit, "blocks"),
+    },
+    "transformers: decoders": {
+        "Llama": causal("llama"),
+        "Mistral": causal("mistral", sliding_window=4),
+        "Qwen2": causal("qwen2"),
+        "Qwen3": causal("qwen3"),
+        "Gemma": causal("gemma"),
+        "Gemma 2": causal("gemma2", sliding_window=16),
+        "Gemma 3": causal("gemma3_text", sliding_window=4),
+        "GPT-2": causal("gpt2", "transformer.h", **GPT2),
+        "GPT-Neo": causal(
+            "gpt_neo",
+            "transformer.h",
+            num_layers=2,
+            num_heads=2,
+            attention_types=[[["global", "local"], 1]],
+            window_size=4,
+        ),
+        "GPT-NeoX": causal("gpt_neox", "gpt_neox.layers"),
+        "OPT": causal("opt", "model.decoder.layers", ffn_dim=32, word_embed_proj_dim=16),
+        "Phi": causal("phi"),
+        "Phi-3": causal("phi3"),
+        "BLOOM": causal("bloom", "transformer.h", n_head=2, n_layer=2),
+        "Falcon": causal("falcon", "transformer.h", head_dim=ABSENT),
+        "OLMo 2": causal("olmo2"),
+        "Mixtral": causal("mixtral", num_local_experts=4),
+        "Qwen2-MoE": causal(
+            "qwen2_moe", num_experts=4, shared_expert_intermediate_size=16, **EXPERTS
+        ),
+        "gpt-oss": causal("gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
+        "DeepSeek-V3": causal("deepseek_v3", **DEEPSEEK, **EXPERTS),
+        "Mamba": causal("mamba", "backbone.layers", time_step_rank=2, **STATES),
+        "Mamba-2": causal(
+            "mamba2", "backbone.layers", num_heads=4, n_groups=1, chunk_size=4, **STATES
+        ),
+        "RWKV": causal("rwkv", "rwkv.blocks", attention_hidden_size=16),
+    },
+    "transformers: encoders": {
+        "BERT": masked("bert", "bert.encoder.layer", unused=True),
+        "RoBERTa": masked("roberta", "roberta.encoder.layer", unused=True),
+        "DistilBERT": masked(
+            "distilbert",
+            "distilbert.transformer.layer",
+            dim=16,
+            n_layers=2,
+            n_heads=2,
+            hidden_dim=32,
+        ),
+        "ALBERT": masked(
+            "albert", "albert.encoder.albert_layer_groups", embedding_size=8, unused=True
+        ),
+        "DeBERTa-v2": masked(
+            "deberta-v2",
+            "deberta.encoder.layer",
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            unused=True,
+        ),
+        "ModernBERT": masked("modernbert", "model.layers"),
+    },
+    "transformers: encoder and decoder": {
+        "T5": seq2seq(
+            Seq2Seq,
+            "t5",
+            "encoder.block decoder.block",
+            **{"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+        ),
+        "BART": seq2seq(
+            Seq2Seq, "bart", "model.encoder.layers model.decoder.layers", unused=True, **BART
+        ),
+        "Whisper": seq2seq(
+            Speech,
+            "whisper",
+            "model.encoder.layers model.decoder.layers",
+            sounds,
+            None,
+            **BART,
+            **{"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32},
+        ),
+    },
+    "transformers: images, sounds, both": {
+        "ViT (transformers)": of_images(
+            partial(of_hub, ForImages, "vit", image_size=16, patch_size=4), "vit.layers", 16
+        ),
+        "CLIP": Entry(
+            clip,
+            captioned,
+            contrast,
+            TOWERS,
+            by_sample=False,
+            refused=("fsdp_basics", "which FSDP does not shard: give a scalar"),
+        ),
+        "CLIP, scale of 1 number": Entry(clip_1d, captioned, contrast, TOWERS, by_sample=False),
+        "wav2vec 2.0": Entry(wav2vec2, waves, classify, "wav2vec2.encoder.layers", unused=True),
+    },
 }
+ZOO = {name: entry for group in GROUPS.values() for name, entry in group.items()}
