@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from arguments import UserError
 from runtime import Worker
+from saves import checksum
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -75,17 +76,22 @@ class JsonLines(Dataset):
 
 
 def check_same_files(datasets: list[JsonLines], worker: Worker) -> None:
-    """All ranks call this. Raise `UserError` if a rank does not have the files that rank 0 read."""
+    """All ranks call this. Raise `UserError` if a host does not have the files that rank 0 read."""
     problem = None
-    for dataset in datasets:
-        size = dataset.path.stat().st_size if dataset.path.is_file() else None
-        if size != dataset.lengths.sum():
-            says = "is not there" if size is None else f"has {size} bytes"
-            problem = f"{dataset.path} {says} on {socket.gethostname()}, rank {worker.rank}"
+    for dataset in datasets if worker.local_rank == 0 else []:  # one rank per host reads the files
+        try:
+            if checksum(dataset.path) != dataset.checksum:
+                problem = "differs from the file that rank 0 read"
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        if problem:
+            host = socket.gethostname()
+            problem = f"{dataset.path} on {host} (rank {worker.rank}) {problem}"
+            break
     problems = [None] * worker.world_size
     dist.all_gather_object(problems, problem)
     for problem in filter(None, problems):
-        raise UserError(f"{problem}: rank 0 read another one; copy the same files to every host")
+        raise UserError(f"{problem}: copy the same files to every host")
 
 
 def epoch_batches(lengths: Tensor, batch_size: int, seed: int) -> Tensor:

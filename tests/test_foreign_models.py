@@ -18,7 +18,7 @@ sys.path.append(str(FOREIGN))
 from cases import Case  # noqa: E402
 from records import largest  # noqa: E402
 from variants import VARIANTS  # noqa: E402
-from zoo import ZOO  # noqa: E402
+from zoo import GROUPS, ZOO  # noqa: E402
 
 CASES = (
     "ResNet, plain, sgd",
@@ -89,6 +89,14 @@ def described(model) -> dict:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found[name] = parameter.requires_grad, first.setdefault(id(parameter), name)
     return found
+
+
+def test_the_first_page_has_the_recorded_tables():
+    record = (ROOT / "benchmarks/results/foreign.md").read_text()
+    short = record.partition("## In short")[2].partition("## Each architecture")[0]
+    lines = [line for line in short.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(GROUPS) + 2 + len(REFUSED)
+    assert not set(lines) - set((ROOT / "README.md").read_text().splitlines())
 
 
 def test_what_differs_is_found():

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import warm
 from arguments import UserError
@@ -381,26 +380,50 @@ def test_full_disk_keeps_the_previous_save(tmp_path, halves):
 
 def test_a_disk_that_is_not_shared_is_named_before_training(tmp_path):
     """Two working directories stand in for two hosts: --output-dir is a relative path."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    jobs = []
-    with contextlib.ExitStack() as stack:
-        for rank in (0, 1):
-            host = tmp_path / f"host{rank}"
-            host.mkdir()
-            told = {"cwd": host, "beside": jobs[0] if jobs else None}
-            args = (TRAIN, *SMALL, "--output-dir", "run")
-            jobs.append(warm.Rank(*args, **told, **warm.environment(rank, 2, store)))
-            stack.callback(jobs[-1].kill)
-        assert warm.first_failure(jobs, 120) == 2
-        output = jobs[0].output
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    for folder in hosts:
+        folder.mkdir()
+    result = warm.run(TRAIN, *SMALL, "--output-dir", "run", ranks=2, nodes=2, cwd=hosts)
+    assert result.returncode == 2
     host = socket.gethostname()
     sentence = f"rank 1 on {host} does not see what rank 0 on {host} writes there"
-    assert (
-        output.count("train.py: error: run/checkpoints is not on a disk that all ranks share") == 1
-    )
-    assert sentence in output
-    assert "step " not in output
+    where = "train.py: error: run/checkpoints is not on a disk that all ranks share"
+    assert where in result.output
+    assert sentence in result.output
+    assert "step " not in result.output
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+MISSING = """
+import sys, time
+from datetime import timedelta
+sys.path.insert(0, {directory!r})
+import torch, train
+from config import Settings
+from runtime import distributed_worker
+
+def forward(worker):
+    settings = Settings(dp_replicate=2, timeout=5)
+    with torch.device("meta"):
+        model = train.build_model(settings)
+    train.shard(model, worker.device, settings, worker)
+    if worker.rank == 3:
+        time.sleep(300)
+    model(torch.zeros(2, 1, 8, 8))
+
+with distributed_worker("cpu", timedelta(seconds=120)) as worker:
+    forward(worker)
+"""
+
+
+@pytest.mark.slow
+def test_the_timeout_bounds_the_groups_of_a_mesh(tmp_path):
+    """The group of all ranks has another one here; groups of a mesh do not take it over."""
+    script = tmp_path / "missing.py"
+    script.write_text(MISSING.format(directory=str(TRAIN.parent)))
+    result = warm.run(script, ranks=4, timeout=200)
+    assert result.returncode == 1
+    assert "Timed out waiting 5000ms" in result.output
 
 
 SLOW_DISK = """

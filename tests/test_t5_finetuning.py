@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import platform
 import random
 import re
 import shutil
@@ -294,6 +295,24 @@ def test_other_run_is_not_continued(results):
     stop_and_resume = results["stop and resume"]
     assert "was trained with name_epochs = 1, not 0" in stop_and_resume["other names"]
     assert "was trained with checksum of the training file = " in stop_and_resume["other data"]
+
+
+def test_another_file_on_one_host_is_named(tmp_path):
+    """Of one length, and of valid lines: with it, each rank would train on its own pairs."""
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    for folder, name in zip(hosts, ("open", "shut"), strict=True):
+        folder.mkdir()
+        pair = json.dumps({"text": f"def {name}(file)", "summary": f"{name} a file."})
+        (folder / "pairs.jsonl").write_text(f"{pair}\n" * 30)
+    flags = ("--train-file", "pairs.jsonl", "--eval-file", "pairs.jsonl")
+    result = warm.run(SCRIPT, *flags, ranks=2, nodes=2, cwd=hosts)
+    assert result.returncode == 2
+    sentence = f"error: pairs.jsonl on {platform.node()} (rank 1) differs from the file that rank 0"
+    assert sentence in result.output
+    (hosts[1] / "pairs.jsonl").unlink()
+    result = warm.run(SCRIPT, *flags, ranks=2, nodes=2, cwd=hosts)
+    assert result.returncode == 2
+    assert "(rank 1) cannot be read: No such file or directory: copy the same" in result.output
 
 
 # ---- minimal.py

@@ -4,6 +4,7 @@ The expected values are written out here; nothing is taken from the code under t
 """
 
 import math
+import platform
 import re
 import shutil
 import zlib
@@ -297,6 +298,21 @@ def test_what_cannot_be_tokenised_is_an_error_on_every_rank(tmp_path):
     assert result.returncode == 2
     assert "error: [Errno 28] No space left on device" in result.output
     assert "Traceback" not in result.output
+
+
+def test_another_text_on_one_host_is_named(tmp_path):
+    """Of one length: the order of the windows is the same on both hosts, their content is not."""
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    for folder, text in zip(hosts, (b"one text\n", b"two text\n"), strict=True):
+        folder.mkdir()
+        (folder / "text.txt").write_bytes(text * 500)
+    args = (*SIZES, *STEPS, "--data", "text.txt")
+    result = warm.run(TRAIN, *args, ranks=2, nodes=2, cwd=hosts, timeout=60)
+    assert result.returncode == 2
+    host = platform.node()
+    sentence = f"error: rank 1 on {host} has another text than rank 0 on {host}: copy the same"
+    assert sentence in result.output
+    assert "step 1" not in result.output
 
 
 # ---- the end

@@ -24,12 +24,13 @@ def run(
     ranks: int = 1,
     nodes: int = 1,
     timeout: float = 300,
-    cwd: Path = ROOT,
+    cwd: Path | list[Path] = ROOT,
     **changes: str,
 ) -> Result:
     """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left.
 
     nodes: as if the ranks were on so many nodes, all of which are this machine.
+    cwd: a list has a folder for each rank, as the disks of hosts that share none.
 
     The exit status is the first that is not 0; the other ranks are then killed.
     changes: of the environment.
@@ -39,7 +40,8 @@ def run(
     try:
         for rank in range(ranks):
             told = environment(rank, ranks, store, nodes, **changes)
-            jobs.append(Rank(script, *args, cwd=cwd, beside=jobs[0] if jobs else None, **told))
+            folder = cwd[rank] if isinstance(cwd, list) else cwd
+            jobs.append(Rank(script, *args, cwd=folder, beside=jobs[0] if jobs else None, **told))
         status = first_failure(jobs, timeout)
         if status is None:
             jobs[0].abort()

@@ -7,6 +7,7 @@ node writes them once; all ranks then map the same pages of memory, no rank has 
 import hashlib
 import json
 import os
+import socket
 import sysconfig
 import tempfile
 import time
@@ -69,7 +70,21 @@ def load_corpus(files: list[Path], tokenizer: str | None, worker: Worker) -> Cor
     once_per_node(lambda: None if checksum_path.exists() else write(), worker)
     train, validation = (np.memmap(path, dtype, mode="r") for path in paths)
     checksum = checksum_path.read_text()
+    check_same_text(checksum, worker)
     return Corpus(train, validation, checksum, token_count, vocab_size, encode, decode)
+
+
+def check_same_text(checksum: str, worker: Worker) -> None:
+    """All ranks call this. Raise `UserError` if a host has other tokens than the host of rank 0."""
+    found = [None] * worker.world_size
+    dist.all_gather_object(found, (checksum, socket.gethostname()))
+    text, first_host = found[0]
+    for rank, (other, host) in enumerate(found):
+        if other != text:
+            raise UserError(
+                f"rank {rank} on {host} has another text than rank 0 on {first_host}: copy the "
+                "same files to every host (without --data: install the same Python everywhere)"
+            )
 
 
 def once_per_node(action: Callable[[], None], worker: Worker) -> None:

@@ -9,9 +9,11 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from arguments import UserError
 from config import AXES, PRECISIONS, Settings
 from model import GPT, GPTConfig
@@ -41,6 +43,9 @@ def spread_model(
     # in one coordinate only are that axis' group. Neighbours on the last axis are neighbours in
     # rank, so on one node: tensor parallelism communicates most.
     mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
+    if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, these groups wait 30 minutes
+        for group in mesh.get_all_groups():
+            dist.set_timeout(timedelta(seconds=settings.timeout), group)
     with parameters_without_memory():  # no rank needs room for the full model
         model = GPT(config, stage_layers(config.layers, mesh["pp"]))  # some layers
     if settings.tp > 1:  # some features of each layer

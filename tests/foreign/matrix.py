@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -71,17 +72,21 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the ranks need not look through this process's objects
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # to the finally
-    matrix, rows = Matrix(), []
+    matrix, found = Matrix(), good_rows(args.rows)
     try:
         for case, worlds, templates in plan:
+            if all((case.name, case.variant, case.optimizer, t) in found for t in templates):
+                continue
             for row in matrix.try_case(case, worlds, templates):
-                rows.append(row)
+                found[key_of(row)] = row
                 print(line(row), flush=True)
                 if args.rows:
-                    args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                    lines = [json.dumps(row) + "\n" for row in found.values()]
+                    args.rows.write_text("".join(lines))
         matrix.close()
     finally:
         matrix.kill()
+    rows = list(found.values())
     wrong = [row for row in rows if row["error"]]
     times = os.times()
     processor = sum(times[:4])
@@ -92,6 +97,16 @@ def main() -> None:
     if args.write:
         report.write("foreign", "Other people's models in our templates", sections(rows))
     sys.exit(1 if wrong else 0)
+
+
+def good_rows(path: Path | None) -> dict[tuple, dict]:
+    """What an earlier run with this --rows has found, but for what went wrong."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    return {key_of(row): row for row in map(json.loads, lines) if not row["error"]}
+
+
+def key_of(row: dict) -> tuple:
+    return row["model"], row["variant"], row["optimizer"], row["template"]
 
 
 def chosen(names: list[str], variants: list[str]) -> list[Case]:
@@ -160,7 +175,7 @@ def row_of(case: Case, template: str, expected: dict, outcomes: dict[int, Outcom
     row = {"model": case.name, "variant": case.variant, "optimizer": case.optimizer}
     row |= {"template": template, "refused": "", "error": ""}
     row["size"] = sum(p.numel() for p in expected[2].parameters.values())
-    refusing, sentence = REFUSED.get(case.variant) or ZOO[case.name].refused
+    refusing, sentence, _ = refusal(case.name, case.variant)
     for ranks, outcome in outcomes.items():
         if not outcome.records:
             refused = refusing == template and sentence in outcome.error
@@ -177,6 +192,10 @@ def row_of(case: Case, template: str, expected: dict, outcomes: dict[int, Outcom
     wrong = [f"{kind}: {what} by {d:.1e}" for kind, (d, what) in worst.items() if not d < TOLERANCE]
     row["error"] = row["error"] or "; ".join(wrong)
     return row | {kind: difference for kind, (difference, _) in worst.items()}
+
+
+def refusal(name: str, variant: str) -> tuple[str, str, str]:
+    return REFUSED.get(variant) or ZOO[name].refused
 
 
 # ---- telling
@@ -212,14 +231,18 @@ def summary(rows: list[dict]) -> list[tuple]:
 
 
 def exceptions(rows: list[dict]) -> list[tuple]:
+    """A line for each thing that cannot work. The README has these lines, too."""
     lines = {}
     for row in rows:
-        special = row["variant"] in REFUSED
-        what = f"{row['model']}: {row['variant']}" if special or row["error"] else row["model"]
+        what = row["model"]
+        if row["variant"] in REFUSED or row["error"]:
+            what += f": {row['variant']}"
         if row["refused"] or row["error"]:
             text = row["error"] or row["refused"].split(": ", 1)[1]
-            lines[what, row["template"]] = (what, row["template"], text.splitlines()[0])
-    return [("model", "template", "what the template says"), *lines.values()]
+            text = textwrap.shorten(text, 140, placeholder=" ...")
+            cure = "" if row["error"] else refusal(row["model"], row["variant"])[2]
+            lines[what, row["template"]] = (what, row["template"], text, cure)
+    return [("model", "template", "what the template says", "what to do"), *lines.values()]
 
 
 def details(rows: list[dict]) -> list[tuple]:
@@ -259,7 +282,8 @@ def parse_args() -> argparse.Namespace:
     add("--only", nargs="+", choices=ZOO, default=list(ZOO), metavar="MODEL", help="default: all")
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     add("--quick", action="store_true", help="eight models, one case each")
-    add("--rows", type=Path, help="write one JSON object per training to this file")
+    rows = "write one JSON object per training to this file; skip trainings that it has"
+    add("--rows", type=Path, help=rows)
     add("--write", action="store_true", help="write benchmarks/results/foreign.md")
     return parser.parse_args()
 

@@ -72,8 +72,10 @@ class Adapted(nn.Module):
         self.up = nn.Parameter(torch.randn(rank, columns, dtype=base.weight.dtype))
 
     @property
-    def weight(self) -> torch.Tensor:  # some models read it past forward
-        return self.base.weight
+    def weight(self) -> torch.Tensor:
+        """Some models read it and never call forward: Swin's attention does so."""
+        added = self.down @ self.up
+        return self.base.weight + (added if isinstance(self.base, Conv1D) else added.T)
 
     @property
     def bias(self) -> torch.Tensor:
@@ -90,11 +92,23 @@ def stray(model: nn.Module, units: list[nn.Module]) -> None:
 
 VARIANTS = {f.__name__: f for f in (plain, frozen, unused, tied, lora)}
 
-# What cannot work, with the sentence that says so: variant -> (template, part of the sentence).
+# What cannot work: variant -> (template, part of the sentence that says so, what to do instead).
 # One model stands for all of them.
 REFUSED = {
-    "stray": ("fsdp_basics", "neither a parameter nor a buffer"),
-    "tied in two units": ("fsdp_basics", "shared with a parameter already managed by another FSDP"),
-    "unused, no flag": ("ddp_basics", "takes no part (DDP: --find-unused-parameters)"),
+    "stray": (
+        "fsdp_basics",
+        "neither a parameter nor a buffer",
+        "register the tensor as a buffer: `register_buffer()`",
+    ),
+    "tied in two units": (
+        "fsdp_basics",
+        "shared with a parameter already managed by another FSDP",
+        "put both modules into one unit, or into none: `units` in task.py",
+    ),
+    "unused, no flag": (
+        "ddp_basics",
+        "takes no part (DDP: --find-unused-parameters)",
+        "pass `--find-unused-parameters`",
+    ),
 }
 CHANGES = VARIANTS | {"stray": stray, "tied in two units": tied, "unused, no flag": unused}

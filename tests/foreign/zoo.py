@@ -36,7 +36,7 @@ class Entry:
     collate: Callable | None = None
     unused: bool = False  # whether some parameters take no part in its loss
     language: bool = False  # whether it is a language model
-    refused: tuple[str, str] = ("", "")  # (template, part of the sentence that says why)
+    refused: tuple[str, str, str] = ("", "", "")  # see REFUSED in variants.py
     by_sample: bool = True  # False: a sample's loss depends on the others of its batch
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -468,7 +468,11 @@ GROUPS = {
             contrast,
             TOWERS,
             by_sample=False,
-            refused=("fsdp_basics", "which FSDP does not shard: give a scalar"),
+            refused=(
+                "fsdp_basics",
+                "which FSDP does not shard: give a scalar",
+                "give `logit_scale` the shape `(1,)`",
+            ),
         ),
         "CLIP, scale of 1 number": Entry(clip_1d, captioned, contrast, TOWERS, by_sample=False),
         "wav2vec 2.0": Entry(wav2vec2, waves, classify, "wav2vec2.encoder.layers", unused=True),
