@@ -116,6 +116,9 @@ class Current:
 
 
 def run_rank(template: str, rank: int, told: dict[str, str], pipe, log) -> None:
+    # torch's first use of threads in a fork replaces the pool that it has inherited. Two threads
+    # that do so at once abort: "Invalid thread pool!"
+    torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(told, TOKENIZERS_PARALLELISM="false")  # its threads do not survive a fork
     sys.argv = ["train.py"]

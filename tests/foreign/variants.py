@@ -69,7 +69,7 @@ class Adapted(nn.Module):
         self.base = base
         rows, columns = base.weight.shape if isinstance(base, Conv1D) else base.weight.T.shape
         self.down = nn.Parameter(torch.randn(rows, rank, dtype=base.weight.dtype) / rows)
-        self.up = nn.Parameter(torch.randn(rank, columns, dtype=base.weight.dtype))
+        self.up = nn.Parameter(torch.randn(rank, columns, dtype=base.weight.dtype) / 10)
 
     @property
     def weight(self) -> torch.Tensor:
