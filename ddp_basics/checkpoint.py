@@ -62,7 +62,7 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     if state is None:
         return 0, {}
     for name, value in run.items():
-        saved = state["run"].get(name)
+        saved = state["run"].get(name, value)  # a flag that is newer than the run
         if saved != value:
             raise UserError(
                 f"{folder} was trained with --{name.replace('_', '-')} {saved}, not {value}: "
@@ -73,8 +73,11 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
             part.load_state_dict(state[name])
         for name, buffer in parts["model"].named_buffers():
             buffer.copy_(state["buffers"][name])
-    except (KeyError, RuntimeError, ValueError):
-        raise UserError(f"{folder} does not fit this model: choose another --output-dir") from None
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{folder} does not fit this model ({reason}): choose another --output-dir"
+        ) from None
     # With another number of ranks the data order is the same, but the ranks draw new numbers.
     if len(state["generators"]) == worker.world_size:
         mine = state["generators"][worker.rank]

@@ -12,9 +12,8 @@ from task import TaskSettings, add_flags
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A run may be continued with other values of these: they change how it runs, not what it computes.
-# (It can be made longer, and go on with another number of ranks.)
+# (It can be made longer, and go on with another number of ranks. A path may change, too.)
 MAY_CHANGE = {
-    "data_dir",
     "epochs",
     "accumulate",
     "find_unused_parameters",
@@ -62,7 +61,7 @@ class Settings(TaskSettings):
     def identity(self) -> dict[str, object]:
         """What makes two runs the same run: all settings that a continued run must not change."""
         values = {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
-        return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+        return {name: value for name, value in values.items() if not isinstance(value, Path)}
 
 
 def parse_args() -> Settings:

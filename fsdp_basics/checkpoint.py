@@ -182,7 +182,7 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
         return 0, {}
     state = read_run(save)
     for name, value in run.items():
-        saved = state["run"].get(name)
+        saved = state["run"].get(name, value)  # a flag that is newer than the run
         if saved != value:
             raise UserError(
                 f"{folder} was trained with {name} = {saved}, not {value}: choose another "
@@ -283,8 +283,11 @@ def load_sharded(save: Path, parts: dict) -> None:
             state["optimizer"][path] = empty_state(parameters[name], saved)
     try:
         dcp.load(state, checkpoint_id=save)
-    except dcp.api.CheckpointException:
-        raise UserError(f"{save} does not fit this model: choose another --output-dir") from None
+    except dcp.api.CheckpointException as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(
+            f"{save} does not fit this model ({reason}): choose another --output-dir"
+        ) from None
     set_model_state_dict(model, state["model"])
     numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     by_number = {}

@@ -29,6 +29,10 @@ def make_loader(
         seed=seed,
         drop_last=True,
     )
+    seeds = [None] * worker.world_size
+    dist.all_gather_object(seeds, seed)
+    if set(seeds) != {seed}:
+        raise UserError(f"all ranks must shuffle the data with one seed, not with {seeds}")
     return DataLoader(
         Seeded(dataset, seed),
         batch_size=batch_size,
@@ -96,11 +100,12 @@ class Seeded(Dataset):
 def check_same_data(datasets: list[Dataset], worker: Worker) -> None:
     """All ranks call this. Raise `UserError` if a rank has other data than rank 0.
 
-    Compared are the lengths and three samples of each.
+    Compared are the lengths and three samples of each. Raise it also if one of them is empty.
     """
     own = []
     for dataset in datasets:
-        samples = [Seeded(dataset, 0)[0, i] for i in {0, len(dataset) // 2, len(dataset) - 1}]
+        indices = {0, len(dataset) // 2, len(dataset) - 1} if len(dataset) else set()
+        samples = [Seeded(dataset, 0)[0, i] for i in indices]
         numbers = [tensor for sample in samples for tensor in tensors_of(sample)]
         digests = [hashlib.sha256(repr(t.tolist()).encode()).hexdigest() for t in numbers]
         own.append((len(dataset), digests))
@@ -111,8 +116,14 @@ def check_same_data(datasets: list[Dataset], worker: Worker) -> None:
             lengths = [[length for length, _ in sets] for sets in (by_rank[0], data)]
             raise UserError(
                 f"rank {rank} has other data than rank 0 (lengths {lengths[1]} and {lengths[0]}): "
-                "copy the same files to every host"
+                "copy the same files to every host; in load_data() sort the names that a folder "
+                "lists, and seed what shuffles"
             )
+    lengths = [len(dataset) for dataset in datasets]
+    if 0 in lengths:
+        raise UserError(
+            f"there are no samples: load_data() returned data sets of lengths {lengths}"
+        )
 
 
 def to_device(batch, device: torch.device):

@@ -21,6 +21,7 @@ from helpers import (
     torchrun,
     torchrun_command,
 )
+from rows import Copy
 
 TRAIN = ROOT / "ddp_basics/train.py"
 ARGS = ("--epochs", 12, "--log-every", 1)  # 22 steps an epoch
@@ -312,7 +313,9 @@ def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterru
         state = checkpoint(uninterrupted)
         state["model"] = {"x": torch.zeros(3)}
         torch.save(state, path)
-        sentence = f"{path.parent} does not fit this model"
+        sentence = (
+            f"{path.parent} does not fit this model (Error(s) in loading state_dict for SmallCNN: "
+        )
     else:
         path.write_bytes(content)
         arguments = (*ARGS, "--lr", 0.1)
@@ -325,6 +328,24 @@ def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterru
     assert f"train.py: error: {sentence}" in result.output
     assert path.read_bytes() == before
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_files_may_move_and_a_task_may_get_a_new_flag(tmp_path):
+    copy = Copy("ddp_basics", tmp_path)
+    run = ("--output-dir", tmp_path / "run", "--batch-size", 200)
+    copy.run("train.py", *run, "--epochs", 1).check()
+    field = "    augment: bool = False\n"
+    copy.edit("task.py", field, f"{field}    images: Path | None = None\n    note: int = 1\n")
+    flag = '    add("--augment"'
+    more = '    add("--images", type=Path)\n    add("--note", type=int)\n'
+    copy.edit("task.py", flag, more + flag)
+    for epochs, images in ((2, "a"), (3, "b")):
+        output = copy.run("train.py", *run, "--epochs", epochs, "--images", images).check().output
+        assert f"after step {7 * (epochs - 1)}" in output
+    result = copy.run("train.py", *run, "--epochs", 4, "--note", 2)
+    assert result.returncode == 2
+    assert "was trained with --note 1, not 2: choose another --output-dir" in result.output
 
 
 @pytest.mark.slow

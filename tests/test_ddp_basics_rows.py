@@ -223,6 +223,14 @@ def test_other_data_on_one_rank(copy):
     copy.run("train.py", *STEPS).check()
 
 
+def test_an_order_for_each_rank(copy):
+    """A rank that shuffles with a seed of its own takes samples that another rank has, too."""
+    copy.edit("train.py", "local_batch, settings.seed", "local_batch, settings.seed + worker.rank")
+    result = copy.run("train.py", *STEPS)
+    assert result.returncode == 2
+    assert "error: all ranks must shuffle the data with one seed, not with [0, 1]" in result.output
+
+
 def test_an_order_for_all_epochs(copy):
     """What the first rank reads first in each epoch."""
     begins = "        for batch in loader:\n"

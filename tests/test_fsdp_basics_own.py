@@ -178,6 +178,7 @@ def test_slices_and_transposes_are_trained_and_continued(found):
 REFUSED = {
     "length": r"rank 1 has other data than rank 0 \(lengths \[54, 15\] and \[48, 15\]\)",
     "numbers": r"rank 1 has other data than rank 0 \(lengths \[48, 15\] and \[48, 15\]\)",
+    "no samples": r"there are no samples: load_data\(\) returned data sets of lengths \[0, 15\]",
     "constant": "second has a tensor 'constant' that is neither a parameter nor a buffer, ",
     "scalar": r"the parameter second\.constant has the shape \(\), which FSDP does not shard: ",
     "empty": r"the parameter second\.constant has the shape \(0, 3\), which FSDP does not shard: ",

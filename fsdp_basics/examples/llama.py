@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from arguments import at_least
+from arguments import UserError, at_least
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -50,12 +50,20 @@ def load_data(settings: TaskSettings) -> tuple[Dataset, Dataset]:
     folder = Path(sysconfig.get_path("stdlib"))
     text = "\n".join((folder / name).read_text() for name in FILES)
     if settings.model:
-        tokens = AutoTokenizer.from_pretrained(settings.model)(text)["input_ids"]
+        tokens = load_tokenizer(settings.model)(text)["input_ids"]
     else:
         tokens = list(text.encode())
     rows = torch.tensor(tokens[: len(tokens) // settings.length * settings.length])
     rows = rows.view(-1, settings.length)
     return rows[: len(rows) * 9 // 10], rows[len(rows) * 9 // 10 :]  # a tensor is a data set
+
+
+def load_tokenizer(model: str):
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--model {model} has no tokenizer that can be loaded: {reason}") from None
 
 
 collate = None

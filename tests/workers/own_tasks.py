@@ -282,6 +282,7 @@ def refused(worker, folder) -> dict:
     found = {
         "length": Run(worker, load=lambda: data(SAMPLES + 6 * other)),
         "numbers": Run(worker, load=lambda: data(shift=0.5 * other)),
+        "no samples": Run(worker, load=lambda: data(0)),
     }
     if FSDP:
         values = {
