@@ -10,12 +10,8 @@ IMAGES = 1437  # in the training set
 
 
 def add_data_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--images", type=at_least(1), default=997, help="images in all files (default: 997)"
-    )
-    parser.add_argument(
-        "--batch-size", type=at_least(1), default=32, help="images per rank and step (default: 32)"
-    )
+    parser.add_argument("--images", type=at_least(1), default=997, help="images in all files")
+    parser.add_argument("--batch-size", type=at_least(1), default=32, help="images per local batch")
 
 
 def uneven_files(count: int, world_size: int) -> list[Tensor]:
