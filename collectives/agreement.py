@@ -56,7 +56,7 @@ def id_of(device: torch.device | None) -> str:
 
 
 def find_problem(everyone: list[dict]) -> str:
-    """One sentence about the first rank that does not fit the job; "" if all ranks do."""
+    """One sentence about the first rank that does not fit the job; "" if all ranks fit."""
     users = {}  # GPU -> the first rank that uses it
     for rank, about in enumerate(everyone):
         name = f"rank {rank} on {about['host']}"

@@ -81,7 +81,7 @@ def number(value: float) -> str:
 class Throughput:
     """Steps per second, without the time between stop() and start(): evaluation, saving.
 
-    Call stop() after reading a number from the GPU: only then have its steps ended.
+    On a GPU call stop() after reading a number from it: only then have its steps ended.
     """
 
     def __init__(self, step: int):

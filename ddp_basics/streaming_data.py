@@ -128,7 +128,7 @@ class Streams(Files):
         self.position = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Call this before each `iter(loader)`. step: the first one of the epoch."""
+        """Call this before each `iter(loader)`. step: within the epoch; 0: its beginning."""
         self.position.copy_(torch.tensor([epoch, step]))
 
     def __iter__(self) -> Iterator:

@@ -302,7 +302,7 @@ def parse_args():
     add = parser.add_argument
     add("--steps", type=at_least(2), default=10, help="steps per way and network (default: 10)")
     add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
-    add("--output", type=Path, help="save gradients, parameters of the first way here")
+    add("--output", type=Path, help="save gradients and parameters of the first way")
     add("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 

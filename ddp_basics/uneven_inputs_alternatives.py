@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: samples lost and repeated, and idle time, per remedy.
+"""Compare remedies for uneven data: samples lost, samples repeated, time idle.
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/uneven_inputs_alternatives.py
     torchrun --standalone --nproc_per_node=3 ddp_basics/uneven_inputs_alternatives.py

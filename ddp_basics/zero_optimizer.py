@@ -13,9 +13,9 @@ the same state: two numbers per parameter for Adam. With this optimizer a rank u
 parameters only, then broadcasts them (ZeRO stage 1, https://arxiv.org/abs/1910.02054).
 
 Look at the bytes per rank: the state shrinks, but not evenly. The optimizer does not split
-parameters, but gives each one, the largest first, to the rank that has least. So one rank always
-has the largest parameter. (fully_shard splits every parameter, and shards gradients and parameters
-too.) Then look at the last line: the parameters equal AdamW's, also after a restart.
+parameters, but gives each one, the largest first, to the rank that has least: the largest one is a
+floor that more ranks do not lower. (fully_shard splits every parameter, and shards gradients and
+parameters too.) Then look at the last line: the parameters equal AdamW's, also after a restart.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Let rank 0 do slow work alone, while the other ranks poll the store without a time-out."""
+"""Let rank 0 do slow work alone: the other ranks poll the store, so no collective times out."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from arguments import UserError
 from runtime import Worker
 
-numbers = count()  # of the calls: the same on all ranks
+numbers = count()  # of the calls; all ranks make the same calls
 
 
 def on_rank_0(action: Callable[[], object], worker: Worker, doing: str) -> object:

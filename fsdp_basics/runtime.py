@@ -136,22 +136,22 @@ def devices_of(backend: str | None) -> list[str]:
 
 
 def choose_backend(name: str | None, kind: str) -> str:
-    """The backend: `name` or torch's default, plus a backend for CPU tensors if it sends none."""
+    """The backend: `name` or torch's default, plus one for CPU tensors if it cannot send them."""
     name = name.lower() if name else DEFAULTS[kind]
     if not dist.is_backend_available(name):
         fail(f"--backend {name} is unknown to this torch, or it was built without it")
-    if ":" in name:  # as in "cpu:gloo,cuda:nccl": complete
+    if ":" in name:  # such as "cpu:gloo,cuda:nccl"
         return name
     devices = devices_of(name)
     if kind not in devices:
         fail(f"--backend {name} is for tensors on {' and '.join(devices)}; this job is on {kind}")
     if "cpu" in devices:
         return name
-    return f"cpu:{DEFAULTS['cpu']},{kind}:{name}"  # CPU: offloaded shards, objects
+    return f"cpu:{DEFAULTS['cpu']},{kind}:{name}"  # CPU: offloads, objects, short messages
 
 
 def leave() -> None:
-    """Leave the job with all ranks together, after which no thread of the group is left.
+    """Leave the job with all ranks together, and end the group's threads in this process.
 
     The group's threads end when no object holds the group any more. A thread that still runs when
     Python exits can abort the process: "terminate called without an active exception". Under load

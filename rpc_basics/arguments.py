@@ -17,9 +17,7 @@ from typing import NoReturn
 
 import torch
 
-ACCELERATOR = (
-    torch.accelerator.current_accelerator()
-)  # that this torch was built for; None: CPUs only
+ACCELERATOR = torch.accelerator.current_accelerator()  # of this build of torch; None: CPUs only
 DEVICES = ("auto", "cpu", ACCELERATOR.type if ACCELERATOR else "cuda")  # choices of --device
 
 
@@ -51,7 +49,7 @@ def fail(message: str) -> NoReturn:
     """Print `message` once per node and exit with status 2.
 
     Every rank finds the same mistake, and local rank 0 prints it. The other ranks wait until
-    torchrun stops them: it stops all ranks after the first exit, also before local rank 0 prints.
+    torchrun stops them: if one exited first, torchrun could stop local rank 0 before it prints.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """Check with checksums that replicas are still equal, and average their buffers.
 
-Replicas can drift apart without an error, through a loss computed past the DDP wrapper, a layer
-unfrozen after wrapping, or a seed. The losses still look right. A checksum at each logged step
-finds the difference.
+Replicas can drift apart without an error, because of a loss computed past the DDP wrapper, a layer
+unfrozen after wrapping, or different seeds. The losses still look right. A checksum at each logged
+step finds the difference.
 """
 
 import zlib
@@ -42,7 +42,7 @@ def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
 
 
 def checksums(model: nn.Module) -> dict[tuple, dict[str, int]]:
-    """{shard: {name: checksum}} of this rank; `shard_of` returns the shard."""
+    """{shard: {name: checksum}} of this rank; see `shard_of`."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     # One transfer from the device for all checksums.
     values = torch.stack([checksum(t) for t in tensors.values()]).tolist() if tensors else []
