@@ -1,6 +1,6 @@
-"""Before the ranks of a job connect: are they one job? Same kind of device, flags, code, versions.
+"""Compare kind of device, flags, code and versions of all ranks before they connect.
 
-A node that lost its GPU, or has yesterday's code, else shows as a hang or as a wrong result.
+Without this check, a node that lost its GPU or runs old code causes a hang or a wrong result.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ def compare_ranks(
 ) -> None:
     """End the program, with one sentence on each node, if the ranks cannot work together.
 
-    device: the one that this rank takes. problem: why it has none.
+    device: this rank's device, or None. problem: why this rank has no device, else "".
     """
     about = {"host": platform.node(), "problem": problem, "equal": what_must_be_equal(device)}
     about["gpu"] = id_of(device)
     store.set(f"about rank {rank}", json.dumps(about))
-    if rank == 0:  # one rank reads all; the others read what it has found
+    if rank == 0:  # rank 0 compares all ranks; every rank reads the result
         everyone = [json.loads(store.get(f"about rank {r}")) for r in range(world_size)]
         store.set("problem of the ranks", find_problem(everyone))
     found = store.get("problem of the ranks").decode()
@@ -36,7 +36,7 @@ def what_must_be_equal(device: torch.device | None) -> dict[str, str]:
     folder = Path(__file__).resolve().parent
     code = hashlib.sha256()
     for path in sorted(folder.glob("*.py")):
-        if path.is_file():  # an editor's lock is a link to nowhere
+        if path.is_file():  # an editor's lock file is a dangling link
             code.update(path.read_bytes())
     return {
         "kind of device": device.type if device else "",
@@ -48,7 +48,7 @@ def what_must_be_equal(device: torch.device | None) -> dict[str, str]:
 
 
 def id_of(device: torch.device | None) -> str:
-    """What no other GPU of this or another node has; "" where nothing is known."""
+    """The UUID of this GPU; "" on a CPU, or if torch does not know it."""
     if device is None or device.type == "cpu":
         return ""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -56,8 +56,8 @@ def id_of(device: torch.device | None) -> str:
 
 
 def find_problem(everyone: list[dict]) -> str:
-    """One sentence about the first rank that cannot work with the others; "" if all can."""
-    users = {}  # of each GPU: its first rank
+    """One sentence about the first rank that does not fit the job; "" if all ranks fit."""
+    users = {}  # GPU -> the first rank that uses it
     for rank, about in enumerate(everyone):
         name = f"rank {rank} on {about['host']}"
         if about["problem"]:

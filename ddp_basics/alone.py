@@ -1,4 +1,4 @@
-"""What rank 0 does alone takes as long as it takes: the others wait in no collective."""
+"""Let rank 0 do slow work alone: the other ranks poll the store, so no collective times out."""
 
 import threading
 import time
@@ -9,14 +9,15 @@ import torch.distributed as dist
 from arguments import UserError
 from runtime import Worker
 
-numbers = count()  # all ranks count their calls alike
+numbers = count()  # of the calls; all ranks make the same calls
 
 
 def on_rank_0(action: Callable[[], object], worker: Worker, doing: str) -> object:
-    """All ranks call this. Rank 0 runs `action`; all return its result, or raise its `UserError`.
+    """All ranks call this. Rank 0 runs `action`, and all ranks return its result.
 
-    A rank that waited in a collective would give up after --timeout, however busy rank 0 is. It
-    looks into the store instead. (If rank 0 dies, the launcher ends the job.)
+    If `action` raises a `UserError`, all ranks raise it. A collective would give up after --timeout
+    while rank 0 still works, so the other ranks poll the store. (If rank 0 dies, the launcher ends
+    the job.)
     doing: what rank 0 prints after ten seconds, as in "writing step_00000100.pt".
     The result should be small: it is pickled and sent.
     """

@@ -1,7 +1,7 @@
-"""Save a training state so that a kill at any moment leaves a whole one, and load it.
+"""Save and load checkpoints: after a kill at any moment, a complete one is on the disk.
 
-OUTPUT_DIR/checkpoints/step_00000044.pt     the newest few are kept: should one be broken, the
-OUTPUT_DIR/checkpoints/step_00000066.pt     run continues from the one before
+OUTPUT_DIR/checkpoints/step_00000044.pt     the newest few are kept: if one is broken, the run
+OUTPUT_DIR/checkpoints/step_00000066.pt     continues from the previous one
 """
 
 import os
@@ -19,14 +19,13 @@ from runtime import Worker
 def save_checkpoint(
     folder: Path, parts: dict, step: int, run: dict, worker: Worker, keep: int = 2
 ) -> None:
-    """All ranks call this; rank 0 writes. What differs between ranks, the random generators, is
-    collected first.
+    """All ranks call this; rank 0 collects the random states of all ranks and writes the file.
 
     parts: name -> object with state_dict() and load_state_dict(); "model" is a module.
     step: optimizer steps done, which is also the position in the data.
-    run: settings, so that the state is continued under the same ones.
-    keep: how many of the newest checkpoints stay.
-    Raises `UserError` if it cannot be written; those before are then untouched.
+    run: the settings, which `resume` compares with those of the run that continues.
+    keep: the number of newest checkpoints to keep.
+    Raises `UserError` if the write fails; older checkpoints stay untouched.
     """
     generators = {"cpu": torch.get_rng_state()}
     if worker.device.type == "cuda":
@@ -39,7 +38,7 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         state = {name: part.state_dict() for name, part in parts.items()}
         state |= {"step": step, "run": run, "generators": all_generators}
-        state["buffers"] = dict(parts["model"].named_buffers())  # a state dict may leave some out
+        state["buffers"] = dict(parts["model"].named_buffers())  # a state dict may omit some
         write_file(file, state)
         for old in saves(folder)[:-keep]:
             old.unlink()
@@ -48,11 +47,11 @@ def save_checkpoint(
 
 
 def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, dict]:
-    """All ranks call this. Restore `parts` from the newest checkpoint in `folder` that is whole.
+    """All ranks call this. Restore `parts` from the newest intact checkpoint in `folder`.
 
-    Returns the steps done and the settings that were saved; 0 and {} if there is no checkpoint.
-    run: what of these settings must be the same now.
-    Raises `UserError` if none can be read, or if it is foreign or of a run with other settings.
+    Returns the steps done and the saved settings; 0 and {} if there is no checkpoint.
+    run: the settings that must equal the saved ones.
+    Raises `UserError` if no checkpoint can be read, or if it is foreign or has other settings.
     """
     # Rank 0 reads and sends, so that all ranks continue from the same file, with or without a
     # shared disk.
@@ -78,7 +77,7 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
         raise UserError(
             f"{folder} does not fit this model ({reason}): choose another --output-dir"
         ) from None
-    # With another number of ranks the data order is the same, but the ranks draw new numbers.
+    # With another number of ranks the data order is the same, but random states are not restored.
     if len(state["generators"]) == worker.world_size:
         mine = state["generators"][worker.rank]
         torch.set_rng_state(mine["cpu"])
@@ -90,9 +89,9 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
 
 
 def newest(folder: Path) -> dict | None:
-    """The newest state in `folder` that is whole, on the CPU, or None if nothing was saved.
+    """The newest intact state in `folder`, on the CPU; None if nothing was saved.
 
-    Broken files that are newer get another name, so that they are not counted any more.
+    Newer files that are broken get another name, so that `keep` does not count them.
     """
     broken = []
     for file in reversed(saves(folder)):
@@ -136,14 +135,14 @@ def write_file(path: Path, state: dict) -> None:
 def read_file(path: Path) -> dict:
     """Return the state in `path` on the CPU.
 
-    Raises `UserError`, naming the file, if it is truncated or not a checkpoint of ours.
+    Raises `UserError` with the file's name if it is truncated or not a checkpoint of this script.
     """
     try:
-        with ZipFile(path) as file:  # what torch.save writes; torch.load checks no sums
+        with ZipFile(path) as file:  # torch.save writes a zip file; torch.load checks no sums
             if bad := file.testzip():
                 raise BadZipFile(f"wrong checksum in {bad}")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and OS errors: all mean that the file is not ours
+    except Exception as error:  # zip, pickle and OS errors: the file is broken or foreign
         raise UserError(f"{path} is no readable checkpoint ({type(error).__name__})") from None
     if not isinstance(state, dict) or not {"step", "run", "generators"} <= state.keys():
         raise UserError(f"{path} is not a checkpoint of this script")
@@ -151,11 +150,11 @@ def read_file(path: Path) -> dict:
 
 
 def broadcast_state(state: dict | None, worker: Worker) -> dict | None:
-    """Rank 0's `state` (on the CPU) on all ranks: first its form, then one tensor after the other.
+    """Send rank 0's `state` (on the CPU) to all ranks: first its structure, then tensor by tensor.
 
-    So each rank holds the state once, and nothing of it is pickled or takes memory on a GPU. Sent
-    are the bytes of dense tensors. What is transposed stays so: AdamW(fused=True) takes it for
-    granted that a parameter and its state lie alike in memory.
+    Each rank holds the state once, and no tensor is pickled or takes memory on a GPU. Tensors are
+    sent dense and keep their strides on arrival: AdamW(fused=True) expects a parameter and its
+    state to have the same memory layout.
     """
     form = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), state)
     box = [form]
@@ -165,7 +164,7 @@ def broadcast_state(state: dict | None, worker: Worker) -> dict | None:
 
     def send(tensor: torch.Tensor) -> None:
         if tensor.numel():
-            dense = tensor.contiguous()  # of a slice the wrong numbers would be sent
+            dense = tensor.contiguous()  # a slice would send the wrong numbers
             dist.broadcast(dense.view(-1).view(torch.uint8), src=0)  # bytes: any dtype
             if not worker.is_main:
                 tensor.copy_(dense)

@@ -1,7 +1,7 @@
 """Train the same model under several versions of DDP, and print how they differ.
 
-Used by ddp_from_scratch.py. Two more versions are always there: one process with the whole global
-batch (every rank computes that for itself), and torch's DistributedDataParallel.
+ddp_from_scratch.py uses it. Two versions are always added: a single-process baseline on the global
+batch, which every rank computes, and torch's DistributedDataParallel.
 """
 
 import os
@@ -26,7 +26,7 @@ ONE_PROCESS, TORCH_DDP = "one process", "torch DDP"
 def compare(versions: dict[str, Callable[[nn.Module], nn.Module]], args, worker: Worker) -> None:
     """Print the differences, messages, step times and timelines of these versions of DDP.
 
-    versions: name -> what wraps a module, as torch's DistributedDataParallel does.
+    versions: name -> a function that wraps a module, as torch's DistributedDataParallel does.
     """
 
     def torch_ddp(module: nn.Module) -> nn.Module:
@@ -49,17 +49,17 @@ def compare(versions: dict[str, Callable[[nn.Module], nn.Module]], args, worker:
     for run in runs.values():
         run.max_diff = max_over_ranks(run.max_diff, worker.device)
 
-    # One more step, in which messages are counted: torch's DDP has arranged its buckets by now.
+    # Count messages in one more step: torch's DDP has arranged its buckets by now.
     logs = {name: run.logged_step(images[batch], labels[batch]) for name, run in runs.items()}
     parallel = {name: run for name, run in runs.items() if name != ONE_PROCESS}
     for _ in range(args.repeats):
-        for run in parallel.values():  # alternating: disturbances hit all of them alike
+        for run in parallel.values():  # in turn: disturbances hit all versions alike
             run.timed_step(images[local_batch], labels[local_batch])
 
     if worker.is_main:
         print_differences(runs, logs, args)
         same_bits = all(not any(runs[name].max_diff[TORCH_DDP]) for name in versions)
-        print(f"Do all of them have the same bits? {'Yes' if same_bits else 'No'}. ", end="")
+        print(f"The same bits as torch DDP? {'Yes' if same_bits else 'No'}. ", end="")
         print(why_bits_may_differ(worker.world_size, worker.device.type))
         print_step_times(parallel, args.repeats)
         for name in parallel:
@@ -67,14 +67,14 @@ def compare(versions: dict[str, Callable[[nn.Module], nn.Module]], args, worker:
 
 
 class Run:
-    """A model in training under one version of DDP, and what was seen of it."""
+    """A model that trains under one version of DDP, and its measurements."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module], args, device: torch.device):
         torch.manual_seed(args.seed)
         self.model = wrap(SmallCNN(channels=args.channels).to(device))
         self.optimizer = OPTIMIZERS[args.optimizer](self.model.parameters())
         self.device = device
-        # To each of the two references: the largest difference of a gradient, and of a parameter.
+        # Reference -> (largest difference of a gradient, largest difference of a parameter).
         self.max_diff = {ONE_PROCESS: (0.0, 0.0), TORCH_DDP: (0.0, 0.0)}
         self.step_ms = []
 
@@ -92,7 +92,7 @@ class Run:
         self.max_diff[name] = (gradient_diff, parameter_diff)
 
     def logged_step(self, images: Tensor, labels: Tensor) -> "StepLog":
-        """A train_step whose collectives and gradients are written down."""
+        """A train_step that logs its collectives and gradients."""
         log = StepLog(self.device)
         params = list(self.model.parameters())
         hooks = [p.register_post_accumulate_grad_hook(log.on_gradient) for p in params]
@@ -109,22 +109,22 @@ class Run:
     def timed_step(self, images: Tensor, labels: Tensor) -> None:
         dist.barrier()
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # else the time would include what the GPU still has to do,
+            torch.cuda.synchronize()  # exclude earlier work of the GPU
         start = time.perf_counter()
         self.train_step(images, labels)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # and leave out what it has been asked to do, but not done
+            torch.cuda.synchronize()  # include all work of this step
         self.step_ms.append(1000 * (time.perf_counter() - start))
 
 
 class StepLog(TorchDispatchMode):
-    """Inside a `with` block: notes each collective, its bytes and when it could start."""
+    """Logs each collective in a `with` block: its bytes, and when it could start."""
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
-        self.bytes = []  # handed over by this rank, one number for each collective
-        self.starts = []  # a moment for each collective
+        self.bytes = []  # that this rank passes to each collective
+        self.starts = []  # one moment per collective
         self.backward_start = self.last_gradient = None
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -138,8 +138,8 @@ class StepLog(TorchDispatchMode):
 
 
 def moment(device: torch.device) -> "float | torch.cuda.Event":
-    """Now. A CPU computes what it is told at once. A GPU is told in advance: its clock is an event
-    that it meets when all it was told before is done."""
+    """The current time. A GPU runs behind the CPU, so its time is an event that it records when all
+    earlier work is done."""
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -148,7 +148,7 @@ def moment(device: torch.device) -> "float | torch.cuda.Event":
 
 
 def milliseconds(start, end) -> float:
-    """From one `moment` to another."""
+    """The time from one `moment` to another."""
     if isinstance(start, float):
         return 1000 * (end - start)
     torch.cuda.synchronize()
@@ -156,16 +156,16 @@ def milliseconds(start, end) -> float:
 
 
 def max_over_ranks(max_diff: dict, device: torch.device) -> dict:
-    """The same dict of pairs, with the largest values that any rank has."""
+    """`max_diff` with each number replaced by the largest of all ranks."""
     rows = torch.tensor(list(max_diff.values()), dtype=torch.float64, device=device)
     dist.all_reduce(rows, op=dist.ReduceOp.MAX)
     return dict(zip(max_diff, rows.tolist(), strict=True))
 
 
 def print_differences(runs: dict[str, Run], logs: dict[str, StepLog], args) -> None:
-    print(f"{args.steps} steps with {args.optimizer}, global batch {args.batch_size}: the largest")
+    print(f"{args.steps} steps with {args.optimizer}, global batch {args.batch_size}: differences")
     print("                to one process         to torch DDP          in one step")
-    print("difference of   gradient   parameter   gradient   parameter  all_reduces     bytes")
+    print("max difference  gradient   parameter   gradient   parameter  all_reduces     bytes")
     for name, run in runs.items():
         gradient, parameter = run.max_diff[ONE_PROCESS]
         torch_gradient, torch_parameter = run.max_diff[TORCH_DDP]
@@ -191,7 +191,7 @@ def why_bits_may_differ(world_size: int, device_type: str) -> str:
 
 
 def print_step_times(runs: dict[str, Run], repeats: int) -> None:
-    print(f"\nms for a step      median   middle half of {repeats}")
+    print(f"\nms per step        median   middle half of {repeats}")
     for name, run in runs.items():
         low, median, high = statistics.quantiles(run.step_ms, n=4)
         print(f"{name:14}   {median:8.2f}   {low:.2f} to {high:.2f}")
@@ -219,11 +219,11 @@ def parse_args(description: str):
     parser = ArgumentParser(description=description)
     add = parser.add_argument
     add("--steps", type=at_least(1), default=5)
-    add("--batch-size", type=at_least(1), default=96, help="images, over all ranks")
-    add("--channels", type=at_least(4), default=32, help="width of the network, a multiple of 4")
-    add("--bucket-cap-mb", type=above(0), default=0.05, help="small: several buckets")
+    add("--batch-size", type=at_least(1), default=96, help="images per global batch (default: 96)")
+    add("--channels", type=at_least(4), default=32, help="width, a multiple of 4 (default: 32)")
+    add("--bucket-cap-mb", type=above(0), default=0.05, help="bucket size in MiB (default: 0.05)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--repeats", type=at_least(2), default=20, help="timed steps")
+    add("--repeats", type=at_least(2), default=20, help="number of timed steps (default: 20)")
     add("--seed", type=int, default=0)
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()

@@ -7,9 +7,9 @@
 `NaiveDDP` is the idea: after backward, average each gradient over the ranks. `BucketedDDP` sends
 few large messages instead of many small ones, while backward still computes.
 
-Run, this file trains with both, with torch's DDP and with one process (compare_ddp.py does that).
-Look at the differences, the number of collectives, and the timeline: the first bucket leaves long
-before backward ends.
+The script trains with both, with torch's DDP and in one process (compare_ddp.py). Look at the
+differences, the number of collectives, and the timeline: the all_reduce of the first bucket starts
+long before backward ends.
 """
 
 from contextlib import contextmanager
@@ -37,9 +37,9 @@ def main() -> None:
 class NaiveDDP(nn.Module):
     """Averages gradients over all ranks, one blocking all_reduce per parameter, after backward.
 
-    Used like torch's DistributedDataParallel. A parameter that this rank did not use counts as a
-    zero gradient (and gets one even if no rank used it): every rank must make the same calls.
-    Parameters that are frozen when it is built stay out. Not for a module on several devices.
+    Use it like torch's DistributedDataParallel. Every rank must make the same calls, so a parameter
+    that this rank did not use gets a zero gradient, even if no rank used it. Parameters that are
+    frozen at construction are left out. The module must be on one device.
     """
 
     def __init__(self, module: nn.Module):
@@ -47,22 +47,22 @@ class NaiveDDP(nn.Module):
         self.module = module
         self.sync = True  # False inside no_sync()
         self.in_backward = False
-        # parameters() names a tied parameter once. Its hook runs once, too: after all uses.
+        # parameters() yields a tied parameter once, and its hook runs once, after all uses.
         self.params = [p for p in module.parameters() if p.requires_grad]
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)  # equal starts plus equal gradients: equal ends
+            dist.broadcast(tensor.detach(), src=0)  # equal start, equal gradients: equal result
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.on_gradient)  # when param.grad is ready
 
     def forward(self, *inputs, **kwargs):
         if self.sync and torch.is_grad_enabled():
-            for buffer in self.module.buffers():  # running statistics differ: rank 0's are kept
+            for buffer in self.module.buffers():  # running statistics differ: take rank 0's
                 dist.broadcast(buffer, src=0)
         return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self):
-        """Gradients of backward passes in here only add up on each rank, to be averaged later."""
+        """Inside, gradients only add up on each rank; the next backward outside averages them."""
         before = self.sync
         self.sync = False
         try:
@@ -73,11 +73,11 @@ class NaiveDDP(nn.Module):
     @torch.no_grad()
     def on_gradient(self, param: nn.Parameter) -> None:
         if self.sync and not self.in_backward:
-            # How do we learn that backward is over? Counting gradients fails when some parameter is
-            # unused. The autograd engine knows, and calls back before backward() returns. Its
-            # method is not public, but torch's own DDP and FSDP rely on it; the public way would
-            # be a call after backward(), which somebody forgets.
-            self.in_backward = True  # one call is enough
+            # How do we learn that backward is over? Counting gradients fails when a parameter is
+            # unused. The autograd engine calls back before backward() returns. This method is not
+            # public, but torch's own DDP and FSDP rely on it. The public way, a call after
+            # backward(), is easily forgotten.
+            self.in_backward = True  # one callback is enough
             Variable._execution_engine.queue_callback(self.on_backward_end)
 
     @torch.no_grad()
@@ -94,17 +94,17 @@ class BucketedDDP(NaiveDDP):
     """Averages gradients in buckets, each as soon as backward has filled it.
 
     bucket_cap_mb: a bucket is closed when it has reached this size (MiB).
-    Backward computes the last layer's gradients first, so buckets are filled from the last
-    parameter to the first. They start in this order on every rank, or messages would be mixed up. A
-    bucket with a parameter that this backward does not reach therefore waits for the end, and with
-    it those behind. The missing gradient counts as zero; if no rank had one, it stays None.
+    Backward computes the last layer's gradients first, so buckets hold parameters from the last to
+    the first. Every rank must start its buckets in this order, or messages would be mixed up. If
+    backward does not reach a parameter, its bucket and the later ones start at the end of backward.
+    The missing gradient counts as zero; if no rank has one, it stays None.
     """
 
     def __init__(self, module: nn.Module, bucket_cap_mb: float = 25):
         super().__init__(module)
         self.buckets = make_buckets(reversed(self.params), cap_bytes=bucket_cap_mb * 2**20)
         self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.views}
-        self.started = 0  # buckets of this backward that are on their way
+        self.started = 0  # buckets whose all_reduce this backward has started
 
     @torch.no_grad()
     def on_gradient(self, param: nn.Parameter) -> None:
@@ -118,7 +118,7 @@ class BucketedDDP(NaiveDDP):
     @torch.no_grad()
     def on_backward_end(self) -> None:
         self.in_backward = False
-        for bucket in self.buckets[self.started :]:  # those that miss a gradient, and those behind
+        for bucket in self.buckets[self.started :]:  # from the first incomplete bucket on
             bucket.start()
         for bucket in self.buckets:
             bucket.finish()
@@ -126,7 +126,7 @@ class BucketedDDP(NaiveDDP):
 
 
 def make_buckets(params, cap_bytes: float) -> list["Bucket"]:
-    """Deal the parameters out, in their order, to buckets of one dtype each."""
+    """Partition the parameters, in their order, into buckets of one dtype each."""
     groups = []
     for param in params:
         group = groups[-1] if groups else []
@@ -139,9 +139,9 @@ def make_buckets(params, cap_bytes: float) -> list["Bucket"]:
 
 
 class Bucket:
-    """A flat buffer with the gradients of some parameters, and one more number per parameter.
+    """A flat buffer with the gradients of some parameters, and one flag per parameter.
 
-    That number, 1 where this rank has a gradient, is summed like the rest: 0 means that none has.
+    The flag is 1 if this rank has a gradient. all_reduce sums it too: 0 means that no rank has one.
     """
 
     def __init__(self, params: list[nn.Parameter]):
@@ -150,19 +150,19 @@ class Bucket:
         *views, self.used = self.flat.split([*sizes, len(params)])
         self.views = {p: view.view_as(p) for p, view in zip(params, views, strict=True)}
         self.waiting_for = set(params)
-        self.work = None  # the all_reduce on its way
+        self.work = None  # the Work handle of the all_reduce
 
     def is_full(self) -> bool:
         return not self.waiting_for
 
     def add(self, param: nn.Parameter) -> None:
-        """Put this parameter's gradient, divided by the number of ranks, into the buffer.
+        """Write this parameter's gradient, divided by the number of ranks, to the buffer.
 
-        Divided before the sum, which might overflow in fp16. From here on .grad is the view: the
-        sum arrives in it and is not copied back, and a second set of gradients is not held. What is
-        left is this one write. After zero_grad(), which sets .grad to None, autograd puts a new
-        tensor there, and the write is a copy; after zero_grad(set_to_none=False) autograd adds into
-        the view, and only the division is left, in place.
+        Division comes first because the sum might overflow in fp16. From here on .grad is a view of
+        the buffer: the sum needs no copy back, and memory holds one set of gradients. After
+        zero_grad(), which sets .grad to None, autograd makes a new tensor, and this write copies
+        it. After zero_grad(set_to_none=False) autograd adds into the view, and this write only
+        divides in place.
         """
         torch.mul(param.grad, 1 / dist.get_world_size(), out=self.views[param])
         param.grad = self.views[param]
@@ -180,7 +180,7 @@ class Bucket:
 
     def finish(self) -> None:
         self.work.wait()
-        if self.waiting_for:  # asked only then: on a GPU, reading a number waits for the GPU
+        if self.waiting_for:  # only then: reading a number from a GPU waits for it
             for (param, view), used in zip(self.views.items(), self.used.tolist(), strict=True):
                 if used and param.grad is None:
                     param.grad = view  # another rank had a gradient

@@ -4,13 +4,14 @@
     torchrun --standalone --nproc_per_node=2 ddp_basics/ddp_with_model_parallel.py --device cuda
     python ddp_basics/ddp_with_model_parallel.py                              # one replica
 
-For a model that one GPU cannot hold: the first half lives on one, the second on another, and the
-activations travel between them. Rank r takes the GPUs 2r and 2r + 1 of its node, so --device cuda
-needs two per rank; on the CPU the same code runs with both halves there.
+For a model that one GPU cannot hold: one GPU holds the first half, another GPU the second, and the
+activations are copied between them. Rank r takes the GPUs 2r and 2r + 1 of its node, so --device
+cuda needs two GPUs per rank. Without GPUs both halves are on the CPU.
 
-Look at where the halves live, and at the differences to the unsplit model in one process: gradients
-of the whole global batch, parameters after --steps steps. What no table shows: while one half
-computes, the other waits. Pipeline parallelism fills that time; fully_shard needs no split at all.
+Look at the devices of the halves, and at the differences to the unsplit model in one process: of
+the global batch's gradients, and of the parameters after --steps steps. The table does not show
+that one half waits while the other computes. Pipeline parallelism fills that time; fully_shard
+needs no split at all.
 """
 
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 @record
 def main() -> None:
     args = parse_args()
-    # "cpu": this gives us the ranks and a Gloo group for the report. It would choose one GPU per
-    # rank and tie NCCL to it; this script chooses two, and makes a group for them below.
+    # "cpu" gives us the ranks and a Gloo group for the report. "cuda" would take one GPU per rank
+    # and bind NCCL to it; this script takes two, and makes a group for them below.
     with distributed_worker("cpu") as worker:
         if args.batch_size % worker.world_size:
             raise UserError(
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def choose_devices(device: str, worker: Worker) -> list[torch.device]:
-    """Those of this rank's two halves. Raises `UserError`, on all ranks, if one lacks them."""
+    """The devices of this rank's two halves. All ranks raise `UserError` if a rank lacks them."""
     pairs = [None] * worker.world_size
     dist.all_gather_object(pairs, own_devices(device, worker.local_rank))
     for rank, pair in enumerate(pairs):
@@ -64,7 +65,7 @@ def choose_devices(device: str, worker: Worker) -> list[torch.device]:
 
 
 def own_devices(device: str, local_rank: int) -> list[str]:
-    """Names of two devices, [] if this node has too few."""
+    """Names of this rank's two devices; [] if its node has too few."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "cpu" or (device == "auto" and not accelerator):
         return ["cpu", "cpu"]
@@ -75,7 +76,7 @@ def own_devices(device: str, local_rank: int) -> list[str]:
 
 
 class TwoHalves(nn.Module):
-    """SmallCNN, cut in two. Images (batch, 1, 8, 8) -> logits (batch, 10) on the second device."""
+    """SmallCNN split in two. Images (batch, 1, 8, 8) -> logits (batch, 10) on the second device."""
 
     def __init__(self, devices: Sequence[torch.device]):
         super().__init__()
@@ -93,12 +94,12 @@ def train(devices, group, args, worker: Worker) -> None:
     torch.manual_seed(0)
     model = TwoHalves(devices)
     # device_ids=None: DDP moves no inputs and accepts several devices. It makes buckets for each
-    # device, and each is averaged with the bucket of the same half on the other ranks.
+    # device, and averages each with the bucket of the same half on the other ranks.
     ddp_model = DistributedDataParallel(model, device_ids=None, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     torch.manual_seed(0)
-    reference = SmallCNN()  # unsplit, on the CPU, with the whole global batch
+    reference = SmallCNN()  # unsplit, on the CPU, on the global batch
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
 
     images, labels = load_dataset("digits")[0][:]
@@ -146,8 +147,8 @@ def parse_args():
     parser = ArgumentParser(description="DDP over replicas that live on two devices each.")
     add = parser.add_argument
     add("--steps", type=at_least(1), default=5)
-    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
-    add("--device", choices=DEVICES, default="auto", help="GPUs: two per rank")
+    add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
+    add("--device", choices=DEVICES, default="auto", help="cuda: two GPUs per rank")
     return parser.parse_args()
 
 

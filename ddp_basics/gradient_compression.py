@@ -3,12 +3,12 @@
     torchrun --standalone --nproc_per_node=2 ddp_basics/gradient_compression.py
     torchrun --standalone --nproc_per_node=2 ddp_basics/gradient_compression.py --hooks none top-k
 
-DDP hands each full bucket of gradients to its communication hook, which returns a future of the
-averaged bucket: how the average is made is the hook's affair. The same model is trained once per
-hook. Bytes are those of the tensors that one rank really hands to collectives in a step.
+DDP passes each full bucket of gradients to its communication hook, which returns a future of the
+averaged bucket. The script trains the same model once per hook. It counts the bytes of the tensors
+that one rank passes to collectives in a step.
 
-Look at the error: top-k misses most of each gradient, yet trains, because what it leaves out is
-kept and sent later. Fewer bytes save time only where the network is the bottleneck: measure there.
+Look at the error: top-k omits most of each gradient, yet trains, because it keeps the rest and
+sends it later. Fewer bytes save time only if the network is the bottleneck: measure on yours.
 """
 
 import json
@@ -54,11 +54,11 @@ def train(name: str, args, worker: Worker) -> dict:
     optimizer = torch.optim.AdamW(params, lr=args.lr)
     order = torch.Generator().manual_seed(args.seed)  # the same global batches for every hook
     errors = []
-    bytes_sent = []  # in each step
+    bytes_sent = []  # per step
     for _ in range(args.epochs):
         for batch in torch.randperm(len(images), generator=order).split(args.batch_size):
             if len(batch) < args.batch_size:
-                continue  # a full batch gives each rank the same weight in the average
+                continue  # only a full batch weights all ranks equally
             local_batch = batch[worker.rank :: worker.world_size]
             x, y = images[local_batch], labels[local_batch]
             measure_error = len(bytes_sent) % 20 == 19
@@ -85,7 +85,7 @@ def train(name: str, args, worker: Worker) -> dict:
 
 
 def exact_gradient(module, images, labels) -> torch.Tensor:
-    """The uncompressed average. autograd.grad leaves .grad alone and does not wake DDP."""
+    """The uncompressed average. autograd.grad does not write .grad or trigger DDP's hooks."""
     loss = F.cross_entropy(module(images), labels)
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])])
     dist.all_reduce(gradient)
@@ -94,9 +94,9 @@ def exact_gradient(module, images, labels) -> torch.Tensor:
 
 @contextmanager
 def count_bytes():
-    """Yield a list that gets, for each collective in the block, the bytes this rank hands to it.
+    """Yield a list to which each collective in the block appends the bytes that this rank sends.
 
-    Hooks find these functions in torch.distributed at each call, also from other threads.
+    Hooks look these functions up in torch.distributed at each call, also in other threads.
     """
     calls = []
     real_all_reduce = dist.all_reduce
@@ -123,7 +123,7 @@ PLAIN_STEPS = 2  # DDP rearranges its buckets after the first step: PowerSGD sta
 
 
 def make_hook(name: str, args) -> tuple:
-    """Return the hook and the state that DDP hands to it on each call."""
+    """Return the hook and the state that DDP passes to it on each call."""
     if name == "powersgd":  # a gradient matrix n x m becomes P (n x rank) times Q (m x rank)
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=args.rank, start_powerSGD_iter=PLAIN_STEPS
@@ -140,9 +140,9 @@ def make_hook(name: str, args) -> tuple:
 
 
 def bf16_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What default_hooks.bf16_compress_hook does, which refuses to run on Gloo.
+    """Like default_hooks.bf16_compress_hook, which refuses to run on Gloo.
 
-    DDP insists on the name `bucket`.
+    DDP requires the argument name `bucket`.
     """
     half = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(half, async_op=True).get_future()
@@ -150,7 +150,7 @@ def bf16_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class TopK:
-    """What this rank has not sent yet, for each bucket (error feedback, arXiv:1809.07599)."""
+    """The unsent rest of this rank's gradients, per bucket (error feedback, arXiv:1809.07599)."""
 
     def __init__(self, keep: float):
         self.keep = keep  # the fraction of each bucket that is sent
@@ -158,10 +158,10 @@ class TopK:
 
 
 def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Send the largest numbers of a bucket and their places; keep the rest for the next step.
+    """Send the largest values of a bucket and their indices; keep the rest for the next step.
 
-    Ranks choose different places, so the pairs are gathered, not summed in flight: with N ranks
-    each one receives N - 1 times this. An all_reduce moves twice (N - 1) / N times its buffer.
+    Ranks choose different indices, so the hook gathers the pairs instead of summing them: each of N
+    ranks receives N - 1 messages. An all_reduce moves twice (N - 1) / N times its buffer.
     """
     world_size = dist.get_world_size()
     layout = tuple(map(id, bucket.parameters()))  # a bucket may be rearranged after the first step
@@ -170,7 +170,7 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
     values = gradient[places]
     gradient[places] = 0
     state.rest[layout] = gradient
-    # One message: the bits of the float32 values, and int32 places.
+    # One message: the bits of the float32 values, and int32 indices.
     message = torch.cat([values.view(torch.int32), places.int()])
     messages = [torch.empty_like(message) for _ in range(world_size)]
     future = dist.all_gather(messages, message, async_op=True).get_future()
@@ -187,11 +187,11 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
 
 def formula(name: str, args, shapes: list[torch.Size]) -> int:
-    """Bytes that one rank hands over in a step, with all gradients in one bucket."""
+    """Bytes that one rank passes to collectives in a step, with all gradients in one bucket."""
     total = sum(shape.numel() for shape in shapes)
     if name == "top-k":
-        return math.ceil(args.keep * total) * (4 + 4)  # float32 value, int32 place
-    if name == "powersgd":  # (arXiv:1905.13727) vectors, and matrices too small to gain, go as is
+        return math.ceil(args.keep * total) * (4 + 4)  # float32 value, int32 index
+    if name == "powersgd":  # (arXiv:1905.13727) vectors and small matrices are sent as they are
         numbers = 0
         for shape in shapes:
             rows, columns = shape[0], shape[1:].numel()
@@ -218,14 +218,14 @@ def parse_args():
     parser = ArgumentParser(description="Compress gradients: bytes, error, and test accuracy.")
     hooks = ("none", "fp16", "bf16", "powersgd", "top-k")
     parser.add_argument("--hooks", nargs="+", choices=hooks, default=hooks)
-    parser.add_argument("--rank", type=at_least(1), default=2, help="of PowerSGD's matrices")
+    parser.add_argument("--rank", type=at_least(1), default=2, help="PowerSGD's rank (default: 2)")
     parser.add_argument("--keep", type=above(0), default=0.02, help="fraction that top-k sends")
     parser.add_argument("--epochs", type=at_least(1), default=15)
-    parser.add_argument("--batch-size", type=at_least(1), default=96, help="images, over all ranks")
+    parser.add_argument("--batch-size", type=at_least(1), default=96, help="global batch in images")
     parser.add_argument("--lr", type=above(0), default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--output-dir", type=Path, help="also write metrics.jsonl there")
+    parser.add_argument("--output-dir", type=Path, help="write metrics.jsonl to this folder")
     args = parser.parse_args()
     if args.keep > 1:
         parser.error(f"--keep must be above 0 and at most 1, not {args.keep}")

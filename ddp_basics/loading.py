@@ -1,4 +1,4 @@
-"""From a data set to the batches of each rank, in an order that a run can take up again."""
+"""Load each rank's batches of a data set, in an order that a restarted run can resume."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 def make_loader(
     dataset: Dataset, collate, batch_size: int, seed: int, workers: int, worker: Worker
 ) -> DataLoader:
-    """Batches of this rank's samples of `dataset`: `batch_size` of them in each.
+    """A loader of this rank's batches of `dataset`, each of `batch_size` samples.
 
     Rank r takes the samples r, r + N, r + 2N, ... of one shuffled order that all ranks share, so
-    that the k-th batches of all ranks together are the k-th batch of one process. drop_last keeps
+    the k-th batches of all ranks together are the k-th batch of a single process. drop_last keeps
     every global batch full.
     """
     sampler = EpochSampler(
@@ -40,9 +40,9 @@ def make_loader(
         drop_last=True,
         collate_fn=collate,
         num_workers=workers,
-        persistent_workers=workers > 0,  # else they are started anew in each epoch
+        persistent_workers=workers > 0,  # else each epoch starts new processes
         pin_memory=worker.device.type != "cpu",
-        generator=torch.Generator(),  # its own: the global one is left to the model
+        generator=torch.Generator(),  # not the global one, which the model uses
     )
 
 
@@ -52,7 +52,7 @@ def batches(
     """Yield (epoch, batch) of this rank, on its device, from global batch `step` on."""
     for epoch in range(step // steps_per_epoch, epochs):
         loader.sampler.set_epoch(epoch)  # a new order per epoch, the same on all ranks
-        loader.sampler.skip = step % steps_per_epoch * loader.batch_size  # done before a restart
+        loader.sampler.skip = step % steps_per_epoch * loader.batch_size  # used before a restart
         for batch in loader:
             yield epoch, to_device(batch, device)
             step += 1
@@ -61,10 +61,10 @@ def batches(
 class EpochSampler(DistributedSampler):
     """A DistributedSampler that can begin in the middle of an epoch; yields (epoch, index).
 
-    Nothing is read to be skipped: a run that continues reads just what the other would have read.
+    It skips indices without reading the samples.
     """
 
-    skip = 0  # samples of the epoch that this rank has had; set it before each epoch
+    skip = 0  # samples of the epoch that this rank has used; set it before each epoch
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return ((self.epoch, index) for index in islice(super().__iter__(), self.skip, None))
@@ -74,13 +74,12 @@ class EpochSampler(DistributedSampler):
 
 
 class Seeded(Dataset):
-    """`dataset`, in which what a sample draws depends on seed, epoch and index alone.
+    """`dataset` with the random seed of each sample set from seed, epoch and index alone.
 
-    Not on the rank or the process that reads it, nor on what was read before: any number of ranks
-    and --workers, and a run that was interrupted, see the same augmented samples. The epoch comes
-    with the index, since worker processes that live on do not see what is set in this one.
-    Transforms must draw from torch's global CPU generator, as torchvision's do: random and numpy
-    have generators of their own.
+    Augmented samples are therefore the same with any number of ranks and --workers, and after a
+    restart. The epoch comes with the index, because worker processes that outlive an epoch do not
+    see an attribute that is set in this process. Transforms must draw from torch's global CPU
+    generator, as torchvision's do; random and numpy have their own generators.
     """
 
     def __init__(self, dataset: Dataset, seed: int):
@@ -94,13 +93,13 @@ class Seeded(Dataset):
         try:
             return self.dataset[index]
         finally:
-            torch.set_rng_state(before)  # the model's dropout goes on as if nothing were drawn
+            torch.set_rng_state(before)  # the model's dropout is not affected
 
 
 def check_same_data(datasets: list[Dataset], worker: Worker) -> None:
     """All ranks call this. Raise `UserError` if a rank has other data than rank 0.
 
-    Compared are the lengths and three samples of each. Raise it also if one of them is empty.
+    The check compares the length and three samples of each data set. An empty one is an error, too.
     """
     own = []
     for dataset in datasets:

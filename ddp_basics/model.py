@@ -6,10 +6,10 @@ from torch import Tensor, nn
 class SmallCNN(nn.Module):
     """Images (batch, 1, image_size, image_size), float32 -> logits (batch, 10).
 
-    GroupNorm, not BatchNorm. BatchNorm averages over the batch, and under DDP each rank sees only
-    its share of it: N ranks would then compute another function than one process does, and each
-    rank would keep other running statistics. (torch.nn.SyncBatchNorm averages over all ranks, at
-    the price of a collective per layer, on GPUs only.) GroupNorm looks at one sample at a time.
+    It uses GroupNorm, which normalizes each sample alone. BatchNorm averages over the batch, and
+    under DDP each rank sees only its local batch: N ranks would compute another function than one
+    process, and each rank would keep other running statistics. (torch.nn.SyncBatchNorm averages
+    over all ranks, on GPUs only, and costs one collective per layer.)
     """
 
     def __init__(self, image_size: int = 8, channels: int = 32):

@@ -1,4 +1,4 @@
-"""What changes the parameters: the optimizer, and its learning rate in each step."""
+"""Make the optimizer, and set its learning rate in each step."""
 
 import math
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Over all parameters, frozen ones too: they may be unfrozen later. Make it after sharding.
+    """An optimizer of all parameters, also of frozen ones, which may be unfrozen later.
 
-    Weight decay is for matrices; biases and what scales a norm do not decay.
+    Call this after sharding. Weight decay applies to matrices, not to biases or scales of norms.
     """
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -26,9 +26,9 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, total_steps: int, settings: Settings
 ) -> float:
-    """Give each group its rate for `step`: its own lr at the start, times the schedule's factor.
+    """Set each group's learning rate for `step`: its initial lr times the schedule's factor.
 
-    Returns that of the first group.
+    Returns the rate of the first group.
     """
     factor = schedule(step, total_steps, settings.warmup)
     for group in optimizer.param_groups:

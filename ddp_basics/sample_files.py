@@ -1,4 +1,4 @@
-"""Files of samples, of different length, and an index of them: what streaming_data.py reads."""
+"""Write and find the files of streaming_data.py: samples in files of different length, an index."""
 
 import json
 import socket
@@ -11,11 +11,11 @@ from arguments import UserError
 from data import load_dataset
 from runtime import Worker
 
-IMAGES = 1437  # that there are
+IMAGES = 1437  # in the training set
 
 
 def find_files(folder: Path, count: int, worker: Worker) -> list[tuple[Path, int]]:
-    """The files of `folder` and their numbers of samples; rank 0 writes them if there are none."""
+    """(file, number of samples) of each file in `folder`; rank 0 writes them if there are none."""
     if count > IMAGES:
         raise UserError(f"--files must be at most {IMAGES}, not {count}")
     box = [None]
@@ -44,7 +44,7 @@ def find_files(folder: Path, count: int, worker: Worker) -> list[tuple[Path, int
 
 
 def write_digits(folder: Path, count: int) -> None:
-    """scikit-learn's digits in `count` files of different length; the index comes last."""
+    """Write scikit-learn's digits to `count` files of different length, then the index."""
     images, labels = load_dataset("digits")[0][:]
     generator = torch.Generator().manual_seed(0)
     cuts = 1 + torch.randperm(len(labels) - 1, generator=generator)[: count - 1].sort().values
@@ -58,6 +58,6 @@ def write_digits(folder: Path, count: int) -> None:
             labels=labels[numbers].byte().numpy(),
         )
         counts[name] = len(numbers)
-    temporary = folder / "index.json.tmp"  # the index is there in full, or not at all
+    temporary = folder / "index.json.tmp"  # a complete index appears, or none
     temporary.write_text(json.dumps(counts))
     temporary.rename(folder / "index.json")

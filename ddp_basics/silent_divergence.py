@@ -1,4 +1,4 @@
-"""A gallery of planted faults after which replicas diverge silently, each named by a checksum.
+"""Eight bugs that make replicas diverge without an error, and the checksum that finds each bug.
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/silent_divergence.py
     torchrun --standalone --nproc_per_node=3 ddp_basics/silent_divergence.py --case unfrozen
@@ -14,11 +14,11 @@
     local-schedule     the learning rate follows each rank's own loss
 
 DDP averages gradients. It never compares parameters: replicas stay equal only because they start
-equal and make the same steps. In each table, look at the losses: they fall on every rank, and
-nothing in them looks wrong. Then look at the test accuracy, which is measured on the same images:
-the ranks no longer hold the same model. The line below the table is what `check_replicas` (in
-replicas.py) says. It compares one checksum per rank, so a training script can afford it at every
-logged step. The last lines are the cure, checked in the same way.
+equal and make the same steps. In each table, look at the losses: they fall on every rank and look
+right. Then look at the test accuracy, which all ranks measure on the same images: the ranks no
+longer hold the same model. Below the table is the message of `check_replicas` (replicas.py). It
+compares one checksum per rank, so a training script can afford it at every logged step. The last
+lines are the cure and the message of `check_replicas` with it.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,14 +77,14 @@ def past_the_wrapper(steps: int, cured: bool, worker: Worker) -> Iterator:
 
 
 def unfrozen(steps: int, cured: bool, worker: Worker) -> Iterator:
-    """The head is trained first, then the body too: DDP averages what was trainable when wrapped.
+    """A layer is unfrozen after DDP was built: DDP averages only what was trainable before.
 
     Cure: wrap again after every change of requires_grad.
     """
     model = make_model(worker)
     model.body.requires_grad_(False)
     ddp_model = DistributedDataParallel(model)
-    optimizer = make_optimizer(model)  # parameters without a gradient are left alone
+    optimizer = make_optimizer(model)  # it skips parameters without a gradient
     for step, (images, labels) in enumerate(batches(steps, worker)):
         if step == steps // 2:
             model.body.requires_grad_(True)
@@ -94,14 +94,14 @@ def unfrozen(steps: int, cured: bool, worker: Worker) -> Iterator:
 
 
 def replaced(steps: int, cured: bool, worker: Worker) -> Iterator:
-    """A new head after DDP was built: DDP goes on waiting for the old one's gradients.
+    """The head is replaced after DDP was built: DDP waits for the gradients of the old head.
 
-    find_unused_parameters=True hides that. Without it, DDP raises an error in the next step. (A
+    find_unused_parameters=True hides the bug. Without it, DDP raises an error in the next step. (A
     buffer may be replaced: DDP looks for the buffers before each forward.)
     Cure: change the model first, then wrap it.
     """
     model = make_model(worker)
-    new_head = nn.Linear(32, 10).to(worker.device)  # the same numbers on all ranks: the same seed
+    new_head = nn.Linear(32, 10).to(worker.device)  # equal on all ranks: one seed
     if cured:
         model.head = new_head
     ddp_model = DistributedDataParallel(model, find_unused_parameters=not cured)
@@ -112,7 +112,7 @@ def replaced(steps: int, cured: bool, worker: Worker) -> Iterator:
 
 
 def static_graph(steps: int, cured: bool, worker: Worker) -> Iterator:
-    """static_graph=True, and from the middle on every second step skips a layer on all ranks.
+    """With static_graph=True, every second step of the second half skips a layer on all ranks.
 
     DDP waits for the gradients that the first step had. It does not start the all_reduce of a
     bucket that is not full, and raises an error only in the step after. It also overrides
@@ -131,8 +131,8 @@ def static_graph(steps: int, cured: bool, worker: Worker) -> Iterator:
 def seed(steps: int, cured: bool, worker: Worker) -> Iterator:
     """Each rank draws its own initial weights, and DDP is told not to broadcast rank 0's.
 
-    The same happens to gradients that are averaged by hand, without DDP's constructor.
-    Cure: leave init_sync alone, or load the same checkpoint on every rank first.
+    The same happens if you average gradients by hand, without DDP's constructor.
+    Cure: keep init_sync=True, or load the same checkpoint on every rank first.
     """
     torch.manual_seed(worker.rank)
     model = make_model(worker)
@@ -239,9 +239,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches(steps: int, worker: Worker, mislabelled: int | None = None) -> Iterator:
-    """This rank's part of each global batch: (images, labels).
+    """This rank's local batch of each step: (images, labels).
 
-    mislabelled: the step in which the labels of the last third of the global batch are wrong.
+    mislabelled: the step in which the last third of the global batch has wrong labels.
     """
     images, labels = load_dataset("digits")[0][:]
     for step in range(steps):
@@ -254,7 +254,7 @@ def batches(steps: int, worker: Worker, mislabelled: int | None = None) -> Itera
 
 
 def train_step(forward: Callable, optimizer, images: Tensor, labels: Tensor) -> float:
-    """One step on this rank's images; returns the loss, which is this rank's own."""
+    """One step on this rank's images; returns this rank's own loss."""
     optimizer.zero_grad()
     loss = F.cross_entropy(forward(images), labels)
     loss.backward()  # averages the gradients over the ranks, if `forward` was DDP's
@@ -280,9 +280,9 @@ def run(case: Callable, cured: bool, steps: int, worker: Worker) -> dict:
             losses.append(loss)
             try:
                 check_replicas(model, len(losses), worker)
-            except UserError as found:  # a training script stops here; we look at what follows
+            except UserError as found:  # a training script stops here; this one goes on
                 difference = difference or ": ".join(str(found).split(": ")[:2])
-    except RuntimeError as raised:  # DDP's own error, which comes on all ranks
+    except RuntimeError as raised:  # DDP's own error, on all ranks
         error = f"step {len(losses) + 1}: {str(raised).partition('. ')[0]}"
     return {
         "losses": losses,

@@ -1,17 +1,17 @@
-"""The same job without torchrun: started by torch.multiprocessing.spawn, and by hand.
+"""Start a DDP job without torchrun: with torch.multiprocessing.spawn, or by hand.
 
     python ddp_basics/spawn.py --how spawn --ranks 2
     python ddp_basics/spawn.py --how environment --ranks 2
     torchrun --standalone --nproc_per_node=2 ddp_basics/spawn.py
     python ddp_basics/spawn.py --how environment --ranks 2 --kill-rank 1     # a rank dies
 
-Look at the last line: the same loss and the same parameters, on CPUs to the last bit, whoever
-starts the ranks. And what is started here in 60 lines is only a part of what torchrun does:
+Look at the last line: all three ways to start the ranks give the same loss and parameters, on CPUs
+to the last bit. The 60 lines that start them here do only a part of what torchrun does:
 
                                               spawn      by hand    torchrun
     RANK, WORLD_SIZE, MASTER_ADDR, ...        your code  your code  yes
-    a port that nobody else takes             your code  your code  yes
-    stops the others when a rank dies         yes        your code  yes
+    a port that no other program takes        your code  your code  yes
+    stops the other ranks when one dies       yes        your code  yes
     shows the failing rank's traceback        yes        no         yes, with @record
     starts again (--max-restarts)             no         no         yes
     several nodes (--nnodes), logs per rank   no         no         yes
@@ -44,13 +44,13 @@ def main() -> None:
     if "RANK" in os.environ:  # torchrun, or start_by_hand below, has started this process
         run_rank(args)
         return
-    # Nobody else cleans up behind us: turn SIGTERM into an exception, so that `finally` runs.
+    # There is no launcher to clean up: turn SIGTERM into an exception, so that `finally` runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # Set here and not in the ranks: they import torch, which reads it, before they run our code.
+    # Set this before the ranks start: they import torch, which reads it, before they run our code.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A port race is lost by asking the system for a free port, closing it, and handing on its
-    # number: another program may take it in between. So the meeting point opens here, on a port
-    # of the system's choice (0), and stays open until all ranks have ended. torchrun does the same.
+    # Asking the system for a free port, closing it and passing on its number is a race: another
+    # program may take the port in between. So this process opens the store on a port of the
+    # system's choice (0), and keeps it open until all ranks have ended, as torchrun does.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     start = start_by_spawn if args.how == "spawn" else start_by_hand
     failure = start(args, store.port)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells each process (on one node)."""
+    """The variables that torchrun sets for each process (on one node)."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),  # on one node: the same as the rank
@@ -67,24 +67,24 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # Rank 0 would open the port itself. This, which torchrun sets too, says that it is open.
+        # torchrun sets this too. It tells rank 0 not to open the port, because it is open already.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 def start_by_spawn(args, port: int) -> str | None:
-    """Start the ranks, wait for their end, return what went wrong. The traps of spawn:
+    """Start the ranks, wait until they end, return the error or None. The traps of spawn:
 
-    - Each child imports this file anew: without the __main__ guard at the end it would start
+    - Each child imports this file again: without the __main__ guard at the end it would start
       children of its own.
-    - The function and its arguments are pickled: it must be at the top level of a file (no lambda,
-      no notebook cell), and no open file, generator or process group can be an argument.
-    - What a child returns is lost: let it write a file. What it raises arrives as a traceback here.
-    - Python waits at its exit for children that still run: hence the `finally`.
+    - The function and its arguments are pickled: the function must be at the top level of a file
+      (no lambda, no notebook cell), and no argument may be an open file, generator, process group.
+    - A child's return value is lost: let it write a file. Its exception arrives here as traceback.
+    - Python waits at its exit for children that still run, so `finally` kills them.
     """
     context = mp.spawn(spawned_rank, (args, port), args.ranks, join=False)
     try:
-        while not context.join():  # stops the others once one has failed, then raises
+        while not context.join():  # stops the other ranks after a failure, then raises
             pass
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         if getattr(error, "exit_code", 1) == 2:
@@ -101,8 +101,8 @@ def spawned_rank(rank: int, args, port: int) -> None:
 
 
 def start_by_hand(args, port: int) -> str | None:
-    """The same with one ordinary command per rank. Any launcher that sets the environment will do:
-    a shell script, ssh, a cluster's scheduler.
+    """Start one ordinary command per rank. Any launcher that sets the environment can do this: a
+    shell script, ssh, a cluster's scheduler.
     """
     command = [sys.executable, *sys.argv]
     processes = []
@@ -110,8 +110,8 @@ def start_by_hand(args, port: int) -> str | None:
         for rank in range(args.ranks):
             env = os.environ | environment(rank, args.ranks, port)
             processes.append(subprocess.Popen(command, env=env))
-        # Watch all of them at once: waiting for rank 0 first would be waiting for ever when rank 1
-        # dies, because rank 0 waits for it in a collective.
+        # Watch all ranks at once. If rank 1 dies, rank 0 waits for it in a collective, so waiting
+        # for rank 0 first would never end.
         while True:
             statuses = [process.poll() for process in processes]  # None: it still runs
             for rank, status in enumerate(statuses):
@@ -143,7 +143,7 @@ def train(args, worker: Worker) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(args.steps):
         if step == args.steps // 2 and worker.rank == args.kill_rank:
-            os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
         if step == args.steps // 2 and worker.rank == args.raise_rank:
             raise RuntimeError(f"rank {worker.rank} was told to fail in step {step}")
         start = step * args.batch_size
@@ -168,12 +168,12 @@ def parse_args():
     parser = ArgumentParser(description="Start ranks without torchrun.")
     add = parser.add_argument
     add("--how", choices=("spawn", "environment"), default="spawn", help="unused under torchrun")
-    add("--ranks", type=at_least(1), default=2, help="processes to start; unused under torchrun")
+    add("--ranks", type=at_least(1), default=2, help="ranks to start without torchrun (default: 2)")
     add("--steps", type=at_least(1), default=20)
-    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
-    add("--kill-rank", type=at_least(0), help="this rank kills itself half-way")
-    add("--raise-rank", type=at_least(0), help="this rank raises an exception half-way")
-    add("--output", type=Path, help="file for the final loss and parameters")
+    add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
+    add("--kill-rank", type=at_least(0), help="kill this rank half-way")
+    add("--raise-rank", type=at_least(0), help="raise an exception on this rank half-way")
+    add("--output", type=Path, help="save the final loss and parameters to this file")
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))

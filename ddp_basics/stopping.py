@@ -1,4 +1,4 @@
-"""A signal to stop, agreed upon: all ranks leave the loop after the same step, and save."""
+"""Stop on a signal: all ranks agree on a step, leave the loop after it, and save."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from runtime import Worker
 
-# A cluster's scheduler, Ctrl-C, a closed terminal, a scheduler's warning before the time limit.
+# From a scheduler, Ctrl-C, a closed terminal, a scheduler that warns before the time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequests:
-    """The signals after which a run saves and ends; torchrun passes on all but SIGUSR1.
+    """Catch the signals after which a run saves and ends; torchrun passes on all but SIGUSR1.
 
         stop = StopRequests(worker)
         for step in ...:
@@ -24,12 +24,12 @@ class StopRequests:
             if stop.agreed(step):
                 break  # on all ranks
 
-    Then there are 30 seconds, until torchrun kills. All ranks construct it: it is a collective.
-    A second Ctrl-C ends the process at once.
+    torchrun kills the ranks 30 seconds after the signal. The constructor is a collective. A second
+    Ctrl-C ends the process at once.
     """
 
     def __init__(self, worker: Worker):
-        self.asked = 0  # the number of the signal that came
+        self.asked = 0  # the number of the signal that came, or 0
         self.last_look = None  # (step, time)
         self.next_look, self.interval = 0, 1  # in steps
         for number in SIGNALS:
@@ -68,9 +68,9 @@ class StopRequests:
 
         torchrun also sends SIGTERM to end the survivors of a failure. A survivor that waits in a
         collective for the dead rank never returns to Python, where the handler above would run, and
-        torchrun waits 30 seconds for it. A thread hears of the signal all the same.
+        torchrun waits 30 seconds for it. A thread can react to the signal even then.
         """
-        # Two containers of one host may have the host's name, and process numbers of their own.
+        # Containers may share the host's name, but each has its own process numbers.
         namespace = Path("/proc/self/ns/pid")  # Linux only
         here = (socket.gethostname(), os.readlink(namespace) if namespace.exists() else "")
         everyone = [None] * worker.world_size
@@ -78,7 +78,7 @@ class StopRequests:
         neighbours = [pid for place, pid in everyone if place == here]
         signals, signal_writer = os.pipe()
         os.set_blocking(signal_writer, False)
-        signal.set_wakeup_fd(signal_writer)  # each signal writes a byte there, whatever Python does
+        signal.set_wakeup_fd(signal_writer)  # each signal writes a byte, whatever Python does
 
         def watch() -> None:
             while number := os.read(signals, 1):
@@ -91,14 +91,14 @@ class StopRequests:
 
 def _is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)  # sends nothing, but fails if there is nobody to send it to
+        os.kill(pid, 0)  # sends nothing; fails if the process is gone
     except ProcessLookupError:
         return False
     return True
 
 
 def goodbye(stopped_by: int, step: int, total_steps: int, folder, worker: Worker) -> None:
-    """Rank 0 says why the run ends here. folder: where it was saved, or None."""
+    """Rank 0 prints why the run ends. folder: the folder of its checkpoints, or None."""
     if worker.is_main:
         saved = f"saved to {folder}, the same command continues" if folder else "not saved"
         name = signal.Signals(stopped_by).name

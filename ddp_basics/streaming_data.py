@@ -10,20 +10,20 @@ own copy of the dataset and iterates over it. The table counts what three datase
     all files    each worker reads everything: 2 ranks with 2 workers see each sample 4 times
     by file      worker i of N reads files i, i + N, ...: each sample once, but the ranks have
                  different numbers of batches, so DDP would hang (uneven_inputs_hang.py)
-    streams      the epoch's samples are cut into --streams pieces of equal length, and each global
-                 batch takes equally many samples from each piece. A file at the border of two
-                 pieces is read twice: have many more files than streams
+    streams      the epoch's samples are split into --streams pieces of equal length, and each
+                 global batch takes equally many samples from each piece. A file at the border of
+                 two pieces is read twice: use many more files than streams
 
-Streams belong to the job, and ranks and workers only share them out. Any number of ranks and
-workers therefore trains on the same global batches, and the position in the data is one number: the
-step. Look at the last line: training that stops in mid-epoch and continues with another number of
-workers trains on the same samples and ends with the same parameters, bit for bit on one or two
-ranks. (On three or more, DDP's first step after a restart adds the ranks' gradients in another
-order than its later steps, so the sums are rounded differently.)
+The streams belong to the job, and ranks and workers only share them. So the global batches are the
+same for any number of ranks and workers, and the position in the data is one number: the step. Look
+at the last line: a training that stops in mid-epoch and continues with another number of workers
+gets the same samples and ends with the same parameters, bit for bit on one or two ranks. (On three
+or more ranks, DDP's first step after a restart adds the ranks' gradients in another order than its
+later steps, so the sums are rounded differently.)
 
-torchdata's StatefulDataLoader (0.11, maintained but not developed) is not used here: it runs with
-torch 2.15, but its state is one per rank and fits only the number of workers that it was saved
-with, so ranks and workers could not change at a restart.
+The script does not use torchdata's StatefulDataLoader (0.11, maintained but not developed). It runs
+with torch 2.15, but has one state per rank, which fits only the number of workers that saved it, so
+ranks and workers could not change at a restart.
 """
 
 from collections import Counter
@@ -102,7 +102,7 @@ class AllFiles(Files):
 
 
 class ByFile(Files):
-    """Whole files for each worker of each rank: correct, but uneven."""
+    """Each worker of each rank reads its own files: correct, but uneven."""
 
     def __iter__(self) -> Iterator:
         number, workers = this_worker()
@@ -112,31 +112,31 @@ class ByFile(Files):
 
 
 class Streams(Files):
-    """Equal pieces of the epoch's samples, shared out to the workers of all ranks.
+    """Equal pieces of the epoch's samples, distributed over the workers of all ranks.
 
-    Yields chunks, (numbers, images, labels) of batch_size / streams samples each. This rank's part
-    of a global batch is the next streams / world_size chunks: see `local_batches`. The samples that
-    do not fill a global batch, fewer than batch_size, are left out: other ones in each epoch.
+    Yields chunks, (numbers, images, labels) of batch_size / streams samples each. This rank's local
+    batch is the next streams / world_size chunks: see `local_batches`. Each epoch leaves out the
+    samples that do not fill a global batch: fewer than batch_size, and other ones in each epoch.
     """
 
     def __init__(self, files, worker: Worker, streams: int, batch_size: int, seed: int = 0):
         super().__init__(files, worker)
         self.seed, self.streams, self.chunk = seed, streams, batch_size // streams
-        self.steps = sum(count for _, count in files) // batch_size  # of an epoch
+        self.steps = sum(count for _, count in files) // batch_size  # per epoch
         # In shared memory too: persistent workers keep the copy of the dataset they started with,
         # and would never see a new value of an ordinary attribute.
         self.position = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Call this before each `iter(loader)`. step: of the epoch, 0 for its beginning."""
+        """Call this before each `iter(loader)`. step: within the epoch; 0: its beginning."""
         self.position.copy_(torch.tensor([epoch, step]))
 
     def __iter__(self) -> Iterator:
         epoch, first_step = self.position.tolist()
         number, workers = this_worker()
         per_rank = self.streams // self.world_size
-        # The loader takes a chunk from each worker in turn. With every workers-th stream for each
-        # of them, the chunks of a step arrive in the order of the streams.
+        # The loader takes one chunk from each worker in turn. Each worker has every workers-th
+        # stream, so the chunks of a step arrive in the order of the streams.
         mine = range(self.rank * per_rank, (self.rank + 1) * per_rank)[number::workers]
         length = self.steps * self.chunk
         streams = [
@@ -150,7 +150,7 @@ class Streams(Files):
     def samples(self, epoch: int, start: int, end: int) -> Iterator:
         """Samples start ... end - 1 of the epoch: the files in a new order, each one shuffled.
 
-        Only files with such samples are opened. Memory: one file at a time.
+        It opens only files with such samples, and holds one file in memory at a time.
         """
         first = 0  # position in the epoch of the file's first sample
         for index in self.shuffled(len(self.files), epoch, 0):
@@ -208,7 +208,7 @@ def count_samples(name: str, batches, dataset: Files, files: list, worker: Worke
 
 
 def train_with_a_stop(files: list, args, worker: Worker) -> None:
-    """Train for --epochs; then again, with a stop in mid-epoch; compare the two."""
+    """Train for --epochs without and with a stop in mid-epoch, and compare the two runs."""
     steps = Streams(files, worker, args.streams, args.batch_size).steps
     straight = train(None, args.epochs * steps, args.workers, files, args, worker)
     stop = (args.epochs - 1) * steps + steps // 2
@@ -237,7 +237,7 @@ def train_with_a_stop(files: list, args, worker: Worker) -> None:
 def train(state: dict | None, until: int, workers: int, files: list, args, worker: Worker) -> dict:
     """Train from `state`, or from the beginning, to optimizer step `until`; returns the new state.
 
-    Its "step" is all that the data needs. "numbers": the samples of this rank in each step.
+    "step" is the position in the data. "numbers" are the samples of this rank in each step.
     """
     torch.manual_seed(0)
     model = SmallCNN(channels=8).to(worker.device)
@@ -290,14 +290,14 @@ def check_arguments(args, worker: Worker) -> None:
 def parse_args():
     parser = ArgumentParser(description="Stream samples from files to all ranks and workers.")
     add = parser.add_argument
-    add("--data-dir", type=Path, help="read files here; write them first if there are none")
+    add("--data-dir", type=Path, help="read files from this folder; write them if there are none")
     add("--files", type=at_least(1), default=64, help="files to write (default: 64)")
     add("--streams", type=at_least(1), default=12, help="equal pieces of an epoch (default: 12)")
-    add("--batch-size", type=at_least(1), default=96, help="images per step, over all ranks")
+    add("--batch-size", type=at_least(1), default=96, help="images per global batch (default: 96)")
     add("--epochs", type=at_least(1), default=2, help="epochs to train (default: 2)")
     add("--workers", type=at_least(0), default=2, help="loader processes per rank (default: 2)")
-    add("--workers-after", type=at_least(0), default=0, help="the same after the stop (default: 0)")
-    add("--output", type=Path, help="save samples, gradients and parameters of the run there")
+    add("--workers-after", type=at_least(0), default=0, help="workers after the stop (default: 0)")
+    add("--output", type=Path, help="save samples, gradients and parameters to this file")
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     parser.make_folder("--data-dir", args.data_dir)

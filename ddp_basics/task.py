@@ -1,7 +1,7 @@
-"""All that you replace to train a model of your own: its flags, its data, the model, its loss.
+"""The one file that you replace for your own model: its flags, its data, the model, its loss.
 
-The training loop, evaluation, log and checkpoints know no more of a task than what stands here.
-examples/ has another task as a file of this form: a ResNet-18.
+The training loop, evaluation, log and checkpoints use a task only through the names in this file.
+examples/resnet18.py is another file of this form.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class TaskSettings:
 
 def add_flags(add: Callable) -> None:
     """add: argparse's add_argument; one call per field of TaskSettings."""
-    add("--dataset", choices=DATASETS, help="what to learn (default: digits)")
+    add("--dataset", choices=DATASETS, help="data set (default: digits)")
     add("--data-dir", type=Path, help="folder of MNIST, downloaded if missing (default: data)")
     add("--augment", action="store_true", help="shift each training image by up to one pixel")
 
 
 def download(settings: TaskSettings) -> None:
-    """Fetch what is missing. Every rank calls this before the ranks meet: one per node works."""
+    """Download missing files on one rank per node. Every rank calls this before joining the job."""
     if settings.dataset == "mnist":
         download_mnist(settings.data_dir)
 
@@ -52,10 +52,10 @@ def build_model(settings: TaskSettings) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
-    """(sum of the losses, how many they are, other sums by name) of a batch on the model's device.
+    """(sum of the losses, number of losses, other sums by name) of a batch on the model's device.
 
-    Training minimizes the sum of all ranks divided by the count of all ranks. The other sums are
-    divided by the same count: the fraction of correct images here.
+    Training minimizes the sum over all ranks divided by the number over all ranks. The other sums
+    are divided by this number, too: here that gives the fraction of correct images.
     """
     images, labels = batch
     logits = model(images).float()

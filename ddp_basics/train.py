@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def train(settings: Settings, worker: Worker) -> int:
-    """Train to the end and return 0; or save, and return the signal that asked to stop."""
+    """Train to the end and return 0; after a signal to stop, save and return its number."""
     stop = StopRequests(worker)
     train_set, test_set = load_data(settings)
     check_same_data([train_set, test_set], worker)
@@ -56,8 +56,8 @@ def train(settings: Settings, worker: Worker) -> int:
             f"--batch-size {settings.batch_size} exceeds the {len(train_set)} training samples"
         )
 
-    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10 bits in fp32's matrix products
-    torch.manual_seed(settings.seed)  # the same first values on all ranks
+    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
+    torch.manual_seed(settings.seed)  # the same initial weights on all ranks
     model = build_model(settings).to(worker.device)
     optimizer = make_optimizer(model, settings)
     # fp16 gradients underflow unless the loss is scaled; bf16 has the range of fp32.
@@ -73,15 +73,15 @@ def train(settings: Settings, worker: Worker) -> int:
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
             "the learning rate follows the new plan"
         )
-    # Broadcasts rank 0's parameters and buffers now, averages the gradients of all ranks in every
-    # backward. It comes after what changes the model: freezing, resuming.
+    # Broadcasts rank 0's parameters and buffers now, and averages the gradients of all ranks in
+    # every backward. Freeze and resume the model before this line.
     ddp_model = DistributedDataParallel(
         torch.compile(model) if settings.compile else model,
         device_ids=None if worker.device.type == "cpu" else [worker.device.index],
-        gradient_as_bucket_view=True,  # gradients lie in the buffer that is sent: held once
+        gradient_as_bucket_view=True,  # .grad is a view of the bucket: held once
         find_unused_parameters=settings.find_unused_parameters,
     )
-    ddp_model.broadcast_buffers = False  # not in every step: average_buffers() when they are used
+    ddp_model.broadcast_buffers = False  # average_buffers() below is enough
 
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
     throughput = Throughput(step)
@@ -185,7 +185,7 @@ def autocast(settings: Settings, device: torch.device) -> torch.autocast:
 
 
 def evaluate_as_trained(model, test_set, settings: Settings, worker: Worker) -> dict[str, float]:
-    """In the same precision and micro-batches. Not through DDP: nothing is to be averaged."""
+    """Evaluate in the training's precision and micro-batches, without DDP: there is no backward."""
     micro_batch = settings.batch_size // worker.world_size // settings.accumulate
     with autocast(settings, worker.device):
         return evaluate(model, test_set, micro_batch, settings.workers, worker)

@@ -1,4 +1,4 @@
-"""Two networks with two optimizers in alternation, a GAN, under DDP: what is right, what it costs.
+"""Train a GAN under DDP, two networks with two optimizers in alternation: right and wrong ways.
 
     python ddp_basics/two_networks.py
     torchrun --standalone --nproc_per_node=2 ddp_basics/two_networks.py
@@ -6,19 +6,19 @@
 
 Each step trains the discriminator on real and generated digits, then the generator through the
 discriminator. `train` does it right: one wrapper per network, and the discriminator frozen while
-the generator learns. The other rows of the table change one thing about that. Look at
+the generator learns. Each other row of the table changes one thing. Look at
 
-- the differences to one process that trains on the global batch: the largest of all gradients in
-  all steps and of the final parameters, over both networks and all ranks. A wrong row ends without
-  an error;
-- the gradient bytes that each rank hands to all_reduce in a step: the generator's loss has
+- the differences to one process that trains on the global batch: the largest over all steps,
+  networks and ranks, for the gradients and for the final parameters. A wrong row ends without an
+  error;
+- the gradient bytes that each rank passes to all_reduce in a step. The generator's loss has
   gradients for both networks. If the discriminator is not frozen, its wrapper averages them, and
   they stay in .grad until zero_grad() is called right before the discriminator's next backward;
 - the rows that end with DDP's error: a wrapper waits for all gradients of its module, or for none.
 
-The second table is about buffers. DDP writes rank 0's buffers into those of the other ranks before
-each forward. Two forwards before one backward, as for real and generated images, then change what
-the first one has kept for its backward, without an error. Cures: one forward for both, or
+The second table is about buffers. DDP copies rank 0's buffers to the other ranks before each
+forward. If two forwards precede one backward, as for real and generated images, the second changes
+the buffers that the first saved for backward, without an error. Cures: one forward for both, or
 forward_sync_buffers=False (older versions: broadcast_buffers=False).
 """
 
@@ -38,7 +38,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-NOISE = 16  # numbers from which the generator makes an image
+NOISE = 16  # size of the generator's input
 
 
 @record
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def train(args, worker: Worker, freeze: str = "discriminator", past_the_wrapper: str = "") -> dict:
-    """Alternating steps, one wrapper per network. The keywords are what the table varies."""
+    """Alternating steps, one wrapper per network. The table varies the keywords."""
     generator, discriminator = make_networks(worker)
     ddp_generator = DistributedDataParallel(generator)  # waits for the generator's gradients only
     ddp_discriminator = DistributedDataParallel(discriminator)
@@ -80,7 +80,7 @@ def train(args, worker: Worker, freeze: str = "discriminator", past_the_wrapper:
         log.gradients(discriminator)
         d_optimizer.step()
 
-        # The generator's step. A frozen discriminator passes gradients on and keeps none, so its
+        # The generator's step. A frozen discriminator passes gradients on and stores none, so its
         # wrapper has nothing to average.
         g_optimizer.zero_grad()
         with frozen(to_freeze):
@@ -133,7 +133,7 @@ class Both(nn.Module):
 
 
 def train_alone(args, worker: Worker) -> dict:
-    """What the ranks together should compute: no wrapper, the global batch."""
+    """The reference: one process trains on the global batch, without a wrapper."""
     generator, discriminator = make_networks(worker)
     log = Log()
     g_optimizer, d_optimizer = make_optimizer(generator), make_optimizer(discriminator)
@@ -166,7 +166,7 @@ WAYS: dict[str, Callable] = {
 def make_networks(worker: Worker) -> tuple[nn.Sequential, nn.Sequential]:
     """(noise (batch, NOISE) -> images (batch, 64), images -> logits (batch, 1)).
 
-    Without BatchNorm: it would see only a rank's own part of the batch (see model.py).
+    They have no BatchNorm, which would see only the local batch (see model.py).
     """
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(NOISE, 64), nn.ReLU(), nn.Linear(64, 64), nn.Sigmoid())
@@ -188,14 +188,14 @@ def global_batches(args) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def local_batches(args, worker: Worker) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's part of each global batch, of the images and of the noise."""
+    """This rank's local batch of each step: (real images, noise)."""
     for real, noise in global_batches(args):
         mine = slice(worker.rank, None, worker.world_size)
         yield real[mine].to(worker.device), noise[mine].to(worker.device)
 
 
 class Log:
-    """Gradients of each step, and the bytes of gradients that wrappers hand to all_reduce."""
+    """Gradients of each step, and the bytes of gradients that wrappers pass to all_reduce."""
 
     def __init__(self, *wrappers: DistributedDataParallel):
         self.bytes, self.all_gradients = 0, []
@@ -224,12 +224,12 @@ class Log:
 def attempt(way: Callable, args, worker: Worker) -> dict:
     try:
         return way(args, worker)
-    except RuntimeError as error:  # DDP's, which comes on all ranks
+    except RuntimeError as error:  # DDP's own error, on all ranks
         return {"error": str(error).partition(" before starting")[0]}
 
 
 def print_row(name: str, result: dict, expected: dict, worker: Worker) -> None:
-    """All ranks call this: the largest differences that any of them has."""
+    """All ranks call this; rank 0 prints the largest differences of all ranks."""
     row = result.get("error")
     if row is None:
         pairs = zip(result["gradients"], expected["gradients"], strict=True)
@@ -258,7 +258,7 @@ def max_difference(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 class RunningScale(nn.Module):
-    """Divides by a running mean of |x|, as some discriminators normalize. Keeps it for backward."""
+    """Divides by a running mean of |x|, as some discriminators do. Autograd saves the mean."""
 
     def __init__(self):
         super().__init__()
@@ -300,9 +300,9 @@ def compare_forwards(worker: Worker) -> None:
 def parse_args():
     parser = ArgumentParser(description="Train a GAN with DDP in several ways, right and wrong.")
     add = parser.add_argument
-    add("--steps", type=at_least(2), default=10, help="of each way, for each network (default: 10)")
-    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
-    add("--output", type=Path, help="save gradients and parameters of the first way there")
+    add("--steps", type=at_least(2), default=10, help="steps per way and network (default: 10)")
+    add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
+    add("--output", type=Path, help="save gradients and parameters of the first way")
     add("--device", choices=DEVICES, default="auto")
     return parser.parse_args()
 

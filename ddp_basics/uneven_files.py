@@ -1,4 +1,4 @@
-"""Files of different length, one for each rank: what the scripts uneven_inputs_*.py read."""
+"""Split images into files of different length, one per rank, for uneven_inputs_*.py."""
 
 import torch
 from arguments import ArgumentParser, UserError, at_least
@@ -6,18 +6,18 @@ from data import load_dataset
 from runtime import Worker
 from torch import Tensor
 
-IMAGES = 1437  # that there are
+IMAGES = 1437  # in the training set
 
 
 def add_data_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--images", type=at_least(1), default=997, help="in all files together")
-    parser.add_argument("--batch-size", type=at_least(1), default=32, help="images per rank, step")
+    parser.add_argument("--images", type=at_least(1), default=997, help="images in all files")
+    parser.add_argument("--batch-size", type=at_least(1), default=32, help="images per local batch")
 
 
 def uneven_files(count: int, world_size: int) -> list[Tensor]:
-    """The indices 0 ... count - 1, cut into one file per rank in the proportion 3 : 4 : 5 : ...
+    """The indices 0 ... count - 1, split into one file per rank in the proportion 3 : 4 : 5 : ...
 
-    Raises `UserError` where a rank would get none, or where there are not so many images.
+    Raises `UserError` if a rank would get no image, or if there are fewer than `count` images.
     """
     if count > IMAGES:
         raise UserError(f"--images must be at most {IMAGES}, not {count}")
@@ -31,7 +31,7 @@ def uneven_files(count: int, world_size: int) -> list[Tensor]:
 
 
 def read_batches(args, worker: Worker, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
-    """All files: for each rank its list of (images, labels)."""
+    """The files of all ranks: for each rank a list of batches (images, labels)."""
     images, labels = (t.to(device) for t in load_dataset("digits")[0][:])
     return [
         [(images[indices], labels[indices]) for indices in file.split(args.batch_size)]

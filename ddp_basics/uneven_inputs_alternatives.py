@@ -1,11 +1,12 @@
-"""Ranks with different numbers of batches: what each way out loses, repeats, and idles.
+"""Compare remedies for uneven data: samples lost, samples repeated, time idle.
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/uneven_inputs_alternatives.py
     torchrun --standalone --nproc_per_node=3 ddp_basics/uneven_inputs_alternatives.py
 
-One epoch is dealt out to the ranks, without training. Look at what you pay: Join loses nothing, but
-ranks that are done wait for the longest file; to stop with the shortest file loses the rest of the
-others; a DistributedSampler over all files deals the images out evenly, and repeats or drops a few.
+The script distributes one epoch over the ranks, without training. Look at the costs: Join loses
+nothing, but ranks that are done wait for the longest file. A stop with the shortest file loses the
+rest of the longer files. A DistributedSampler over all files distributes the images evenly, and
+repeats or drops a few.
 """
 
 from collections import Counter
@@ -39,17 +40,17 @@ def main() -> None:
 
 
 def stop_with_shortest(batches: list) -> list:
-    """One collective before the epoch: how many batches does everyone have?"""
+    """One all_reduce before the epoch finds the smallest number of batches of a rank."""
     shortest = torch.tensor(len(batches))
     dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
     return batches[: int(shortest)]
 
 
 def sampled(args, sampler_drops: bool, loader_drops: bool) -> list:
-    """This rank's batches where any rank can read any image, and a sampler deals them out.
+    """This rank's batches if every rank can read every image, and a sampler distributes them.
 
-    The sampler pads with repeated images, or drops the last ones, until all ranks have equally
-    many. The loader drops a last batch that is not full.
+    The sampler repeats images or drops the last ones until all ranks have equally many. The loader
+    can drop a last batch that is not full.
     """
     indices = range(args.images)
     sampler = DistributedSampler(indices, shuffle=True, drop_last=sampler_drops)
@@ -57,7 +58,7 @@ def sampled(args, sampler_drops: bool, loader_drops: bool) -> list:
 
 
 def print_cost(name: str, batches: list, args, worker: Worker) -> None:
-    """batches: this rank's, tensors of the indices of images."""
+    """batches: this rank's batches, tensors of image indices."""
     batches_of_rank = [None] * worker.world_size
     dist.all_gather_object(batches_of_rank, [batch.tolist() for batch in batches])
     if not worker.is_main:
@@ -72,7 +73,7 @@ def print_cost(name: str, batches: list, args, worker: Worker) -> None:
 
 
 def parse_args():
-    parser = ArgumentParser(description="What each way of dealing out uneven data costs.")
+    parser = ArgumentParser(description="What each way to distribute uneven data costs.")
     add_data_arguments(parser)
     return parser.parse_args()
 

@@ -1,13 +1,13 @@
-"""Ranks with different numbers of batches, and nothing done about it: the job hangs.
+"""Ranks with different numbers of batches, and no remedy: the job hangs.
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/uneven_inputs_hang.py
     torchrun --standalone --nproc_per_node=3 ddp_basics/uneven_inputs_hang.py --timeout 10
-    python ddp_basics/uneven_inputs_hang.py                # one process: nobody to wait for
+    python ddp_basics/uneven_inputs_hang.py                # one process: it cannot hang
 
-Each rank reads a file of its own, and the files differ in length. Look at where the ranks are in
-the end: each waits for the others in another place of the program, and no error says who is
-missing. Here the wait ends after --timeout seconds; by default a job would wait for 30 minutes.
-What to do about it: uneven_inputs_join.py, uneven_inputs_alternatives.py.
+Each rank reads its own file, and the files differ in length. Look at where the ranks wait in the
+end: at different places of the program, and no error names the missing rank. Here the wait ends
+after --timeout seconds; by default a job would wait for 30 minutes. Remedies are in
+uneven_inputs_join.py and uneven_inputs_alternatives.py.
 """
 
 import time
@@ -27,7 +27,7 @@ from uneven_files import add_data_arguments, read_batches
 @record
 def main() -> None:
     args = parse_args()
-    # On the CPU and with Gloo, on machines with GPUs too: NCCL raises nothing when time is up, its
+    # Use the CPU and Gloo also on machines with GPUs: after a time-out NCCL raises nothing, and its
     # watchdog thread ends the whole process.
     with distributed_worker("cpu") as worker:
         batches = read_batches(args, worker, worker.device)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def train_until_stuck(batches: list, group: dist.ProcessGroup) -> dict:
-    """What this rank has done, where it was stuck, for how long, and the error in the end."""
+    """Train until this rank is stuck; report where it waited, how long, and its error."""
     torch.manual_seed(0)
     model = SmallCNN(channels=8)
     ddp_model = DistributedDataParallel(model, process_group=group)
@@ -56,13 +56,13 @@ def train_until_stuck(batches: list, group: dist.ProcessGroup) -> dict:
             F.cross_entropy(ddp_model(images), labels).backward()
             optimizer.step()
             report["batches_done"] += 1
-        # A rank without data goes on to what comes next in the program. If that is an all_reduce,
-        # it pairs with the others' gradients: a crash where the sizes differ, else wrong numbers.
+        # A rank without data goes on to its next collective. If that is an all_reduce, it pairs
+        # with the other ranks' gradients: a crash if the sizes differ, else wrong numbers.
         report["place"] = "final barrier"
         start = time.perf_counter()
         dist.barrier(group=group)
     except RuntimeError as error:
-        # Without Gloo's file name in front, and its advice at the end.
+        # Drop Gloo's file name at the start, and its advice at the end.
         report["error"] = str(error).split("] ", 1)[-1].split(". ")[0]
     report["seconds"] = time.perf_counter() - start
     return report
@@ -70,7 +70,7 @@ def train_until_stuck(batches: list, group: dist.ProcessGroup) -> dict:
 
 def print_reports(reports: list[dict], batches: list, args, worker: Worker) -> None:
     if worker.world_size == 1:
-        print("one rank alone waits for nobody: start two or more")
+        print("one rank alone cannot hang: start two or more")
     print(f"time-out {args.timeout:g} s")
     print("rank  batches done  then           after s  error")
     for rank, report in enumerate(reports):
@@ -84,7 +84,7 @@ def print_reports(reports: list[dict], batches: list, args, worker: Worker) -> N
 def parse_args():
     parser = ArgumentParser(description="Ranks with different amounts of data wait for each other.")
     add_data_arguments(parser)
-    parser.add_argument("--timeout", type=above(0), default=5.0, help="seconds until it gives up")
+    parser.add_argument("--timeout", type=above(0), default=5.0, help="time-out in seconds")
     return parser.parse_args()
 
 

@@ -2,16 +2,16 @@
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/uneven_inputs_join.py
     torchrun --standalone --nproc_per_node=3 ddp_basics/uneven_inputs_join.py
-    python ddp_basics/uneven_inputs_join.py                # one process: nobody to wait for
+    python ddp_basics/uneven_inputs_join.py                # one process: no rank leaves early
 
-Each rank reads a file of its own, and the files differ in length. Join lets a rank that has none
-left take part in the others' all_reduces, with zeros. Look at
+Each rank reads its own file, and the files differ in length. Join lets a rank without data left
+take part in the other ranks' all_reduces, with zeros. Look at
 
-- the divisor: the sum of gradients is divided by the number of ranks that there were at first, or
-  by the number of those that still have data. Either way every gradient equals a plain sum over the
-  batches that are left, computed by one process.
+- the divisor: the sum of gradients is divided by the initial number of ranks, or by the number of
+  ranks that still have data. Either way every gradient equals a plain sum over the remaining
+  batches, computed by one process.
 - the momentum: a rank that left early has missed optimizer steps. Join copies the parameters to it,
-  but not the optimizer's state: broadcast that before you go on training.
+  but not the optimizer's state: broadcast this state before you continue to train.
 """
 
 import torch
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def train_with_join(batches: list, divide_by_initial: bool, worker: Worker) -> dict:
-    """Train on this rank's batches; returns how far it is from `train_plainly` on all of them."""
+    """Train on this rank's batches; returns the differences to `train_plainly` on all batches."""
     model, optimizer = make_model(worker.device)
     ddp_model = DistributedDataParallel(model)
     gradients = []
@@ -53,7 +53,7 @@ def train_with_join(batches: list, divide_by_initial: bool, worker: Worker) -> d
             F.cross_entropy(ddp_model(images), labels).backward()
             gradients.append(flat_gradients(model))
             optimizer.step()
-    # Here Join has copied the parameters of the last rank that left to all others.
+    # Join has now copied the parameters of the rank that left last to all other ranks.
 
     expected = train_plainly(batches, divide_by_initial, worker.device)
     expected_gradients = expected["gradients"][: len(gradients)]
@@ -71,7 +71,7 @@ def train_with_join(batches: list, divide_by_initial: bool, worker: Worker) -> d
 
 
 def train_plainly(batches: list, divide_by_initial: bool, device: torch.device) -> dict:
-    """What Join is to compute, in one process: per step, the sum over the ranks that have data."""
+    """What Join should compute, in one process: per step, the sum over the ranks that have data."""
     model, optimizer = make_model(device)
     gradients = []
     for step in range(max(len(file) for file in batches)):

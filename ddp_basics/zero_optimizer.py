@@ -1,4 +1,4 @@
-"""Each rank keeps the optimizer state of its share of the parameters: ZeroRedundancyOptimizer.
+"""ZeroRedundancyOptimizer: each rank keeps the optimizer state of its share of the parameters.
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/zero_optimizer.py
     torchrun --standalone --nproc_per_node=4 ddp_basics/zero_optimizer.py --channels 8
@@ -8,14 +8,14 @@
         --output-dir runs/zero --steps 6
     torchrun --standalone --nproc_per_node=3 ddp_basics/zero_optimizer.py --output-dir runs/zero
 
-DDP leaves the same gradients on all ranks, so all of them would compute the same update and keep
+DDP leaves the same gradients on all ranks, so all ranks would compute the same update and keep
 the same state: two numbers per parameter for Adam. With this optimizer a rank updates its own
 parameters only, then broadcasts them (ZeRO stage 1, https://arxiv.org/abs/1910.02054).
 
-Look at the bytes per rank: the state shrinks, but not evenly, because whole parameters are dealt
-out, the largest first, each to the rank that has least. The largest one is a floor that more ranks
-do not lower. (fully_shard cuts every parameter, and shards gradients and parameters too.) Then look
-at the last line: the parameters are those of AdamW, also after a restart.
+Look at the bytes per rank: the state shrinks, but not evenly. The optimizer does not split
+parameters, but gives each one, the largest first, to the rank that has least: the largest one is a
+floor that more ranks do not lower. (fully_shard splits every parameter, and shards gradients and
+parameters too.) Then look at the last line: the parameters equal AdamW's, also after a restart.
 """
 
 from pathlib import Path
@@ -47,13 +47,13 @@ def main() -> None:
 def train(args, worker: Worker) -> None:
     data = load_dataset("digits")[0][:]
     model, ddp_model = build(args, worker)
-    # Everything after the class goes to the AdamW that each rank makes for its own parameters.
+    # The arguments after the class go to the AdamW that each rank makes for its own parameters.
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr)
 
     folder = args.output_dir / "checkpoints" if args.output_dir else None
     parts = {"model": model, "optimizer": optimizer}
     run = {"batch_size": args.batch_size, "channels": args.channels, "lr": args.lr}
-    # Every rank gets the whole state, and load_state_dict keeps the rank's share of it.
+    # Every rank gets the full state, and load_state_dict keeps this rank's shard.
     first_step, _ = resume(folder, parts, run, worker) if folder else (0, {})
     if first_step >= args.steps:
         raise UserError(f"{folder} is at step {first_step} already: ask for more --steps")
@@ -62,8 +62,8 @@ def train(args, worker: Worker) -> None:
         train_step(ddp_model, optimizer, data, step, args, worker)
     report_bytes(model, optimizer, worker)
     if folder:
-        # All ranks send their share to rank 0; its state_dict() then looks like plain AdamW's. The
-        # whole state is thus on one rank: for models where that is too much, see fully_shard.
+        # All ranks send their shard to rank 0, whose state_dict() then looks like plain AdamW's. If
+        # one rank cannot hold the full state, see fully_shard.
         optimizer.consolidate_state_dict(to=0)
         save_checkpoint(folder, parts, args.steps, run, worker)
 
@@ -76,7 +76,7 @@ def train(args, worker: Worker) -> None:
     max_diff = torch.stack([(a - b).detach().abs().max() for a, b in pairs]).max()
     dist.all_reduce(max_diff, op=dist.ReduceOp.MAX)  # over all ranks
     if worker.is_main:
-        print(f"AdamW without it: {state_bytes(plain_optimizer):,} bytes on every rank")
+        print(f"plain AdamW: {state_bytes(plain_optimizer):,} bytes on every rank")
         if folder:
             file = saves(folder)[-1]
             print(f"saved to {file}: {file.stat().st_size:,} bytes")
@@ -94,7 +94,7 @@ def build(args, worker: Worker):
 
 
 def train_step(ddp_model, optimizer, data, step: int, args, worker: Worker) -> None:
-    """Train on this rank's part of the step's global batch."""
+    """Train on this rank's local batch of the step."""
     images, labels = data
     start = step * args.batch_size
     global_batch = torch.arange(start, start + args.batch_size) % len(images)
@@ -102,7 +102,7 @@ def train_step(ddp_model, optimizer, data, step: int, args, worker: Worker) -> N
     optimizer.zero_grad()
     logits = ddp_model(images[local_batch].to(worker.device))
     F.cross_entropy(logits, labels[local_batch].to(worker.device)).backward()
-    optimizer.step()  # updates this rank's parameters, then receives the others
+    optimizer.step()  # updates this rank's parameters, then broadcasts them
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -134,11 +134,11 @@ def report_bytes(model, optimizer: ZeroRedundancyOptimizer, worker: Worker) -> N
 def parse_args():
     parser = ArgumentParser(description="Shard AdamW's state over the ranks, save it, continue.")
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=12, help="total, including those before a restart")
-    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
-    add("--channels", type=at_least(4), default=32, help="size of the model, a multiple of 4")
+    add("--steps", type=at_least(1), default=12, help="total steps, with those before a restart")
+    add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
+    add("--channels", type=at_least(4), default=32, help="width, a multiple of 4 (default: 32)")
     add("--lr", type=above(0), default=2e-3)
-    add("--output-dir", type=Path, help="save there; continue what is there")
+    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.channels % 4:

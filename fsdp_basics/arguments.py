@@ -1,4 +1,4 @@
-"""Command lines that speak once per job, not once per rank, and check each value where it is read.
+"""Parse the command line of a rank: check each value, print help and errors once per node.
 
 parser = ArgumentParser(description="...")
 parser.add_argument("--steps", type=at_least(1), default=100)
@@ -17,16 +17,16 @@ from typing import NoReturn
 
 import torch
 
-ACCELERATOR = torch.accelerator.current_accelerator()  # what this torch was built for; None: CPUs
+ACCELERATOR = torch.accelerator.current_accelerator()  # of this build of torch; None: CPUs only
 DEVICES = ("auto", "cpu", ACCELERATOR.type if ACCELERATOR else "cuda")  # choices of --device
 
 
 class UserError(ValueError):
-    """A mistake of the user's: reported as one sentence, without a traceback."""
+    """A mistake of the user, reported as one sentence without a traceback."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors and whose --help appear once."""
+    """argparse that prints errors and --help once per node."""
 
     def error(self, message: str) -> NoReturn:
         fail(message.removeprefix("argument "))
@@ -36,7 +36,7 @@ class ArgumentParser(argparse.ArgumentParser):
             super().print_help(file)
 
     def make_folder(self, flag: str, folder: Path | None) -> None:
-        """Make `folder`, which `flag` named, unless it is there or None; else an error."""
+        """Make the folder that `flag` names, if any; if that fails, end with an error."""
         if folder is None:
             return
         try:
@@ -48,8 +48,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def fail(message: str) -> NoReturn:
     """Print `message` once per node and exit with status 2.
 
-    Every rank meets the same mistake: local rank 0 speaks. The others wait to be stopped by
-    torchrun, because the first rank to leave makes it stop the rest, spoken or not.
+    Every rank finds the same mistake, and local rank 0 prints it. The other ranks wait until
+    torchrun stops them: if one exited first, torchrun could stop local rank 0 before it prints.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -60,14 +60,14 @@ def fail(message: str) -> NoReturn:
 
 
 def tell_torchrun(message: str) -> None:
-    """Let torchrun's report, the last thing on the screen, end with `message`."""
+    """Put `message` at the end of torchrun's error report."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:  # as @record writes it for an exception, but without a traceback
+    if file:  # the format of @record, without a traceback
         about = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
         Path(file).write_text(json.dumps({"message": about}))
 
 
-# Types for add_argument: each returns a function that reads a text, or says what it should be.
+# Types for add_argument: each returns a function that parses a text, or says what it must be.
 
 
 def at_least(least: int) -> Callable[[str], int]:

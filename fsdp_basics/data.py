@@ -60,10 +60,10 @@ def load_mnist(data_dir: Path | str) -> tuple[Dataset, Dataset]:
 
 
 class MnistFile(Dataset):
-    """Images and labels in files that are mapped into memory: ranks of one node share the pages.
+    """Images and labels in memory-mapped files: the ranks of one node share the pages.
 
-    The format, IDX, is a big-endian header (a magic number, then the size of each dim) and the
-    bytes. Raises ValueError if a file is not as long as its header says, or something else.
+    The IDX format has a big-endian header (magic number, size of each dim), then the bytes. Raises
+    ValueError if a file has another magic number or another length than its header says.
     """
 
     def __init__(self, images: Path, labels: Path):
@@ -88,10 +88,10 @@ def map_idx(path: Path, dims: int) -> np.ndarray:
 
 
 def download_mnist(data_dir: Path | str) -> None:
-    """Fetch MNIST into `data_dir` unless it is there. Call it before joining the job.
+    """Download MNIST into `data_dir` unless it is there. Call this before joining the job.
 
-    Local rank 0 does the work, the others return at once: they wait for it when they join. If it
-    fails, the job ends with one sentence.
+    Local rank 0 downloads. The other ranks return at once, and wait for it when they join. If the
+    download fails, the job ends with one sentence.
     """
     from torchvision.datasets import MNIST
 
@@ -102,7 +102,7 @@ def download_mnist(data_dir: Path | str) -> None:
         Path(data_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=data_dir) as private:
             MNIST(private, download=True)
-            # Whole at once: several nodes that share the disk may be doing the same.
+            # Rename the complete folder: other nodes may be downloading to the same disk.
             if not folder.exists():
                 os.rename(Path(private, "MNIST"), folder)
     except (RuntimeError, OSError):
@@ -120,9 +120,9 @@ def random_images(count: int, seed: int) -> Dataset:
 
 
 class Shifted(Dataset):
-    """The images of `dataset`, each moved by up to a pixel: a small augmentation.
+    """`dataset` with each image shifted by up to one pixel: a small augmentation.
 
-    It draws from torch's global generator, as torchvision's transforms do.
+    The shifts come from torch's global generator, as in torchvision's transforms.
     """
 
     def __init__(self, dataset: Dataset):

@@ -1,4 +1,4 @@
-"""Evaluate a model on data that it is not trained on: means over all ranks, each sample once."""
+"""Evaluate a model on the test set: means over all ranks, each sample counted once."""
 
 import math
 

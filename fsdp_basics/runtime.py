@@ -1,4 +1,4 @@
-"""Join the distributed job, leave it cleanly. Every example directory carries this same file.
+"""Join the distributed job and leave it cleanly. Every example directory has a copy of this file.
 
     with distributed_worker("auto") as worker:
         train(args, worker)
@@ -18,8 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Imported once a group exists (DistributedDataParallel does that), this module would keep the group
-# for ever in its default arguments. What that leads to: see `leave`.
+# DistributedDataParallel imports this module. After a group exists, that would be too late: the
+# module's default arguments would hold the group for ever. `leave` says why that is bad.
 import torch.distributed.nn.functional
 from agreement import compare_ranks
 from arguments import UserError, fail
@@ -32,7 +32,7 @@ class Worker:
     local_rank: int  # counts on this node
     world_size: int
     device: torch.device
-    store: dist.Store | None = None  # small notes from rank to rank, in no collective
+    store: dist.Store | None = None  # key-value messages between ranks, without a collective
 
     @property
     def is_main(self) -> bool:
@@ -46,14 +46,14 @@ def distributed_worker(
     timeout: timedelta = timedelta(minutes=10),
     backend: str | None = None,
 ) -> Iterator[Worker]:
-    """Join the job that torchrun describes in the environment; without torchrun, a job of one.
+    """Join the job that torchrun describes in the environment, or else a job of one process.
 
     device: "cpu", the name of an accelerator ("cuda"), or "auto": an accelerator if there is one.
     timeout: how long a collective waits for a missing rank before it raises.
     backend: "nccl", "gloo", ...; None: NCCL on CUDA GPUs, Gloo on CPUs.
     A `UserError` inside the block ends the program with one sentence and exit status 2.
     """
-    launched = "RANK" in os.environ  # by torchrun, or by whatever sets the same variables
+    launched = "RANK" in os.environ  # by torchrun or another launcher that sets these variables
     rank = int(os.environ["RANK"]) if launched else 0
     world_size = int(os.environ["WORLD_SIZE"]) if launched else 1
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -77,8 +77,8 @@ def distributed_worker(
     try:
         yield Worker(rank, local_rank, world_size, place, store)
     except UserError as error:
-        # To leave closes connections. A rank that is still making one would fail with a traceback.
-        with suppress(RuntimeError):  # a rank that is missing by then has another problem
+        # Leaving closes connections. A rank that is still connecting would fail with a traceback.
+        with suppress(RuntimeError):  # a rank that is still missing has its own problem
             everybody = [f"rank {r} has joined" for r in range(world_size)]
             store.wait(everybody, timedelta(seconds=10))
         fail(str(error))
@@ -86,18 +86,18 @@ def distributed_worker(
 
 
 def meeting_point(timeout: timedelta) -> dist.Store:
-    """The store in which the ranks of this attempt leave their addresses for each other."""
+    """The store through which the ranks of this attempt exchange addresses."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun --max-restarts keeps its store: without a prefix per attempt, restarted ranks
-        # would read the dead ones' addresses. (Several nodes: see the README.)
+        # torchrun --max-restarts keeps its store. Without a prefix per attempt, restarted ranks
+        # would read the addresses of dead ranks. (Several nodes: see the README.)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt_{attempt}", store)
     return store
 
 
 def choose_device(device: str, store: dist.Store, rank: int, world_size: int) -> torch.device:
-    """This rank's device; if one rank cannot work with the others, all end with one sentence."""
+    """This rank's device. If the ranks do not fit together, all of them end with one sentence."""
     place, problem = None, ""
     try:
         place = own_device(device)
@@ -108,16 +108,16 @@ def choose_device(device: str, store: dist.Store, rank: int, world_size: int) ->
 
 
 def own_device(device: str) -> torch.device:
-    """Raises `UserError` if this node has no such device for this rank."""
+    """This rank's device; raises `UserError` if the node has no such device for it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator else "cpu"
     if device == "auto":
-        device = kind if kind in devices_of(DEFAULTS.get(kind)) else "cpu"  # no backend has mps
+        device = kind if kind in devices_of(DEFAULTS.get(kind)) else "cpu"  # mps has no backend
     if device == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count() if device == kind else 0
-    # Both count on this node. Where a launcher shows each process a device of its own (Slurm:
-    # --gpus-per-task=1), that is number 0 for each of them.
+    # LOCAL_RANK and the device index both count on this node. If a launcher shows each process only
+    # its own device (Slurm: --gpus-per-task=1), the index is 0 in every process.
     index = int(os.environ.get("LOCAL_RANK", 0)) if count > 1 else 0
     if index >= count:
         raise UserError(
@@ -131,38 +131,38 @@ DEFAULTS = dist.Backend.default_device_backend_map  # "cpu" -> "gloo", "cuda" ->
 
 
 def devices_of(backend: str | None) -> list[str]:
-    """The kinds of device whose tensors this backend sends."""
+    """The types of device whose tensors this backend sends."""
     return dist.Backend.backend_capability.get(backend, [])
 
 
 def choose_backend(name: str | None, kind: str) -> str:
-    """What to join with: `name`, or else torch's default, and a backend for CPU tensors, too."""
+    """The backend: `name` or torch's default, plus one for CPU tensors if it cannot send them."""
     name = name.lower() if name else DEFAULTS[kind]
     if not dist.is_backend_available(name):
         fail(f"--backend {name} is unknown to this torch, or it was built without it")
-    if ":" in name:  # "cpu:gloo,cuda:nccl" leaves nothing to choose
+    if ":" in name:  # such as "cpu:gloo,cuda:nccl"
         return name
     devices = devices_of(name)
     if kind not in devices:
         fail(f"--backend {name} is for tensors on {' and '.join(devices)}; this job is on {kind}")
     if "cpu" in devices:
         return name
-    return f"cpu:{DEFAULTS['cpu']},{kind}:{name}"  # offloaded shards, objects, short messages
+    return f"cpu:{DEFAULTS['cpu']},{kind}:{name}"  # CPU: offloads, objects, short messages
 
 
 def leave() -> None:
-    """Leave the job: all ranks together, and with no thread of the group left in this process.
+    """Leave the job with all ranks together, and end the group's threads in this process.
 
-    The group's threads end when nothing holds the group any more. One that still runs when Python
-    exits can abort the process: "terminate called without an active exception". Under torch 2.13
-    and load, a quarter of the exits did; under 2.15 none of 50 did, but the threads are left, too.
+    The group's threads end when no object holds the group any more. A thread that still runs when
+    Python exits can abort the process: "terminate called without an active exception". Under load
+    a quarter of the exits of torch 2.13 aborted; 2.15 also leaves threads, but none of 50 did.
     """
     gc.collect()  # a model is full of reference cycles, and holds the group until they are broken
     for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
-        # DTensor's caches hold meshes for ever, and meshes hold groups. A private name: no public
-        # call lets go. (If a torch has another name for it, vars().get() finds nothing to clear.)
+        # DTensor's caches hold meshes for ever, and meshes hold groups. No public call releases
+        # them. (If a torch renames this private attribute, vars().get() finds nothing to clear.)
         vars(mesh).get("_pg_registry", {}).clear()
-    dist.barrier()  # no rank closes a connection that another one still reads
+    dist.barrier()  # no rank closes a connection that another rank still reads
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     if group() is not None:

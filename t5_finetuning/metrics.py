@@ -1,4 +1,4 @@
-"""What a run tells: lines to read, JSON lines to plot, TensorBoard if asked for. By rank 0."""
+"""Log a run on rank 0: printed lines, JSON lines to plot, TensorBoard if asked for."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from runtime import Worker
 class Metrics:
     """`log` prints a line and appends a JSON object to OUTPUT_DIR/metrics.jsonl.
 
-    step: of the checkpoint that is continued. Lines beyond it are dropped from the file: those
-        steps are done, and written, again.
-    total_steps: of the run, for the printed line.
-    tensorboard: also write OUTPUT_DIR/tensorboard. For another tracker: `log` is where all values
-        pass; give it the run's id again after a restart.
-    Raises `UserError` if the file there is not ours.
+    step: the step from which the run continues. Lines of later steps are dropped from the file,
+        because the run repeats these steps.
+    total_steps: the length of the run, for the printed line.
+    tensorboard: also write OUTPUT_DIR/tensorboard. Call another tracker in `log`, and give it the
+        same run id after a restart.
+    Raises `UserError` if metrics.jsonl is not a file of this script.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Metrics:
             self.board = SummaryWriter(output_dir / "tensorboard", purge_step=step + 1)
 
     def log(self, step: int, epoch: int, **values: float) -> None:
-        """values: by name, as in loss=0.3 or samples_per_second=5000."""
+        """Log values by name, as in loss=0.3 or samples_per_second=5000."""
         if not self.worker.is_main:
             return
         words = [f"{readable(name)} {number(value)}" for name, value in values.items()]
         width = len(str(self.total_steps))
         print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
-        sys.stdout.flush()  # into a file, too, while the job runs
+        sys.stdout.flush()  # a log file gets the line at once, too
         if self.file:
             self.file.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
         if self.board:
@@ -79,9 +79,9 @@ def number(value: float) -> str:
 
 
 class Throughput:
-    """Steps per second, without what lies between stop() and start(): evaluation, saving.
+    """Steps per second, without the time between stop() and start(): evaluation, saving.
 
-    On a GPU call stop() where a number has just been read: only then its steps are done.
+    On a GPU call stop() after reading a number from it: only then have its steps ended.
     """
 
     def __init__(self, step: int):
@@ -104,8 +104,8 @@ class Throughput:
 
 
 def check_finite(step: int, loss: float, grad_norm: float, precision: str = "fp32") -> None:
-    """Raise `UserError` rather than train on, and save, what is no number any more."""
-    # In fp16 a step with infinite gradients is normal: the scaler leaves it out, and scales less.
+    """Raise `UserError` if the loss or the gradient norm is infinite or NaN."""
+    # In fp16 a step with infinite gradients is normal: the scaler skips it and lowers its scale.
     if not math.isfinite(loss if precision == "fp16" else loss + grad_norm):
         raise UserError(
             f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a smaller --lr, "
@@ -114,9 +114,9 @@ def check_finite(step: int, loss: float, grad_norm: float, precision: str = "fp3
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """MB, by name for `Metrics.log`: the most that tensors took so far, and what torch reserved.
+    """Peak memory in MB, by name for `Metrics.log`: of tensors, and as reserved by torch.
 
-    On a CPU, the most that this whole process had in memory (RSS).
+    On a CPU: the peak resident memory (RSS) of this process.
     """
     if device.type != "cpu":
         allocated = torch.accelerator.max_memory_allocated(device)
@@ -131,9 +131,9 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def make_profiler(on: bool, output_dir: Path | None, worker: Worker) -> AbstractContextManager:
-    """Records steps 10 to 12 of this run; the file opens in Perfetto (ui.perfetto.dev).
+    """A profiler of steps 10 to 12 of this run; its file opens in Perfetto (ui.perfetto.dev).
 
-    Inside the `with` block call its step() after each step; with on=False it does nothing.
+    Inside the `with` block call its step() after each step. With on=False the block gets None.
     """
     if not on:
         return nullcontext()

@@ -1,7 +1,8 @@
-"""Check that ranks which hold the same numbers still hold the same, and average their buffers.
+"""Check with checksums that replicas are still equal, and average their buffers.
 
-Ranks drift apart without an error: a loss computed past the DDP wrapper, a layer that was unfrozen
-after wrapping, a seed. The losses go on looking right. A checksum at each logged step tells.
+Replicas can drift apart without an error, because of a loss computed past the DDP wrapper, a layer
+unfrozen after wrapping, or different seeds. The losses still look right. A checksum at each logged
+step finds the difference.
 """
 
 import zlib
@@ -13,16 +14,16 @@ from runtime import Worker
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
-    """All ranks call this. Compare parameters and buffers with those of the ranks that hold a copy.
+    """All ranks call this. Raise `UserError` if copies of a parameter or buffer are not equal.
 
-    A plain tensor is the same on every rank that has one of its name; a DTensor's local tensor is
-    the same on the ranks that hold the same shard. What is sent is one checksum per kind of shard,
-    about 64 bytes; only if they differ, one per tensor.
-    Raises `UserError` on all ranks, naming the step, a rank and the first tensor that differs.
+    A plain tensor must be equal on all ranks that have one of its name, a DTensor's local tensor on
+    all ranks that hold the same shard. Each rank sends one checksum per kind of shard, about 64
+    bytes, and only if these differ one checksum per tensor.
+    All ranks raise the error. It names the step, a rank and the first tensor that differs.
     """
     own = checksums(model)  # {shard: {name: checksum}}
     digests = {
@@ -41,9 +42,9 @@ def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
 
 
 def checksums(model: nn.Module) -> dict[tuple, dict[str, int]]:
-    """{which shard of a tensor this rank holds; () if all of it: {name: checksum}}."""
+    """{shard: {name: checksum}} of this rank; see `shard_of`."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    # One transfer from the device for all of them.
+    # One transfer from the device for all checksums.
     values = torch.stack([checksum(t) for t in tensors.values()]).tolist() if tensors else []
     found = {}
     for (name, tensor), value in zip(tensors.items(), values, strict=True):
@@ -52,9 +53,9 @@ def checksums(model: nn.Module) -> dict[tuple, dict[str, int]]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of the bit patterns of what this rank holds of `tensor`: 0-d, int64, it wraps around.
+    """The sum of the bit patterns of this rank's shard of `tensor`: a 0-d int64 that wraps around.
 
-    Any strides, any dtype, any number of elements; two NaNs of the same bits are equal.
+    It takes any strides, dtype and size; two NaNs with the same bits are equal.
     """
     local = tensor.detach()
     if isinstance(local, DTensor):
@@ -85,7 +86,7 @@ def gather(own: dict, worker: Worker) -> list[dict]:
 
 
 def differing(by_rank: list[dict]) -> tuple | None:
-    """(a rank, a lower rank that it differs from, in which key): the first key; None if none."""
+    """(rank, a lower rank that it differs from, the first key that differs); None if none does."""
     first = {}  # key -> (the lowest rank that has it, its value)
     found = []
     for rank, values in enumerate(by_rank):
@@ -97,11 +98,11 @@ def differing(by_rank: list[dict]) -> tuple | None:
 
 
 def average_buffers(model: nn.Module) -> None:
-    """All ranks call this, before the model is evaluated or saved.
+    """All ranks call this before they evaluate or save the model.
 
-    BatchNorm's running statistics, for example, are those of a rank's own batches. Afterwards every
-    rank has their mean. As an update of them is linear, it does not matter how often this is done.
-    Integer buffers are left alone: `check_replicas` names one that differs.
+    BatchNorm's running statistics, for example, differ between ranks; afterwards every rank has
+    their mean. Their update is linear, so it does not matter how often you average them.
+    Integer buffers are not averaged: `check_replicas` names one that differs.
     """
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if not buffers or dist.get_world_size() == 1:

@@ -295,7 +295,7 @@ def test_zero_bytes_per_rank(zero, name, ranks):
         expected = 8 * sum(mine) + 4 * len(mine)
         assert numbers(row)[:6] == [rank, len(mine), sum(mine), mine[0], expected, expected]
         assert numbers(row)[6] == round(expected * ranks / (8 * sum(sizes)), 2)
-    assert f"AdamW without it: {8 * sum(sizes) + 4 * len(sizes):,} bytes" in zero.output[name]
+    assert f"plain AdamW: {8 * sum(sizes) + 4 * len(sizes):,} bytes" in zero.output[name]
 
 
 # ---- spawn.py

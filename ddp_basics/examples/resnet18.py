@@ -1,12 +1,12 @@
-"""task.py for a ResNet-18 of torchvision on images that need no download.
+"""task.py for torchvision's ResNet-18 on random images, which need no download.
 
     cp -r ddp_basics my_resnet
     cp my_resnet/examples/resnet18.py my_resnet/task.py
     torchrun --standalone --nproc_per_node=2 my_resnet/train.py --epochs 1
 
-Its BatchNorm averages over a rank's own batch; the running statistics are averaged over the ranks
-before the model is evaluated or saved. On GPUs, convert_sync_batchnorm() of torch.nn.SyncBatchNorm
-makes it average over the batch of all ranks.
+BatchNorm averages over a rank's local batch; train.py averages its running statistics over the
+ranks before it evaluates or saves the model. On GPUs, convert_sync_batchnorm() of
+torch.nn.SyncBatchNorm makes BatchNorm average over the global batch.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ class TaskSettings:
 
 
 def add_flags(add: Callable) -> None:
-    add("--images", type=at_least(2), help="how many there are to train on")
-    add("--image-size", type=at_least(32), help="pixels of a side")
+    add("--images", type=at_least(2), help="number of training images (default: %(default)s)")
+    add("--image-size", type=at_least(32), help="height and width in pixels (default: %(default)s)")
 
 
 def download(settings: TaskSettings) -> None:
