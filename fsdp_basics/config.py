@@ -1,4 +1,4 @@
-"""What train.py can be told: the task's flags and those of the training, checked when read."""
+"""The settings of train.py: a flag for each, of the task and of the training, checked when read."""
 
 import math
 import os
@@ -11,8 +11,8 @@ from task import TaskSettings, add_flags
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# A run may be continued with other values of these: they change how it runs, not what it computes.
-# (It can be made longer, and go on with another number of ranks.)
+# A continued run may change these settings: they change how it runs, not what it computes.
+# (It may also become longer, and continue on another number of ranks.)
 MAY_CHANGE = {
     "data_dir",
     "epochs",
@@ -71,7 +71,7 @@ class Settings(TaskSettings):
     profile: bool = False
 
     def identity(self) -> dict[str, object]:
-        """What makes two runs the same run: all settings that a continued run must not change."""
+        """The settings that a continued run must not change."""
         values = {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
@@ -81,36 +81,36 @@ def parse_args() -> Settings:
     add = parser.add_argument
     add_flags(add)  # the task's own
     # how
-    add("--epochs", type=at_least(1), help="passes over the data (a run can be made longer)")
+    add("--epochs", type=at_least(1), help="passes over the data (a continued run may have more)")
     add("--batch-size", type=at_least(1), help="samples per optimizer step, over all ranks")
     add("--accumulate", type=at_least(1), help="micro-batches per rank and optimizer step")
     add("--optimizer", choices=("adamw", "sgd"), help="adamw, or sgd with momentum 0.9")
     add("--lr", type=above(0), help="peak learning rate")
-    add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
-    add("--weight-decay", type=between(0, math.inf), help="of matrices (biases do not decay)")
-    add("--clip", type=between(0, math.inf), help="largest gradient norm; 0: no clipping")
-    add("--precision", choices=PRECISIONS, help="of matrix products; parameters stay in fp32")
+    add("--warmup", type=between(0, 1), help="fraction of all steps until the peak rate")
+    add("--weight-decay", type=between(0, math.inf), help="decay of matrices; biases do not decay")
+    add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no clipping)")
+    add("--precision", choices=PRECISIONS, help="dtype of forward and backward; shards are fp32")
     add("--compile", action="store_true", help="torch.compile each FSDP unit")
-    add("--seed", type=int, help="of first values, order of the data, augmentation, dropout")
+    add("--seed", type=int, help="seed of initial values, data order, augmentation, dropout")
     # how the model is sharded
-    add("--dp-replicate", type=at_least(1), help="copies of the sharded model, one per node (HSDP)")
+    add("--dp-replicate", type=at_least(1), help="replicas of the sharded model (HSDP)")
     add("--keep-gathered", action="store_true", help="gather once per step, not twice (ZeRO-2)")
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
     add("--offload", action="store_true", help="keep shards and optimizer in CPU memory")
-    add("--prefetch", type=at_least(0), help="units to gather ahead; 0: FSDP's choice")
+    add("--prefetch", type=at_least(0), help="units to gather ahead (0: FSDP decides)")
     # on what
     add("--device", choices=DEVICES)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="processes per rank that load data")
     add("--timeout", type=above(0), help="seconds until a missing rank is an error")
     # what is kept
-    add("--output-dir", type=Path, help="folder of checkpoints and metrics; continues a run there")
-    add("--checkpoint-every", type=at_least(0), help="save every N steps; 0: after each epoch")
+    add("--output-dir", type=Path, help="checkpoints and metrics; a run found there continues")
+    add("--checkpoint-every", type=at_least(0), help="save every N steps (0: after each epoch)")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
-    add("--keep", type=at_least(1), help="how many of the newest checkpoints to keep")
-    add("--log-every", type=at_least(1), help="steps between lines of the log")
-    add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
+    add("--keep", type=at_least(1), help="number of checkpoints to keep, the newest ones")
+    add("--log-every", type=at_least(1), help="steps between log lines")
+    add("--tensorboard", action="store_true", help="also log to OUTPUT_DIR/tensorboard")
     add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
     parser.set_defaults(**asdict(Settings()))
     settings = Settings(**vars(parser.parse_args()))
