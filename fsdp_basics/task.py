@@ -1,7 +1,7 @@
-"""Replace this file to train a model of your own: its flags, data, model, FSDP units, loss.
+"""The one file that you replace for your own model: its flags, data, model, FSDP units, loss.
 
-The training loop, evaluation, log and checkpoints use nothing else of a task. examples/llama.py is
-another file of this form: a small Llama of transformers.
+The training loop, evaluation, log and checkpoints use a task only through the names in this file.
+examples/llama.py is another file of this form.
 """
 
 from argparse import ArgumentTypeError
@@ -47,13 +47,13 @@ def multiple_of_4(text: str) -> int:
 
 
 def download(settings: TaskSettings) -> None:
-    """Download missing files. Every rank calls this before it joins; one per node downloads."""
+    """Download missing files on one rank per node. Every rank calls this before joining the job."""
     if settings.dataset == "mnist":
         download_mnist(settings.data_dir)
 
 
 def load_data(settings: TaskSettings) -> tuple[Dataset, Dataset]:
-    """The training set and the test set; both have a length and an index."""
+    """The training set and the test set: both have a length and are read by index."""
     train_set, test_set = load_dataset(settings.dataset, settings.data_dir)
     return Shifted(train_set) if settings.augment else train_set, test_set
 
@@ -85,10 +85,10 @@ def units(model: nn.Module) -> list[nn.Module | list[nn.Module]]:
 
 
 def compute_loss(model: nn.Module, batch) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
-    """(sum of losses, number of losses, other sums by name) of a batch on the model's device.
+    """(sum of the losses, number of losses, other sums by name) of a batch on the model's device.
 
-    Training minimizes the sum of all ranks divided by the number of all ranks. The log divides the
-    other sums by this number, too: here it gives the fraction of correct images.
+    Training minimizes the sum over all ranks divided by the number over all ranks. The other sums
+    are divided by this number, too: here that gives the fraction of correct images.
     """
     images, labels = batch
     logits = model(images).float()

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def train(settings: Settings, worker: Worker) -> int:
-    """Train to the end and return 0; or save, and return the signal that asked to stop."""
+    """Train to the end and return 0; after a signal to stop, save and return its number."""
     stop = StopRequests(worker)
     train_set, test_set = load_data(settings)
     check_same_data([train_set, test_set], worker)
@@ -60,7 +60,7 @@ def train(settings: Settings, worker: Worker) -> int:
             f"--batch-size {settings.batch_size} exceeds the {len(train_set)} training samples"
         )
 
-    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10 bits in fp32's matrix products
+    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
     build = partial(build_with_seed, settings)
     model = build_on_meta(build)
     place = torch.device("cpu") if settings.offload else worker.device
@@ -197,13 +197,13 @@ def train_step(
         scaler.scale(loss_sum / local_batch).backward()
         sums[0] += loss_sum.detach()
         sums[1] += count
-    # So far the gradient is divided by the samples: by local_batch above, and by FSDP's mean over
-    # the ranks. It must be divided by the number of losses: samples, or tokens without padding.
+    # So far the gradient is divided by the samples: local_batch above, and FSDP took the mean over
+    # the ranks. It must be divided by what counts in the loss: samples, or tokens without padding.
     dist.all_reduce(sums)
     loss_sum, count = sums
-    scaler.unscale_(optimizer)  # or norm and clipping would see the scaled gradients
+    scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    factor = settings.batch_size / count  # 1 if each sample has one loss
+    factor = settings.batch_size / count  # 1 where samples are what counts
     for gradient in gradients:
         local = gradient.to_local()
         local.mul_(factor.to(local.device))
