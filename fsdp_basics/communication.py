@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node=4 fsdp_basics/communication.py
     torchrun --standalone --nproc_per_node=3 fsdp_basics/communication.py --dim 132 --depth 3
 
-The script counts every collective as it starts, also those that C++ starts (DDP's). From the size
-of the tensors follow the bytes that a rank sends in a ring, as NCCL does: no algorithm sends fewer.
+The script counts every collective as it starts, also those that C++ starts (DDP's). The size of the
+tensors gives the bytes that a rank sends in a ring, as NCCL does: no algorithm sends fewer.
 
 Look at
 

@@ -6,12 +6,12 @@ import torch
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """Floating-point operations per second of one rank in the best of several products.
+    """Floating-point operations per second of one rank, of the best of several products.
 
-    Model FLOP/s utilization (MFU) is the fraction of this peak that training reaches.
+    Model FLOP/s utilization (MFU) is the share of it that training reaches.
     """
     size = 8192 if device.type == "cuda" else 1024
-    own = torch.Generator(device)  # the training draws from the global one: leave it unchanged
+    own = torch.Generator(device)  # the global one is the training's, and goes on from a checkpoint
     a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=own) for _ in range(2))
     best, until = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < until or not best:

@@ -1,4 +1,4 @@
-"""Write text with a GPT that train.py has saved, on any mesh; it was trained on any mesh.
+"""Write text with a GPT that train.py has saved, on any mesh, also another than it was trained on.
 
     python transformer_basics/generate.py runs/gpt --prompt "class "                 # one process
     torchrun --standalone --nproc_per_node=2 transformer_basics/generate.py runs/gpt --tp 2

@@ -71,8 +71,8 @@ def clip_gradients(model, max_norm: float, mesh: DeviceMesh) -> torch.Tensor:
     for p in model.parameters():
         if p.grad is not None:
             axes = zip(p.grad.placements, p.grad.device_mesh.shape, strict=True)
-            # A placement that does not replicate shards. (FSDP on top of tensor parallelism has a
-            # placement of its own, for which is_shard() is False.)
+            # Every placement that is not Replicate is a shard. (FSDP on top of tensor parallelism
+            # has a placement of its own, for which is_shard() is False.)
             cuts = math.prod(size for placement, size in axes if not placement.is_replicate())
             by_copies.setdefault(ranks_of_stage // cuts, []).append(p.grad.to_local())
     squares = sum(get_total_norm(g) ** 2 / copies for copies, g in by_copies.items())

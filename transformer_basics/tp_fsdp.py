@@ -7,8 +7,8 @@
 The ranks form meshes of 4 x 1 (FSDP alone), 2 x 2, and 1 x 4 (tensor parallelism alone). All meshes
 take the same steps as one process. Look at
 
-1. the bytes that a rank holds: nearly equal on all meshes. The bytes gathered at a time differ: FSDP
-   alone gathers full layers; on top of tensor parallelism it gathers only a rank's shards of layers;
+1. the bytes that a rank holds: nearly equal on all meshes. The bytes gathered at a time differ:
+   FSDP alone gathers full layers; on top of tensor parallelism it gathers shards of layers;
 2. the bytes that a rank sends: FSDP's grow with the parameters, tensor parallelism's with the
    tokens. Try --batch-size 64. With a larger tp, an FSDP group has fewer ranks and smaller layers;
 3. the calls: tensor parallelism waits for each of them before it continues. So its axis is the last
