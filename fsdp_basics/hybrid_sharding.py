@@ -245,7 +245,7 @@ OPTIMIZERS = {
 def parse_args():
     parser = ArgumentParser(description="Hybrid sharding: which traffic stays inside the node?")
     add = parser.add_argument
-    add("--replicate", type=at_least(1), help="rows of the mesh (default: nodes; on one node 2 or 1)")
+    add("--replicate", type=at_least(1), help="rows of the mesh (default: nodes; on one node 2)")
     add("--shard", type=at_least(1), help="columns of the mesh (default: ranks / rows)")
     add("--steps", type=at_least(1), default=3)
     add("--batch-size", type=at_least(1), default=48, help="images, over all ranks")

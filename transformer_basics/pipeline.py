@@ -37,7 +37,7 @@ class Pipeline:
         self.schedule = Schedule1F1B(stage, settings.accumulate, cross_entropy, scale_grads=True)
 
     def train(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches; returns the mean loss on the last stage, else 0.
+        """Forward and backward of all micro-batches; the mean loss on the last stage, 0 elsewhere.
 
         Every rank passes the full batch: the first stage uses the inputs, the last the targets.
         """
