@@ -1,13 +1,13 @@
-"""Save while training goes on: dcp.async_save against dcp.save, and what each makes a step wait.
+"""Save while training goes on: dcp.async_save against dcp.save, and how long training waits.
 
     torchrun --standalone --nproc_per_node=2 fsdp_basics/async_checkpoint.py
     torchrun --standalone --nproc_per_node=2 fsdp_basics/async_checkpoint.py --dim 512 --depth 8
     python fsdp_basics/async_checkpoint.py
 
-Look at "waits": a synchronous save keeps the training waiting until the bytes are on the disk. An
-asynchronous one only copies the shards to other memory; a thread writes them while the next steps
-run, which are slower meanwhile where the processor has to do both. The copies are of the moment of
-the save: the last line compares what was written with the state at that step.
+Look at "waits": during a synchronous save, training waits until the bytes are on the disk. During
+an asynchronous save, training waits only for copies of the shards. A thread writes the copies while
+the next steps run, which are slower if both need the processor. The last line compares the written
+files with the state at the moment of the save.
 """
 
 import statistics
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def compare(dim: int, depth: int, saves: int, folder: Path, worker: Worker) -> dict:
-    """Train, and save `saves` times in either way, alternating; returns what this rank has seen.
+    """Train, and alternate both kinds of save, `saves` times each; returns this rank's numbers.
 
-    "waits": seconds that a save kept the training waiting, "written": seconds until it was on the
-    disk, each a list by way; "step": seconds of a training step, alone and during an asynchronous
-    save; "bytes": what this rank writes; "as saved": whether every asynchronous save holds the
-    state of its moment.
+    "waits": seconds that training waited for each save; "written": seconds until each save was on
+    the disk (both: kind of save -> list); "step": seconds of a training step, alone and during an
+    asynchronous save; "bytes": bytes that this rank writes; "as saved": whether every asynchronous
+    save holds the state at its moment.
     """
     model, optimizer = build_sharded(dim, depth, worker)
     parts = {"model": model, "optimizer": optimizer}
@@ -60,9 +60,9 @@ def compare(dim: int, depth: int, saves: int, folder: Path, worker: Worker) -> d
         optimizer.zero_grad()
         return now(worker.device) - started
 
-    # The thread that saves talks to the other ranks' threads. It needs a group of its own: in one
-    # group, its messages and those of the training would be taken for one another. Gloo, because
-    # it saves copies that lie in CPU memory.
+    # The saving thread communicates with the threads of the other ranks. It needs a group of its
+    # own: in one group, its messages and those of the training would be mixed up. Gloo, because
+    # the copies are in CPU memory.
     saving_group = dist.new_group(backend="gloo")
     for _ in range(3):
         timed_step()  # the first ones allocate gradients and optimizer state
@@ -83,16 +83,16 @@ def compare(dim: int, depth: int, saves: int, folder: Path, worker: Worker) -> d
             steps["alone"].append(timed_step())
 
         dist.barrier()
-        values = [p.to_local().clone() for p in model.parameters()]  # to compare with, later
+        values = [p.to_local().clone() for p in model.parameters()]  # to compare later
         async_folder = folder / f"async_{i}"
         started = now(worker.device)
         saving = dcp.async_save(
             sharded_state(parts), checkpoint_id=async_folder, process_group=saving_group
         )
         waits["async_save"].append(now(worker.device) - started)
-        while not all_done(saving, worker):  # together: a step needs all ranks
+        while not all_done(saving, worker):  # the same on all ranks: a step needs all of them
             steps["during async_save"].append(timed_step())
-        saving.result()  # raises what went wrong in the thread
+        saving.result()  # raises the thread's exception, if any
         written["async_save"].append(now(worker.device) - started)
         as_saved = as_saved and holds(async_folder, model, values)
     own_files = folder.glob(f"save_0/__{worker.rank}_*")
@@ -120,7 +120,7 @@ def build_sharded(dim: int, depth: int, worker: Worker):
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once everything is done that the GPU was asked to do: it works on its own."""
+    """The time in seconds, after a GPU has finished its queue: it runs asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -133,7 +133,7 @@ def all_done(saving, worker: Worker) -> bool:
 
 
 def holds(folder: Path, model: torch.nn.Module, values: list[torch.Tensor]) -> bool:
-    """Whether the save in `folder` has `values` for this rank's shards of the parameters."""
+    """Whether the save in `folder` holds `values` as this rank's shards of the parameters."""
     state = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     dcp.load({"model": state}, checkpoint_id=folder)
     return all(
@@ -178,10 +178,10 @@ def parse_args():
     parser = ArgumentParser(description="Compare a synchronous and an asynchronous sharded save.")
     add = parser.add_argument
     add("--dim", type=at_least(4), default=256, help="width of the model, a multiple of 4")
-    add("--depth", type=at_least(1), default=4, help="blocks")
-    add("--saves", type=at_least(1), default=3, help="of either kind")
+    add("--depth", type=at_least(1), default=4, help="transformer blocks")
+    add("--saves", type=at_least(1), default=3, help="saves of each kind")
     temporary = Path(tempfile.gettempdir())
-    add("--folder", type=Path, default=temporary, help="where files go for a moment")
+    add("--folder", type=Path, default=temporary, help="folder for temporary files")
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if args.dim % 4:

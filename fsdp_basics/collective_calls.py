@@ -1,4 +1,4 @@
-"""CollectiveCalls: which collectives start inside a `with` block, and how large their tensors are.
+"""CollectiveCalls: count the collectives inside a `with` block, and the bytes of their tensors.
 
 with CollectiveCalls() as calls:
     loss.backward()
@@ -14,7 +14,7 @@ NAMES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter", "
 
 
 class CollectiveCalls(TorchDispatchMode):
-    """The bytes are those of the full tensor: what an all_gather gives, a reduce_scatter takes."""
+    """The bytes are those of full tensors: an all_gather's output, a reduce_scatter's input."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ class CollectiveCalls(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        # c10d is what dist and FSDP call, c10d_functional what DTensors do.
+        # dist and FSDP call c10d; DTensors call c10d_functional.
         if "c10d" in function.namespace and not name.startswith(("wait", "_wrap")):
             name = plain_name(name)
             self.count[name] += 1
@@ -32,7 +32,7 @@ class CollectiveCalls(TorchDispatchMode):
 
 
 def plain_name(name: str) -> str:
-    """_allgather_base_, all_gather_into_tensor and so on are all_gather."""
+    """The name in NAMES: all_gather for _allgather_base_, all_gather_into_tensor, and so on."""
     letters = name.replace("_", "")
     return next((n for n in NAMES if letters.startswith(n.replace("_", ""))), name)
 

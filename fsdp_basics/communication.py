@@ -1,20 +1,20 @@
-"""What a rank sends in one training step under each strategy: counted, next to the formula.
+"""Bytes that a rank sends in one training step under each strategy: counted, and by formula.
 
     torchrun --standalone --nproc_per_node=2 fsdp_basics/communication.py
     torchrun --standalone --nproc_per_node=4 fsdp_basics/communication.py
     torchrun --standalone --nproc_per_node=3 fsdp_basics/communication.py --dim 132 --depth 3
 
-Every collective of a step is noted as it starts, also those that C++ starts (DDP's). Its tensors
-say how many bytes a rank sends if it is done the best way, in a ring, as NCCL does.
+The script counts every collective as it starts, also those that C++ starts (DDP's). The size of the
+tensors gives the bytes that a rank sends in a ring, as NCCL does: no algorithm sends fewer.
 
 Look at
 
-1. the calls: one all_gather per unit (block or root) for forward. ZeRO-3 repeats those of the
-   blocks for backward; the root's parameters are needed again at once, so they stay.
-2. bytes / P: what a rank sends, in sizes of the model. To cut the parameters as well costs half as
-   much again: 3(N-1)/N against DDP's 2(N-1)/N. ZeRO-2 sends no more than DDP.
-3. what really went over TCP (Gloo, on Linux): more, because Gloo does a reduce_scatter as a whole
-   all_reduce and throws most of it away. With Gloo, ZeRO-3 sends 4(N-1)/N.
+1. the calls: one all_gather per unit (block or root) for forward. For backward, ZeRO-3 repeats the
+   all_gathers of the blocks; the root stays gathered, because backward needs it first.
+2. bytes / P: bytes that a rank sends, divided by the bytes of the model. ZeRO-3 sends half as much
+   again as DDP: 3(N-1)/N against 2(N-1)/N. ZeRO-2 sends no more than DDP.
+3. the bytes over TCP (Gloo, on Linux): more, because Gloo runs a reduce_scatter as an all_reduce
+   and drops most of the result. With Gloo, ZeRO-3 sends 4(N-1)/N.
 """
 
 import os
@@ -51,7 +51,7 @@ def compare(args, worker: Worker) -> None:
         name: measure(name, args.dim, args.depth, images, labels, mesh, worker.device)
         for name, mesh in make_meshes(worker.device.type, worker.world_size).items()
     }
-    # Ranks send different amounts in a broadcast, and the counted bytes are the mean: so is this.
+    # In a broadcast, ranks send different amounts. The formula has their mean, so take the mean.
     tcp = torch.tensor([row["tcp"] for row in rows.values()], dtype=torch.float64)
     tcp = tcp.to(worker.device)
     dist.all_reduce(tcp)
@@ -62,7 +62,7 @@ def compare(args, worker: Worker) -> None:
 
 
 def measure(name: str, dim: int, depth: int, images, labels, mesh, device) -> dict:
-    """Train three steps, and note what the third one sends."""
+    """Train three steps, and count what the third step sends."""
     torch.manual_seed(0)
     model = VisionTransformer(dim=dim, depth=depth, heads=HEADS).to(device)
     units = units_of(model)
@@ -77,12 +77,12 @@ def measure(name: str, dim: int, depth: int, images, labels, mesh, device) -> di
         optimizer.step()
 
     train_step()
-    train_step()  # after the first, DDP has arranged its buckets anew
+    train_step()  # after the first step, DDP rebuilds its buckets
     barrier(mesh)
     bytes_before = bytes_sent()
     with CountTraffic() as count:
         train_step()
-    barrier(mesh)  # now nothing is on its way any more
+    barrier(mesh)  # now no message is in flight
     return {
         "calls": dict(count.calls),
         "sent": {operation: round(sent) for operation, sent in count.sent.items()},
@@ -103,7 +103,7 @@ class CountTraffic(TorchDispatchMode):
             operation = operation_of(function.overloadpacket.__name__)
             group = next(a for a in args if isinstance(a, torch.ScriptObject))
             ranks = dist.ProcessGroup.unbox(group).size()
-            # The larger one: what an all_gather gives, or a reduce_scatter takes.
+            # The full tensor is an all_gather's output, or a reduce_scatter's input.
             full_size = max(total_bytes(tensors) for tensors in args[:2])
             passes = 2 if operation == "all_reduce" else 1  # a reduce_scatter and an all_gather
             self.calls[operation] += 1
@@ -112,7 +112,7 @@ class CountTraffic(TorchDispatchMode):
 
 
 def operation_of(name: str) -> str:
-    """C++'s name of a collective, such as _allgather_base_, as one of OPERATIONS."""
+    """The name in OPERATIONS of a collective that C++ calls _allgather_base_, for example."""
     letters = name.replace("_", "")
     for operation in OPERATIONS:
         if letters.startswith(operation.replace("_", "")):
@@ -129,7 +129,7 @@ def total_bytes(tensors) -> int:
 
 
 def over_tcp(formula: dict[str, tuple[int, int]]) -> int:
-    """Bytes a rank sends with Gloo: a reduce_scatter goes as an all_reduce of the same tensor."""
+    """Bytes that a rank sends with Gloo, which runs a reduce_scatter as an all_reduce."""
     total = 0
     for operation, (_, sent) in formula.items():
         total += 2 * sent if operation == "reduce_scatter" else sent
@@ -167,9 +167,9 @@ def ratio(measured: float, formula: int) -> str:
 def parse_args():
     parser = ArgumentParser(description="Collectives and bytes of a step, counted and by formula.")
     add = parser.add_argument
-    add("--dim", type=at_least(HEADS), default=256, help="width of the transformer: n x 4")
-    add("--depth", type=at_least(1), default=4, help="its blocks")
-    add("--batch-size", type=at_least(1), default=24, help="images, over all ranks; up to 1400")
+    add("--dim", type=at_least(HEADS), default=256, help="width, a multiple of 4")
+    add("--depth", type=at_least(1), default=4, help="transformer blocks")
+    add("--batch-size", type=at_least(1), default=24, help="images, over all ranks; at most 1400")
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))

@@ -1,4 +1,4 @@
-"""The comparison that fsdp_from_scratch.py runs: the same steps three ways, and what ranks hold."""
+"""Compare FSDP by hand with fully_shard and with one process, for fsdp_from_scratch.py."""
 
 import os
 import textwrap
@@ -30,12 +30,12 @@ class Way:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    is_sharded: bool  # then it gets this rank's part of a batch
-    units: list = field(default_factory=list)  # of FSDP by hand
-    events: list = field(default_factory=list)  # likewise
+    is_sharded: bool  # True: it trains on this rank's local batch
+    units: list = field(default_factory=list)  # only FSDP by hand has units
+    events: list = field(default_factory=list)  # and events
 
     def step(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Train a step; returns loss, gradients and the parameters after it, all of them whole."""
+        """Train one step; returns the loss, and full gradients and updated parameters, by name."""
         self.events.clear()
         loss = F.cross_entropy(self.model(images), labels)
         self.events.append(("backward", "", 0))
@@ -68,18 +68,18 @@ class Way:
         return {f"parameter {name}": full_tensor(tensor) for name, tensor in named.items()}
 
     def bytes_held(self) -> tuple[int, int]:
-        """Between two steps, on this rank: of parameters, of optimizer state."""
+        """Bytes of parameters and of optimizer state on this rank, between two steps."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         state = [t for entry in self.optimizer.state.values() for t in entry.values()]
         held = sum(local_tensor(p).nbytes for p in params)
-        if self.units:  # and what is still gathered: nothing
+        if self.units:  # plus parameters that are still gathered: there should be none
             storages = {p.untyped_storage() for p in self.model.parameters()}
             held += sum({s.data_ptr(): s.nbytes() for s in storages}.values())
         return held, sum(local_tensor(t).nbytes for t in state)
 
 
 def compare(shard_by_hand: Callable, args, worker: Worker) -> None:
-    """shard_by_hand: (model, blocks, keep, events=) -> the units that it has made."""
+    """shard_by_hand: a function (model, blocks, keep, events=) -> units."""
     images, labels = (t.to(worker.device) for t in load_dataset("digits")[0].tensors)
     ways = build_ways(shard_by_hand, args, worker)
     max_diffs = {name: [0.0] * len(KINDS) for name in ways if name != "by hand"}
@@ -94,7 +94,7 @@ def compare(shard_by_hand: Callable, args, worker: Worker) -> None:
             of_step = largest_differences(results["by hand"], results[name])
             max_diffs[name] = [max(pair) for pair in zip(so_far, of_step, strict=True)]
 
-    # The rank that is furthest off counts.
+    # The largest difference on any rank.
     all_max_diffs = torch.tensor(list(max_diffs.values()), dtype=torch.float64)
     all_max_diffs = all_max_diffs.to(worker.device)
     dist.all_reduce(all_max_diffs, op=dist.ReduceOp.MAX)
@@ -108,7 +108,7 @@ def compare(shard_by_hand: Callable, args, worker: Worker) -> None:
 
 
 def build_ways(shard_by_hand: Callable, args, worker: Worker) -> dict[str, Way]:
-    """The same model three times: left alone, sharded by torch, sharded by hand."""
+    """The same model three times: not sharded, sharded by fully_shard, sharded by hand."""
 
     def build() -> VisionTransformer:
         torch.manual_seed(args.seed)
@@ -181,9 +181,9 @@ def parse_args():
     add = parser.add_argument
     add("--steps", type=at_least(1), default=5)
     add("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
-    add("--dim", type=at_least(4), default=64, help="width of the model: a multiple of 4")
-    add("--depth", type=at_least(1), default=4, help="blocks")
-    add("--keep", action="store_true", help="do not free after forward: ZeRO-2")
+    add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
+    add("--depth", type=at_least(1), default=4, help="transformer blocks")
+    add("--keep", action="store_true", help="keep parameters gathered after forward (ZeRO-2)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
     add("--device", choices=DEVICES, default="auto")

@@ -1,4 +1,4 @@
-"""What train.py can be told: the task's flags and those of the training, checked when read."""
+"""The flags of train.py: those of the task and those of the training, checked when parsed."""
 
 import math
 import os
@@ -11,8 +11,8 @@ from task import TaskSettings, add_flags
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# A run may be continued with other values of these: they change how it runs, not what it computes.
-# (It can be made longer, and go on with another number of ranks. A path may change, too.)
+# A run may continue with other values of these flags: they change how it runs, not its results.
+# (More --epochs make it longer. The number of ranks and all paths may also change.)
 MAY_CHANGE = {
     "epochs",
     "accumulate",
@@ -70,7 +70,7 @@ class Settings(TaskSettings):
     profile: bool = False
 
     def identity(self) -> dict[str, object]:
-        """What makes two runs the same run: all settings that a continued run must not change."""
+        """All settings that a continued run must not change."""
         values = {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
         return {name: value for name, value in values.items() if not isinstance(value, Path)}
 
@@ -78,39 +78,39 @@ class Settings(TaskSettings):
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Train a model with FSDP: its parameters are sharded.")
     add = parser.add_argument
-    add_flags(add)  # the task's own
-    # how
-    add("--epochs", type=at_least(1), help="passes over the data (a run can be made longer)")
-    add("--batch-size", type=at_least(1), help="samples per optimizer step, over all ranks")
-    add("--accumulate", type=at_least(1), help="micro-batches per rank and optimizer step")
-    add("--optimizer", choices=("adamw", "sgd"), help="adamw, or sgd with momentum 0.9")
-    add("--lr", type=above(0), help="peak learning rate")
-    add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
-    add("--weight-decay", type=between(0, math.inf), help="of matrices (biases do not decay)")
-    add("--clip", type=between(0, math.inf), help="largest gradient norm; 0: no clipping")
-    add("--precision", choices=PRECISIONS, help="of matrix products; parameters stay in fp32")
+    add_flags(add)  # of the task
+    # training
+    add("--epochs", type=at_least(1), help="passes over the data (default: 20)")
+    add("--batch-size", type=at_least(1), help="samples per step over all ranks (default: 64)")
+    add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: 1)")
+    add("--optimizer", choices=("adamw", "sgd"), help="sgd has momentum 0.9 (default: adamw)")
+    add("--lr", type=above(0), help="peak learning rate (default: 0.003)")
+    add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.1)")
+    add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.01)")
+    add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
+    add("--precision", choices=PRECISIONS, help="compute dtype; shards are fp32 (default: fp32)")
     add("--compile", action="store_true", help="torch.compile each FSDP unit")
-    add("--seed", type=int, help="of first values, order of the data, augmentation, dropout")
+    add("--seed", type=int, help="seed of weights, data order, augmentation, dropout (default: 0)")
     # how the model is sharded
-    add("--dp-replicate", type=at_least(1), help="copies of the sharded model, one per node (HSDP)")
+    add("--dp-replicate", type=at_least(1), help="replicas of the sharded model (default: 1)")
     add("--keep-gathered", action="store_true", help="gather once per step, not twice (ZeRO-2)")
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
     add("--offload", action="store_true", help="keep shards and optimizer in CPU memory")
-    add("--prefetch", type=at_least(0), help="units to gather ahead; 0: FSDP's choice")
-    # on what
+    add("--prefetch", type=at_least(0), help="units to gather ahead (default 0: FSDP decides)")
+    # hardware
     add("--device", choices=DEVICES)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
-    add("--workers", type=at_least(0), help="processes per rank that load data")
-    add("--timeout", type=above(0), help="seconds until a missing rank is an error")
-    # what is kept
-    add("--output-dir", type=Path, help="folder of checkpoints and metrics; continues a run there")
-    add("--checkpoint-every", type=at_least(0), help="save every N steps; 0: after each epoch")
+    add("--workers", type=at_least(0), help="loader processes per rank (default: 0)")
+    add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
+    # output
+    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
+    add("--checkpoint-every", type=at_least(0), help="save every N steps (default 0: each epoch)")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
-    add("--keep", type=at_least(1), help="how many of the newest checkpoints to keep")
-    add("--log-every", type=at_least(1), help="steps between lines of the log")
+    add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
+    add("--log-every", type=at_least(1), help="log every N steps (default: 50)")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
+    add("--profile", action="store_true", help="trace three steps to OUTPUT_DIR/trace_RANK.json")
     parser.set_defaults(**asdict(Settings()))
     settings = Settings(**vars(parser.parse_args()))
 

@@ -1,13 +1,13 @@
-"""Turn a sharded checkpoint into one file for torch.load or safetensors, and back. No ranks needed.
+"""Convert a sharded checkpoint to one file for torch.load or safetensors, and back; no torchrun.
 
     python fsdp_basics/convert_checkpoint.py runs/vit/checkpoints model.safetensors
     python fsdp_basics/convert_checkpoint.py runs/vit/checkpoints model.pt
     python fsdp_basics/convert_checkpoint.py model.safetensors sharded     # and back
 
-Only the model is converted: of a checkpoint that train.py has written, a third; the rest is the
-optimizer's. Look at the last lines: the tensors in the result, compared with those of the source.
-What is written back is one tensor a name, without shards of its own: any number of ranks can load
-it (dcp.load reads from a file just the rows that a rank asks for).
+It converts only the model, a third of a checkpoint of train.py; the rest is optimizer state. Look
+at the last lines: they compare the tensors in the result with those of the source. The way back
+writes one unsharded tensor per name. Any number of ranks can load it: dcp.load reads from a file
+only the rows that a rank needs.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from arguments import ArgumentParser, UserError, fail
 from checkpoint import newest
 from safetensors.torch import load_file, save_file
 
-# dcp asks whether one process is meant. It is.
+# dcp warns that there is only one process, which is what we want.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def read_model(source: Path) -> dict[str, torch.Tensor]:
-    """The whole model in `source`, by name: a sharded checkpoint (folder), *.safetensors or *.pt.
+    """The full model in `source`, by name: a sharded checkpoint (folder), *.safetensors or *.pt.
 
     Raises `UserError` if it cannot be read.
     """
@@ -49,10 +49,10 @@ def read_model(source: Path) -> dict[str, torch.Tensor]:
             return load_file(source)
         if source.suffix == ".pt":
             return torch.load(source, map_location="cpu", weights_only=True)
-        found = newest(source)  # of a folder of saves; else `source` is a sharded model itself
+        found = newest(source)  # in a folder of saves; otherwise `source` is a sharded model
         folder = found[0] if found else source
-        # The metadata name every tensor with its shape, so that room can be made for the model
-        # alone. no_dist: this one process reads all the shards.
+        # The metadata has the name and shape of every tensor: allocate memory for the model only.
+        # no_dist: this one process reads all shards.
         listed = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         state = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -69,7 +69,7 @@ def read_model(source: Path) -> dict[str, torch.Tensor]:
 
 
 def write_model(target: Path, model: dict[str, torch.Tensor]) -> None:
-    """Write `model` to `target`; its suffix says how: .safetensors, .pt, none for a sharded one.
+    """Write `model` to `target`, in the format of its suffix: .safetensors, .pt, none (sharded).
 
     Raises `UserError` if `target` exists: nothing is overwritten.
     """

@@ -1,4 +1,4 @@
-"""Tensors that ranks hold in parts, put together and compared."""
+"""Gather sharded tensors, and compare them with expected ones."""
 
 from torch import Tensor
 
@@ -6,18 +6,18 @@ KINDS = ("loss", "gradient", "parameter")
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor; of a DTensor it is gathered: all ranks call this."""
+    """A copy of the full tensor; all ranks call this, because a DTensor must be gathered."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().clone()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """This rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def largest_differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[float]:
-    """Of the loss, of any gradient, of any parameter, as in KINDS.
+    """The largest difference of each kind in KINDS: loss, gradients, parameters.
 
     The names of the tensors begin with their kind: "loss", "gradient head.weight", and so on.
     Raises RuntimeError if not all names are in both.

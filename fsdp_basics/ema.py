@@ -5,15 +5,15 @@
     torchrun --standalone --nproc_per_node=3 fsdp_basics/ema.py --output-dir runs/ema   # continues
     python fsdp_basics/ema.py
 
-After each step: average = decay * average + (1 - decay) * value. The formula treats each number on
-its own, so each rank averages the shards that it holds, and sends nothing. The average is one more
-dict of shards: a third part of the checkpoint, next to the model and the optimizer. For evaluation
-it takes the place of the model's values, and for export each tensor is gathered once.
+After each step: average = decay * average + (1 - decay) * value. The formula is elementwise, so
+each rank averages the shards that it holds, and sends nothing. The checkpoint holds the average as
+a third dict of shards, next to the model and the optimizer. For evaluation, the average replaces
+the model's values; for export, each tensor is gathered once.
 
 Buffers: running statistics (floating point) are averaged like parameters, counters (integers) are
-copied. Under FSDP each rank has its own running statistics, of the images that it has seen: the
-ranks' mean is taken whenever they are evaluated or saved. Averaging over time and averaging over
-ranks are both linear, so it does not matter which comes first.
+copied. Under FSDP each rank has running statistics of its own images. Evaluation and saving take
+the mean over the ranks. Averages over time and over ranks are both linear, so their order does not
+matter.
 
 Look at the collectives of each action (counted), the bytes per rank, and the two test accuracies.
 """
@@ -48,9 +48,9 @@ from torch.optim.swa_utils import AveragedModel
 
 
 class EMA:
-    """The average of a model: for each tensor of its state dict, the part that this rank holds.
+    """The average of a model: this rank's shard of each tensor in the state dict.
 
-    Make it after `fully_shard`. It begins as a copy of the model.
+    Make it after `fully_shard`. It starts as a copy of the model.
     """
 
     def __init__(self, model: nn.Module, decay: float):
@@ -70,7 +70,7 @@ class EMA:
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """Inside the block the model has the average's values; afterwards its own, to the bit."""
+        """Inside the block the model has the average's values; afterwards exactly its own again."""
         average_buffers(self.state)
         own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         fill(model, self.state)
@@ -83,14 +83,14 @@ class EMA:
 @torch.no_grad()
 def fill(model: nn.Module, values: dict[str, Tensor]) -> None:
     """Give the shards of `model` these values."""
-    # state_dict() also frees what FSDP has gathered. (The root's parameters stay gathered after a
+    # state_dict() also reshards the model. (The root's parameters stay gathered after a
     # forward pass without a backward: the next pass would compute with them, not with the shards.)
     for name, tensor in model.state_dict().items():
         local_tensor(tensor).copy_(local_tensor(values[name]))
 
 
 def average_buffers(state: dict[str, Tensor]) -> None:
-    """Take the mean over all ranks of what is not sharded; all ranks call this."""
+    """Average the tensors that are not sharded over all ranks; all ranks call this."""
     for tensor in state.values():
         if not isinstance(tensor, DTensor) and tensor.is_floating_point():
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
@@ -140,14 +140,14 @@ def train(args, worker: Worker) -> None:
             ema.update(model)
     done += args.steps
 
-    average_buffers(model.state_dict())  # its tensors are the model's
+    average_buffers(model.state_dict())  # a state dict shares the model's tensors
     own_accuracy = accuracy(model, test_set, worker)
     with CollectiveCalls() as counts["evaluating the average"], ema.in_place_of(model):
         ema_accuracy = accuracy(model, test_set, worker)
     with CollectiveCalls() as counts["its export"], ema.in_place_of(model):
-        full = StateDictOptions(full_state_dict=True, cpu_offload=True)  # rank 0 has it, in CPU RAM
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, in CPU RAM
         exported = get_model_state_dict(model, options=full)
-        # Copies: on a CPU some of these tensors are the model's own, which get other values again.
+        # Copies: on a CPU some of these tensors are the model's own, whose values change below.
         exported = {name: tensor.clone() for name, tensor in exported.items()}
     if args.output_dir:
         save(args.output_dir / f"step_{done:06}", model, optimizer, ema)
@@ -177,7 +177,7 @@ def build_model() -> nn.Sequential:
 
 
 def print_what_fails(model: nn.Module) -> None:
-    """What one does to a model that is not sharded."""
+    """Try the usual ways to start an average, which work on a model that is not sharded."""
     for name, make in (("copy.deepcopy(model)", copy.deepcopy), ("AveragedModel", AveragedModel)):
         try:
             make(model)
@@ -187,7 +187,7 @@ def print_what_fails(model: nn.Module) -> None:
 
 
 def local_batch(dataset, step: int, args, worker: Worker) -> tuple[Tensor, Tensor]:
-    """This rank's images of the global batch of this step, whatever the number of ranks."""
+    """This rank's images of the step's global batch; any number of ranks shares the same batch."""
     generator = torch.Generator().manual_seed(args.seed + step)
     batch = torch.randint(len(dataset), (args.batch_size,), generator=generator)
     images, labels = dataset[batch[worker.rank :: worker.world_size]]
@@ -196,7 +196,7 @@ def local_batch(dataset, step: int, args, worker: Worker) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def accuracy(model: nn.Module, dataset, worker: Worker) -> float:
-    """Every rank tests all images, which are few: a forward pass of a sharded model needs all."""
+    """Every rank tests all images (they are few): a sharded forward pass is a collective."""
     images, labels = dataset[:]
     model.eval()
     predicted = model(images.flatten(1).to(worker.device)).argmax(dim=1)
@@ -216,13 +216,13 @@ def state_of(model: nn.Module, optimizer, ema: EMA) -> dict:
 def save(folder: Path, model: nn.Module, optimizer, ema: EMA) -> None:
     """All ranks call this: each writes its shards of all three parts."""
     state = state_of(model, optimizer, ema)
-    average_buffers(state["model"])  # dcp writes those of one rank
+    average_buffers(state["model"])  # dcp writes the buffers of one rank
     average_buffers(state["ema"])
     dcp.save(state, checkpoint_id=folder)
 
 
 def resume(folder: Path | None, model: nn.Module, optimizer, ema: EMA) -> int:
-    """Load the newest save, whatever the number of ranks that wrote it; return its step or 0."""
+    """Load the newest save, written by any number of ranks; return its step, or 0."""
     saves = sorted(folder.glob("step_*/.metadata")) if folder else []  # dcp writes .metadata last
     if not saves:
         return 0
@@ -246,12 +246,12 @@ OPTIMIZERS = {
 def parse_args():
     parser = ArgumentParser(description="Keep, save, evaluate and export an average of the shards.")
     add = parser.add_argument
-    add("--decay", type=between(0, 1), default=0.95, help="share of the old average that stays")
+    add("--decay", type=between(0, 1), default=0.95, help="weight of the old average in an update")
     add("--steps", type=at_least(1), default=100, help="steps of this run")
     add("--batch-size", type=at_least(1), default=60, help="images per step, over all ranks")
     add("--lr", type=above(0), default=0.1, help="learning rate of SGD; AdamW takes a tenth of it")
     add("--optimizer", choices=OPTIMIZERS, default="sgd")
-    add("--output-dir", type=Path, help="save here, export ema.pt; continue a save that is there")
+    add("--output-dir", type=Path, help="saves and ema.pt; a save found there continues")
     add("--seed", type=int, default=0)
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One model for both FSDPs: where it is built, and what every way of sharding it has in common."""
+"""Build one model and shard it with FSDP1 or FSDP2: the code that all options share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-LARGE = 10_000  # parameters, for the policy by size: a block has 12,704
+LARGE = 10_000  # parameters of a unit, for size_based_auto_wrap_policy; a block has 12,704
 
 
 @dataclass
 class Job:
-    """Where the models are to be built."""
+    """The ranks and meshes for which models are built."""
 
     worker: Worker
-    mesh: DeviceMesh  # all ranks in a row
+    mesh: DeviceMesh  # one axis with all ranks
     hybrid_mesh: DeviceMesh  # (replicate, shard)
 
     @property
@@ -48,7 +48,7 @@ def make_job(worker: Worker) -> Job:
 
 
 def fsdp1(job: Job, model: nn.Module, **options) -> FullyShardedDataParallel:
-    """Wrap each block, and the rest; `options` are FSDP1's and come on top."""
+    """Wrap each block and the root with FSDP1; `options` override the defaults."""
     defaults = {
         "auto_wrap_policy": ModuleWrapPolicy({Block}),
         "device_mesh": job.mesh,
@@ -61,7 +61,7 @@ def fsdp1(job: Job, model: nn.Module, **options) -> FullyShardedDataParallel:
 def fsdp2(
     job: Job, model: nn.Module, units: Iterable[nn.Module] | None = None, **options
 ) -> nn.Module:
-    """Shard each block (or each of `units`), and the rest; `options` are fully_shard's."""
+    """Shard each block (or each of `units`) and the root; `options` are those of fully_shard."""
     options = {"mesh": job.mesh} | options
     for module in model.blocks if units is None else units:
         fully_shard(module, **options)
@@ -75,7 +75,7 @@ def frozen_position(job: Job) -> VisionTransformer:
 
 
 def large_modules(model: nn.Module) -> list[nn.Module]:
-    """What size_based_auto_wrap_policy finds: no lists, and only what has parameters enough."""
+    """The modules that size_based_auto_wrap_policy wraps: no lists, at least LARGE parameters."""
     found = []
     for module in model.modules():
         size = sum(p.numel() for p in module.parameters())

@@ -1,7 +1,8 @@
-"""The options of FullyShardedDataParallel, each next to its successor. Run fsdp1_to_fsdp2.py.
+"""Each option of FullyShardedDataParallel (FSDP1), next to its successor in FSDP2.
 
-To be read like a dictionary: each function builds one model twice, `old` as older tutorials do it,
-and `new` with fully_shard. What all of them have in common is in fsdp1_models.py.
+Look up an option like a word in a dictionary. Each function builds one model twice: `old` with
+FSDP1, and `new` with fully_shard. fsdp1_models.py has the code that they share. fsdp1_to_fsdp2.py
+runs and compares all of them.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class Option:
     name: str  # in FSDP1
     successor: str
     build: Callable[[Job], tuple[nn.Module | None, nn.Module]]  # (old, new)
-    gpu_only: bool  # in FSDP1; on CPUs its FULL_SHARD is compared instead
+    gpu_only: bool  # True: FSDP1 has it on GPUs only; on CPUs its FULL_SHARD is compared
     accumulate: int  # backward passes per step
     clip: bool
 
@@ -75,7 +76,7 @@ def shard_grad_op(job: Job):
 
 @option("NO_SHARD", "DistributedDataParallel")
 def no_shard(job: Job):
-    old = None  # FSDP1 never frees such a model, and with it the process group: it is not run
+    old = None  # not run: FSDP1 never frees such a model, nor the process group that it holds
     new = DistributedDataParallel(job.model(), device_ids=[job.device] if job.on_gpu else None)
     return old, new
 
@@ -96,7 +97,7 @@ def hybrid_shard_zero2(job: Job):
     return old, new
 
 
-# ---- what is gathered together
+# ---- units: which parameters are gathered together
 
 
 @option("auto_wrap_policy=None", "fully_shard(model) alone")
@@ -160,7 +161,7 @@ def frozen(job: Job):
     return old, new
 
 
-# ---- in which type, where, and when
+# ---- precision, offloading, prefetching
 
 
 @option("MixedPrecision(bf16, fp32)", "MixedPrecisionPolicy(bf16, fp32)")
@@ -199,12 +200,12 @@ def forward_prefetch(job: Job):
     return old, new
 
 
-# ---- first values: rank 0's for all
+# ---- initial values: rank 0's for all ranks
 
 
 @option("sync_module_states=True", "set_model_state_dict, from rank 0", gpu_only=True)
 def values_of_rank_0(job: Job):
-    rank = job.worker.rank  # as a seed: the other ranks' values must not count
+    rank = job.worker.rank  # another seed on each rank, so that only rank 0's values can agree
     if job.on_gpu:
         old = fsdp1(job, job.model(seed=rank), sync_module_states=True)
     else:

@@ -3,13 +3,13 @@
     torchrun --standalone --nproc_per_node=2 fsdp_basics/fsdp1_to_fsdp2.py
     torchrun --standalone --nproc_per_node=4 fsdp_basics/fsdp1_to_fsdp2.py  # HYBRID_SHARD: 2 x 2
 
-FSDP1 wraps modules, and lays the parameters of each into one flat parameter. fully_shard changes
-modules in place: a parameter stays one, with its name, and a rank holds rows of it, as a DTensor.
-What FSDP1 has options and contexts for is then plain PyTorch: a loop instead of a wrap policy,
-state_dict() instead of state-dict types, torch's own clip_grad_norm_.
+FSDP1 wraps modules, and flattens the parameters of each into one flat parameter. fully_shard
+changes modules in place: each parameter keeps its name and becomes a DTensor, of which a rank holds
+some rows. Plain PyTorch replaces the options and contexts of FSDP1: a loop instead of a wrap
+policy, state_dict() instead of state-dict types, torch's own clip_grad_norm_.
 
 The pairs are in fsdp1_options.py. Look at the differences: each line trains one model both ways,
-from the same start with the same data. At the end, a run of FSDP1 goes on under FSDP2.
+from the same start with the same data. At the end, a run of FSDP1 continues under FSDP2.
 """
 
 import warnings
@@ -50,7 +50,7 @@ def main() -> None:
                 f"--batch-size {args.batch_size} does not divide by twice the {worker.world_size} "
                 "ranks (two backward passes per step show no_sync)"
             )
-        # FSDP1 warns of its own end in many places: that is the subject here.
+        # FSDP1 warns in many places that it is deprecated, which is the subject here.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", UserWarning)
         compare(args, worker)
@@ -79,7 +79,7 @@ def compare(args, worker: Worker) -> None:
             results.append(run.step(args.steps - 1, look=True))
         row = torch.tensor(largest_differences(*results), dtype=torch.float64)
         row = row.to(worker.device)
-        dist.all_reduce(row, op=dist.ReduceOp.MAX)  # the rank that is furthest off counts
+        dist.all_reduce(row, op=dist.ReduceOp.MAX)  # the largest difference on any rank
         print_row(name, option.successor, *row.tolist(), worker)
     if worker.is_main:
         print()
@@ -92,7 +92,7 @@ def compare(args, worker: Worker) -> None:
 
 
 class Run:
-    """A model, whoever sharded it, and its training step."""
+    """The training of a model that FSDP1 or FSDP2 has sharded."""
 
     def __init__(self, model, args, worker: Worker, data, accumulate: int = 1, clip: bool = False):
         self.model, self.worker, self.data = model, worker, data
@@ -105,7 +105,7 @@ class Run:
     def step(self, index: int, look: bool = False) -> dict[str, Tensor]:
         """Take a step on batch `index`.
 
-        look: return its loss, its gradients and the parameters it left, all of them whole.
+        look: return its loss, and its full gradients and updated parameters.
         """
         worker, tensors = self.worker, {}
         local_batch = torch.arange(worker.rank, self.batch_size, worker.world_size)
@@ -143,10 +143,10 @@ class Run:
 def full_tensors(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """Copies of all parameters, or of all gradients, under "parameter NAME" or "gradient NAME"."""
     if isinstance(model, FullyShardedDataParallel):
-        # In this context, and only there, the wrapped modules hold whole parameters.
+        # Only in this context do the wrapped modules hold full parameters.
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             return copies(model, kind)
-    return copies(model, kind)  # a DTensor knows how to become whole
+    return copies(model, kind)  # which gathers DTensors
 
 
 def copies(model: nn.Module, kind: str) -> dict[str, Tensor]:
@@ -162,10 +162,10 @@ def copies(model: nn.Module, kind: str) -> dict[str, Tensor]:
 
 
 def compare_state_dicts(job: Job, args, data) -> list[tuple]:
-    """Compare what both save after a step; then continue the run of FSDP1 under FSDP2.
+    """Compare the state dicts of both after a step; then continue the run of FSDP1 under FSDP2.
 
-    Returns rows for the table: (of FSDP1, successor, and the differences, None where there is no
-    such thing).
+    Returns rows of the table: (FSDP1's name, its successor, three differences); a difference is
+    None where nothing is compared.
     """
     old = Run(fsdp1(job, job.model()), args, job.worker, data)
     new = Run(fsdp2(job, job.model()), args, job.worker, data)
@@ -215,10 +215,10 @@ def compare_state_dicts(job: Job, args, data) -> list[tuple]:
 def load_from_fsdp1(model, optimizer, state: dict, optimizer_state: dict, worker: Worker) -> None:
     """Load full state dicts of FSDP1 into a sharded model and its optimizer; all ranks call it.
 
-    Only rank 0 needs the states: the others receive their shards from it. With models that do not
-    fit there, save with torch.distributed.checkpoint from FSDP1's sharded states instead: it
-    loads them into any sharding. (A FULL_STATE_DICT has the names of the bare model; what FSDP1
-    gave names of its own, the flat parameters of LOCAL_STATE_DICT, only FSDP1 can read.)
+    Only rank 0 needs the states: it sends every rank its shards. If a model does not fit there,
+    save FSDP1's sharded states with torch.distributed.checkpoint instead, which loads them into
+    any sharding. (A FULL_STATE_DICT has the names of the bare model. A LOCAL_STATE_DICT has flat
+    parameters under names of FSDP1's own, and only FSDP1 can read it.)
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     if not worker.is_main:
@@ -236,7 +236,7 @@ def as_parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A whole copy in fp32, on the CPU."""
+    """A copy of the full tensor in fp32, on the CPU."""
     return full_tensor(tensor).float().cpu()
 
 
@@ -248,16 +248,16 @@ def print_row(option: str, successor: str, loss, gradient, parameter, worker: Wo
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    # foreach: a few calls for all parameters together, which matters where each is a DTensor
+    # foreach: a few calls update all parameters, which saves DTensor's overhead per call
     "adamw": lambda params: torch.optim.AdamW(params, lr=2e-3, foreach=True),
 }
-CLIP = 0.1  # far below the norm of the gradients, so that it does something
+CLIP = 0.1  # far below the norm of the gradients, so that clipping has an effect
 
 
 def parse_args():
     parser = ArgumentParser(description="FSDP1's options and their successors, both run.")
     parser.add_argument("--steps", type=at_least(1), default=2)
-    parser.add_argument("--batch-size", type=at_least(1), default=48, help="over all ranks")
+    parser.add_argument("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     return parser.parse_args()

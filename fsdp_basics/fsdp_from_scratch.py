@@ -1,22 +1,22 @@
-"""Fully sharded data parallelism by hand: parameters that are whole only while they are used.
+"""Fully sharded data parallelism (FSDP) by hand: parameters are gathered only while they are used.
 
     python fsdp_basics/fsdp_from_scratch.py
     torchrun --standalone --nproc_per_node=2 fsdp_basics/fsdp_from_scratch.py
     torchrun --standalone --nproc_per_node=4 fsdp_basics/fsdp_from_scratch.py --keep --optimizer sgd
 
-The model is cut into units: each block is one, what is left is the root's. Between steps a rank
-holds one flat shard of every unit. A unit is whole only around its forward and its backward:
+Each block is a unit; the root is a unit with all other parameters. Between steps a rank holds one
+flat shard of every unit. A unit is gathered only around its forward and its backward:
 
     forward    all_gather the unit's parameters, compute, free them
     backward   all_gather them again, compute, reduce_scatter the gradients, free both
-    step       the optimizer updates the shards: it is an ordinary one, and sees nothing else
+    step       an ordinary optimizer updates the shards
 
-That is ZeRO-3. With --keep, nothing is freed between forward and backward: ZeRO-2. Hooks do the
-work: before and after the module's forward, before its backward, and when its gradients are there.
+That is ZeRO-3. With --keep, parameters stay gathered between forward and backward: ZeRO-2. Hooks do
+the work: before and after the module's forward, before its backward, and after its gradients.
 
-The script compares it with torch's fully_shard and with one process. Look at the differences (with
-2 ranks on CPUs all bits agree with fully_shard's), at the bytes that a rank holds between steps, at
-the most that was whole at one time, and at the order of events.
+The script compares FSDP by hand with torch's fully_shard and with one process. Look at the
+differences (on 2 CPU ranks, fully_shard gives the same bits), at the bytes that a rank holds
+between steps, at the most bytes that were gathered at one time, and at the order of events.
 """
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 
-# The second names are those of torch before 2.13.
+# Before torch 2.13 they have the second names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -43,11 +43,11 @@ def main() -> None:
 class Unit:
     """Parameters of `module` that are gathered, freed and reduced together; all of one dtype.
 
-    shard: what the optimizer gets: 1 / world_size of the unit's numbers, in one dim, with zeros at
-        the end where they do not divide.
-    full_flat: all numbers of the unit, padded. The module's parameters are windows into its memory,
-        which is there only while the module computes: in between it has 0 bytes.
-    keep: leave the parameters whole between forward and backward.
+    shard: the parameter for the optimizer: 1 / world_size of the unit's numbers, flat, padded with
+        zeros at the end.
+    full_flat: all numbers of the unit, flat and padded. The module's parameters are views of it.
+        It has memory only while the module computes, otherwise 0 bytes.
+    keep: keep the parameters gathered between forward and backward.
     events: a list that receives ("gather" | "free" | "reduce", name, bytes of `full_flat`).
     """
 
@@ -60,13 +60,13 @@ class Unit:
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         flat = torch.cat([p.detach().flatten() for p in params.values()])
         self.full_flat = F.pad(flat, (0, -len(flat) % world_size))
-        dist.broadcast(self.full_flat, group=group, group_src=0)  # else shards of different models
+        dist.broadcast(self.full_flat, group=group, group_src=0)  # one model on all ranks
         trainable = next(iter(params.values())).requires_grad
         self.shard = nn.Parameter(self.full_flat.chunk(world_size)[rank].clone(), trainable)
         # Autograd counts the in-place writes to each tensor that it saves for backward, and refuses
-        # to use one that was written to since. Our gather is such a write, though of the numbers
-        # that were there before. Set through .data, a parameter shares the memory of `full_flat`,
-        # but keeps a counter of its own: what we write into `full_flat` is not held against it.
+        # a tensor that was written to since. Our gather is such a write, although it restores the
+        # same numbers. A parameter that is set through .data shares the memory of `full_flat`, but
+        # has a counter of its own: a write into `full_flat` does not change the counter.
         for param, window in zip(params.values(), self.windows(self.full_flat), strict=True):
             param.data = window
         self.is_gathered = self.in_backward = False
@@ -76,8 +76,8 @@ class Unit:
         module.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         module.register_forward_hook(self.after_forward)
         if trainable:
-            # Fires when this backward has computed all gradients that it will: a parameter that it
-            # does not reach is not waited for. A tied one comes once, after all its uses.
+            # Fires when this backward has the gradients of all parameters that it reaches. A tied
+            # parameter counts once, after all its uses.
             register_multi_grad_hook(list(params.values()), self.reduce)
             for param in params.values():
                 param.register_post_accumulate_grad_hook(drop_gradient)
@@ -96,8 +96,8 @@ class Unit:
 
     def free(self) -> None:
         if self.is_gathered:
-            # Other than `del`, this also takes the memory from what autograd has saved, and the
-            # next gather gives it back to all of them.
+            # Unlike `del`, this also frees the memory of the tensors that autograd has saved. The
+            # next gather gives memory to all of them again.
             self.full_flat.untyped_storage().resize_(0)
             self.is_gathered = self.in_backward = False
             self.events.append(("free", self.name, self.full_flat.nbytes))
@@ -105,8 +105,8 @@ class Unit:
     def before_forward(self, module, args, kwargs) -> None:
         self.gather()
         if not self.shard.requires_grad and torch.is_grad_enabled():
-            # A frozen unit is needed in backward, too, for the gradients of its inputs. Nobody
-            # reduces it: it may go when the gradients of all that the module has are there.
+            # Backward also needs a frozen unit, for the gradients of its inputs. No reduction
+            # frees it, so free it after the last gradient of the module's inputs and parameters.
             others = (*tensors_in([args, kwargs]), *module.parameters())
             watched = [t for t in others if t.requires_grad]
             if watched:
@@ -116,7 +116,7 @@ class Unit:
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         for tensor in outputs:
             tensor.register_hook(self.before_backward)
-        # Inside backward, this is activation checkpointing that runs the module once more.
+        # Inside backward, activation checkpointing runs this forward again: do not free.
         if not self.in_backward and not (self.keep and outputs):
             self.free()
 
@@ -131,8 +131,8 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self, gradients: list[Tensor | None]) -> None:
-        """Average the gradients over the ranks; each keeps those of its own shard."""
-        flat = torch.zeros_like(self.full_flat)  # zero also where no gradient is
+        """Average the gradients over the ranks; each rank keeps its shard of them."""
+        flat = torch.zeros_like(self.full_flat)  # zero for parameters without a gradient
         for window, gradient in zip(self.windows(flat), gradients, strict=True):
             if gradient is not None:
                 window.copy_(gradient)
@@ -146,7 +146,7 @@ class Unit:
         self.free()
 
     def full(self, shard: Tensor) -> dict[str, Tensor]:
-        """What all ranks hold in `shard`, or in another tensor of its kind, by parameter name."""
+        """Gather `shard` (or its gradient) from all ranks; returns full tensors by name."""
         flat = torch.empty_like(self.full_flat)
         all_gather(flat, shard.detach(), group=self.group)
         return dict(zip(self.params, self.windows(flat), strict=True))
@@ -155,9 +155,9 @@ class Unit:
 def shard_by_hand(model: nn.Module, blocks, keep=False, group=None, events=None) -> list[Unit]:
     """Shard `model` over the ranks of `group`, in place. The optimizer takes the units' shards.
 
-    blocks: the modules that are to be units; all other parameters are the root's, which stays whole
+    blocks: the modules that become units. The root has all other parameters, and stays gathered
         from its forward to the end of its backward. A block may be called several times in a step.
-    Every rank must call the same blocks in the same order. What is frozen must be so before. The
+    Every rank must call the same blocks in the same order. Freeze parameters before this call. The
     gradient of a parameter that backward does not reach is zero, not None.
     Raises ValueError if two units share a parameter.
     """
@@ -187,7 +187,7 @@ def shard_by_hand(model: nn.Module, blocks, keep=False, group=None, events=None)
 
 
 def parameters_of(module: nn.Module, blocks, prefix: str = ""):
-    """(name, parameter) of a module without the blocks in it; a tied one under each name."""
+    """(name, parameter) of a module without its blocks; a tied parameter has several names."""
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         yield prefix + name, param
     for name, child in module.named_children():
@@ -196,7 +196,7 @@ def parameters_of(module: nn.Module, blocks, prefix: str = ""):
 
 
 def drop_gradient(param: nn.Parameter) -> None:
-    param.grad = None  # reduce() has it; the shard's gradient is the one that counts
+    param.grad = None  # reduce() has it; the optimizer reads the gradient of the shard
 
 
 def tensors_in(x) -> list[Tensor]:

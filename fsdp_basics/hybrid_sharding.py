@@ -1,22 +1,22 @@
-"""Hybrid sharding (HSDP): shard within a node, replicate across nodes. Which traffic goes where?
+"""Hybrid sharding (HSDP): shard inside a node, replicate across nodes, and count both traffics.
 
     torchrun --standalone --nproc_per_node=4 fsdp_basics/hybrid_sharding.py
     torchrun --standalone --nproc_per_node=4 fsdp_basics/hybrid_sharding.py --replicate 4 --shard 1
     torchrun --nnodes=2 --nproc_per_node=8 ... fsdp_basics/hybrid_sharding.py      # on each node
     python fsdp_basics/hybrid_sharding.py
 
-The ranks form a mesh. A row is a node (on one machine we pretend so), with a fast network inside:
+The ranks form a mesh. A row is a node with fast links (on one machine, it only stands for a node):
 
                     shard ->
-    node 0          rank 0   rank 1       each row holds the whole model, a rank a part of it
-    node 1          rank 2   rank 3       each column holds the same part on all of its ranks
+    node 0          rank 0   rank 1       each row holds the full model, one shard per rank
+    node 1          rank 2   rank 3       each column holds copies of one shard
 
-Parameters are gathered, and gradients reduce-scattered, along a row. What a rank then has, the
-gradient of its part, is averaged along its column by an all_reduce. The price is memory: a rank
-holds 1 / (ranks of a node) of the model, not 1 / (all ranks).
+Each row all-gathers parameters and reduce-scatters gradients. Then each column averages the
+gradients of its shard with an all_reduce. The price is memory: a rank holds 1 / (ranks of a node)
+of the model, not 1 / (all ranks).
 
-Look at the groups and bytes of each collective (counted in the run, next to the formula), and at
-what leaves a node. The all_gathers, on which the computation waits, never do.
+Look at the groups and bytes of each collective (counted, next to the formula), and at the bytes
+that leave a node. The all_gathers, for which the computation waits, stay inside a node.
 """
 
 import math
@@ -52,7 +52,7 @@ def compare(args, worker: Worker) -> None:
     rows, columns = mesh_shape(args.replicate, args.shard, worker.world_size)
     device = worker.device.type
     meshes = {
-        "one process": None,  # on every rank, with the whole global batch
+        "one process": None,  # every rank trains on the full global batch
         "full": init_device_mesh(device, (worker.world_size,)),
         "hybrid": init_device_mesh(device, (rows, columns), mesh_dim_names=("replicate", "shard")),
     }
@@ -72,7 +72,7 @@ def compare(args, worker: Worker) -> None:
         for step, expected in zip(steps[name], steps["one process"], strict=True):
             differences = torch.tensor(largest_differences(step, expected), device=worker.device)
             max_diffs[i] = torch.maximum(max_diffs[i], differences)
-    dist.all_reduce(max_diffs, op=dist.ReduceOp.MAX)  # the rank that is furthest off counts
+    dist.all_reduce(max_diffs, op=dist.ReduceOp.MAX)  # the largest difference on any rank
     if worker.is_main:
         for i, row in enumerate(meshes["hybrid"].mesh.tolist()):
             print(f"node {i} (row {i} of the mesh): ranks {' '.join(map(str, row))}")
@@ -83,7 +83,7 @@ def compare(args, worker: Worker) -> None:
 
 
 def shapes_of_units(model: VisionTransformer) -> list[list[torch.Size]]:
-    """Of the parameters of each block, and last of the whole model."""
+    """The shapes of the parameters of each block, and last those of the full model."""
     return [[p.shape for p in module.parameters()] for module in (*model.blocks, model)]
 
 
@@ -114,9 +114,9 @@ def print_traffic(traffic: dict, formulas: dict, columns: int) -> dict[tuple[str
 
 
 def mesh_shape(rows: int | None, columns: int | None, ranks: int) -> tuple[int, int]:
-    """(rows, columns) of the mesh; what is not asked for follows from the number of ranks.
+    """(rows, columns) of the mesh; a size that is None follows from the number of ranks.
 
-    Without any wish: a row per node; on one node two rows, if each then has two ranks or more.
+    If both are None: one row per node; on one node two rows, if each has two ranks or more.
     """
     if rows is None and columns is None:
         rows = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # nodes
@@ -135,9 +135,9 @@ def mesh_shape(rows: int | None, columns: int | None, ranks: int) -> tuple[int, 
 
 
 def train(model, images, labels, args, worker: Worker, takes_all: bool):
-    """Returns ([per step {name: tensor}], {(collective, ranks): [calls, bytes]} of the last).
+    """Returns ([per step {name: tensor}], {(collective, ranks): [calls, bytes]} of the last step).
 
-    takes_all: this rank trains on the whole global batch, not on its part of it.
+    takes_all: this rank trains on the full global batch, not on its local batch.
     """
     optimizer = OPTIMIZERS[args.optimizer](model.parameters())
     generator = torch.Generator().manual_seed(args.seed)
@@ -166,8 +166,8 @@ def train(model, images, labels, args, worker: Worker, takes_all: bool):
 class CountByGroup(TorchDispatchMode):
     """Counts the collectives called inside a `with` block, by name and by the ranks of the group.
 
-    traffic: (name, ranks) -> [calls, bytes]. The bytes are those of the whole tensor: what an
-    all_gather returns, what a reduce_scatter or an all_reduce is given.
+    traffic: (name, ranks) -> [calls, bytes]. The bytes are those of the full tensor: the output of
+    an all_gather, the input of a reduce_scatter or an all_reduce.
     """
 
     def __init__(self):
@@ -186,7 +186,7 @@ class CountByGroup(TorchDispatchMode):
 
 
 def largest_bytes(argument) -> int:
-    """Of a tensor, or of the tensors in a list."""
+    """Bytes of a tensor, or of the largest tensor in a list."""
     tensors = argument if isinstance(argument, list) else [argument]
     return max((t.nbytes for t in tensors if isinstance(t, torch.Tensor)), default=0)
 
@@ -196,7 +196,7 @@ NAMES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
 }
-# What each of n ranks must send at least, as a share of the whole tensor.
+# The least that each of n ranks must send, as a fraction of the full tensor.
 FACTORS = {
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -205,17 +205,17 @@ FACTORS = {
 
 
 def formula(shapes: list[list[torch.Size]], columns: int) -> dict[str, int]:
-    """Bytes of the whole tensors in one step, float32.
+    """Bytes of the full tensors in one step, float32.
 
-    shapes: of the parameters of each block, and last of the whole model. Each parameter is cut
-    along its first dim, which is padded to a multiple of `columns`, the ranks of a shard group.
+    shapes: see `shapes_of_units`. Each parameter is sharded along its first dim, which is padded
+    to a multiple of `columns`, the ranks of a shard group.
     """
     *blocks, everything = (sum(padded_bytes(shape, columns) for shape in unit) for unit in shapes)
     return {
-        # The blocks once more for backward; the root is kept from forward to backward.
+        # Backward gathers the blocks again; the root stays gathered from forward to backward.
         "all_gather": everything + sum(blocks),
         "reduce_scatter": everything,
-        "all_reduce": everything // columns,  # of what a rank holds
+        "all_reduce": everything // columns,  # the shards of one rank
     }
 
 
@@ -245,12 +245,12 @@ OPTIMIZERS = {
 def parse_args():
     parser = ArgumentParser(description="Hybrid sharding: which traffic stays inside the node?")
     add = parser.add_argument
-    add("--replicate", type=at_least(1), help="rows of the mesh: nodes (default: see above)")
-    add("--shard", type=at_least(1), help="columns of the mesh: ranks of a node")
+    add("--replicate", type=at_least(1), help="rows of the mesh (default: nodes; on one node 2)")
+    add("--shard", type=at_least(1), help="columns of the mesh (default: ranks / rows)")
     add("--steps", type=at_least(1), default=3)
     add("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
-    add("--dim", type=at_least(4), default=64, help="width of the model: a multiple of 4")
-    add("--depth", type=at_least(1), default=4, help="blocks")
+    add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
+    add("--depth", type=at_least(1), default=4, help="transformer blocks")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--seed", type=int, default=0)
     add("--device", choices=DEVICES, default="auto")

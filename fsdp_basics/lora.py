@@ -4,22 +4,22 @@
     torchrun --standalone --nproc_per_node=2 fsdp_basics/lora.py --rank 16 --output-dir runs/lora
     python fsdp_basics/lora.py
 
-A linear layer keeps its weight W frozen, and adds a product of two thin matrices that are trained:
-y = (W + alpha / rank * B A) x. The base is trained here for a moment on upright digits; the
+A linear layer keeps its weight W frozen, and adds the product of two thin matrices that it trains:
+y = (W + alpha / rank * B A) x. The script trains the base for a moment on upright digits; the
 adapters then learn digits that lie on their side.
 
-W, A and B of a block are in one FSDP unit: fully_shard works with frozen and trainable parameters
-in one unit. Frozen shards are gathered like the others, because the block computes with them; only
-trainable parameters get gradients, and only these are reduced. (FSDP1 lays a unit's parameters
-into one flat parameter: it refuses the mixture, or with use_orig_params=True has gradients for
-all of it. The last lines of the output show both.)
+W, A and B of a block are in one FSDP unit: fully_shard accepts frozen and trainable parameters in
+one unit. Frozen shards are gathered too, because the block computes with them. Only trainable
+parameters get gradients, and only their gradients are reduced. (FSDP1 flattens a unit into one flat
+parameter: it refuses the mixture, or with use_orig_params=True reduces gradients for all of it. The
+last lines of the output show both.)
 
-peft's LoraConfig does the same replacement for any model of the Hugging Face hub, with more options
-(dropout, quantised bases, several adapters); fully_shard its blocks in the same way. Its names
+peft's LoraConfig replaces the layers of any model of the Hugging Face hub, with more options
+(dropout, quantised bases, several adapters); apply fully_shard to its blocks as here. Its names
 differ: base_layer.weight, lora_A.default.weight, lora_B.default.weight.
 
 Look at the table: full fine-tuning next to LoRA, per rank and step, counted. Adapters are saved
-alone, in one small file. Merged, W + alpha / rank * B A, they cost nothing and need no LoRA code.
+alone, in one small file. Merged weights W + alpha / rank * B A cost nothing and need no LoRA code.
 """
 
 import math
@@ -48,7 +48,7 @@ LAYERS = ("query_key_value", "attention_out", "expand", "contract")  # of each b
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with the weight and bias of `linear`, which keep their names, and adapters."""
+    """The layer `linear` with adapters; its weight and bias keep their names."""
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float):
         super().__init__(linear.in_features, linear.out_features, device="meta")
@@ -63,12 +63,12 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """W + alpha / rank * B A. Sharded, like W: each rank has its rows of B, and gathers A."""
+        """W + alpha / rank * B A, sharded like W: each rank uses its rows of B, and gathers A."""
         return self.weight + self.scale * (self.lora_b @ self.lora_a)
 
 
 def add_adapters(model: VisionTransformer, rank: int, alpha: float) -> None:
-    """Freeze `model`, and give each of LAYERS adapters, which alone are trained. Then shard."""
+    """Freeze `model`, and give each of LAYERS trainable adapters. Call `shard` after it."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name in LAYERS:
@@ -82,20 +82,20 @@ def shard(model: VisionTransformer, mesh) -> None:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters in full, on the CPU of rank 0; all ranks call this. The base is not gathered."""
+    """The full adapters, on the CPU of rank 0; all ranks call this. The base is not gathered."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     adapters = get_model_state_dict(model, options=options)
-    return {name: tensor.clone() for name, tensor in adapters.items()}  # not the model's own
+    return {name: tensor.clone() for name, tensor in adapters.items()}  # copies
 
 
 def load_adapters(model: nn.Module, adapters: dict[str, Tensor]) -> None:
-    """From rank 0, which alone needs `adapters`, to all ranks, of any number; all call this."""
+    """Only rank 0 needs `adapters`, and sends them to any number of ranks; all ranks call this."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, adapters, options=options)
 
 
 def merged(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the same model without adapters, in full; all ranks call this."""
+    """The full state dict of the model with its adapters merged; all ranks call this."""
     modules, state = dict(model.named_modules()), {}
     for name, tensor in model.state_dict().items():
         module = modules[name.rpartition(".")[0]]
@@ -128,7 +128,7 @@ def compare(args, worker: Worker) -> None:
     seen, accuracies = {}, {}
     for way in ("full", "LoRA"):
         model = build(args)
-        model.load_state_dict(base)  # before the adapters: its names are those of the base
+        model.load_state_dict(base)  # before the adapters, which `base` does not have
         if way == "LoRA":
             add_adapters(model, args.rank, args.alpha)
         shard(model.to(worker.device), mesh)
@@ -165,7 +165,7 @@ def build(args) -> VisionTransformer:
 
 
 def pretrained(data: tuple[Tensor, Tensor], args) -> dict[str, Tensor]:
-    """What one would download: a base, trained on upright digits. (Each rank trains the same.)"""
+    """Train a base on upright digits, in place of a download. (Each rank trains the same base.)"""
     model = build(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(args.base_steps):
@@ -181,9 +181,9 @@ def on_their_side(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, data: tuple[Tensor, Tensor], args, worker: Worker) -> dict[str, int]:
-    """Train what is trainable; return bytes on this rank, and those of the last step's messages."""
-    # Only what is trained belongs in the optimizer. (A frozen parameter there would have no state
-    # as long as it has no gradient, but checkpoints would have to know it.)
+    """Train; return bytes held on this rank, and bytes of the collectives of the last step."""
+    # Only trainable parameters belong in the optimizer. (A frozen parameter would have no state
+    # there without a gradient, but checkpoints would have to know it.)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.lr)
     generator = torch.Generator().manual_seed(args.seed)
@@ -220,17 +220,17 @@ def print_table(seen: dict[str, dict[str, int]]) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: tuple[Tensor, Tensor], worker: Worker) -> float:
-    """Every rank tests all images, which are few: a forward pass of a sharded model needs all."""
+    """Every rank tests all images (they are few): a sharded forward pass is a collective."""
     predicted = model(data[0].to(worker.device)).argmax(dim=1)
     # After a forward pass without a backward the root stays gathered: parameters() would return its
-    # full parameters, and an optimizer made from these would train what is about to be thrown away.
+    # full parameters, and an optimizer made from them would update copies that FSDP drops.
     model.reshard()
     return (predicted == data[1].to(worker.device)).float().mean().item()
 
 
 def try_fsdp1(args, worker: Worker) -> None:
-    """One block with adapters in FSDP1's flat parameter."""
-    warnings.simplefilter("ignore")  # FSDP1 warns of its own end
+    """Put one block with adapters into FSDP1's flat parameter, and print what happens."""
+    warnings.simplefilter("ignore")  # FSDP1 warns that it is deprecated
     for use_orig_params in (False, True):
         model = build(args)
         add_adapters(model, args.rank, args.alpha)
@@ -249,14 +249,14 @@ def try_fsdp1(args, worker: Worker) -> None:
 def parse_args():
     parser = ArgumentParser(description="Low-rank adapters on a frozen base, both sharded.")
     add = parser.add_argument
-    add("--rank", type=at_least(1), default=4, help="rows of A, columns of B")
-    add("--alpha", type=above(0), default=8, help="the product B A counts alpha / rank times")
-    add("--base-steps", type=at_least(0), default=100, help="training of the base, upright digits")
+    add("--rank", type=at_least(1), default=4, help="rank of B A: rows of A, columns of B")
+    add("--alpha", type=above(0), default=8, help="the product B A is scaled by alpha / rank")
+    add("--base-steps", type=at_least(0), default=100, help="steps that train the base")
     add("--steps", type=at_least(1), default=60, help="steps of each fine-tuning")
     add("--batch-size", type=at_least(1), default=60, help="images per step, over all ranks")
     add("--lr", type=above(0), default=3e-3, help="learning rate of AdamW")
-    add("--dim", type=at_least(4), default=64, help="width of the model: a multiple of 4")
-    add("--depth", type=at_least(1), default=2, help="blocks")
+    add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
+    add("--depth", type=at_least(1), default=2, help="transformer blocks")
     add("--output-dir", type=Path, help="save adapters.pt and merged.pt here")
     add("--seed", type=int, default=0)
     add("--device", choices=DEVICES, default="auto")

@@ -1,4 +1,4 @@
-"""Train a model under one strategy for a few steps, and measure the memory of the last ones."""
+"""Train a model under one strategy for a few steps, and measure the memory of the last two."""
 
 import gc
 
@@ -15,25 +15,25 @@ MOMENTS = ("between steps", "end of forward", "end of backward")
 
 
 def measure(name: str, dim: int, depth: int, images, labels, mesh, device) -> dict:
-    """What this rank holds under the strategy `name`, and what the formulas say, in bytes.
+    """The bytes that this rank holds under the strategy `name`: counted, and by formula.
 
     images, labels: the global batch. Returns
 
     moments: moment -> kind -> bytes counted.
-    measured: kind -> the most of all moments. formula: the same, expected.
-    peak: of the process in a step, above what it needed before the model was built.
-    left: what remains of that when the model is gone.
+    measured: kind -> the largest count of all moments. formula: kind -> expected bytes.
+    peak: peak of the process in a step, minus its memory before the model was built.
+    left: memory of the process after the model is deleted, minus the same.
     """
     base = memory_in_use(device)
     torch.manual_seed(0)
     model = VisionTransformer(dim=dim, depth=depth, heads=HEADS).to(device)
     units = units_of(model)
     model, optimizer = build(name, model, mesh)
-    if name != "one process":  # that one works on the whole global batch, on every rank
+    if name != "one process":  # which trains on the full global batch, on every rank
         local = slice(dist.get_rank(), None, mesh.size())
         images, labels = images[local].clone(), labels[local].clone()
 
-    for _ in range(2):  # makes the optimizer state, and lets DDP arrange its buckets
+    for _ in range(2):  # creates the optimizer state, and lets DDP rebuild its buckets
         train_step(model, optimizer, images, labels)
     moments = count_at_moments(model, optimizer, images, labels)
     reset_peak(device)
@@ -60,7 +60,7 @@ def train_step(model, optimizer, images, labels) -> None:
 
 
 def count_at_moments(model, optimizer, images, labels) -> dict[str, dict[str, int]]:
-    """The same step, stopped three times to look: moment -> kind -> bytes."""
+    """Run one step, and count at three moments of it: moment -> kind -> bytes."""
     inventory = Inventory(model, optimizer)
     inventory.remember_gradients()
     optimizer.zero_grad()

@@ -1,25 +1,25 @@
-"""What a rank holds under each strategy: counted from the live tensors, next to the formula.
+"""Memory of a rank under each strategy: counted from the live tensors, next to the formula.
 
     torchrun --standalone --nproc_per_node=2 fsdp_basics/memory.py
     torchrun --standalone --nproc_per_node=4 fsdp_basics/memory.py --plot memory.png
     torchrun --standalone --nproc_per_node=3 fsdp_basics/memory.py --dim 132 --depth 3
 
-Parameters and optimizer state are there all the time; activations, and parameters gathered from
-other ranks, from forward to backward; gradients until zero_grad().
+Parameters and optimizer state exist all the time. Activations, and parameters gathered from other
+ranks, exist from forward to backward. Gradients exist until zero_grad().
 
 Look at
 
 1. the bytes: parameters, gradients and optimizer state shrink with the number of ranks, activations
-   with their part of the batch. The ratio to the formula (strategies.py) is 1, padding included.
-2. the sums at three moments: ZeRO-2 and ZeRO-3 hold the same between two steps, not within one.
-   DDP's gradients never go: they live in its buckets.
-3. the peak of the process during a step (RSS; on a GPU, the allocator's): what is gathered or
-   computed for a moment comes on top. On a CPU, offload changes nothing: it is one memory.
+   with the local batch. The ratio to the formula (strategies.py) is 1, padding included.
+2. the sums at three moments: ZeRO-2 and ZeRO-3 hold equal bytes between two steps, but not within
+   one. DDP never frees its gradients: they are in its buckets.
+3. the peak of the process during a step (RSS; on a GPU, the allocator's), which includes temporary
+   tensors. On a CPU, offloading changes nothing: there is only one memory.
 
-How it is done: tensor_memory.py counts tensors, process_memory.py asks the system (and makes malloc
-return what is freed; compare --malloc default), measure_memory.py trains and looks. The strategies
-run one after another in the same processes: first all with a tiny model, so that imports and caches
-do not count; then in earnest.
+tensor_memory.py counts tensors. process_memory.py asks the system (and makes malloc return freed
+memory; compare --malloc default). measure_memory.py trains and measures. The strategies run one
+after another in the same processes: first all with a tiny model, so that imports and caches do not
+count; then with the model that is measured.
 """
 
 import gc
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def compare(args, worker: Worker) -> None:
-    gc.freeze()  # the modules are no garbage: spare gc.collect() the way through them
+    gc.freeze()  # gc.collect() then skips the imported modules, which are no garbage
     meshes = make_meshes(worker.device.type, worker.world_size)
     images, labels = load_dataset("digits")[0][:]
     images = images[: args.batch_size].clone().to(worker.device)
@@ -74,7 +74,7 @@ def compare(args, worker: Worker) -> None:
 
 
 def print_bytes(rows_of_ranks: list[dict]) -> None:
-    """rows_of_ranks: what each rank has measured: strategy -> what `measure` returns."""
+    """rows_of_ranks: one dictionary per rank: strategy -> the result of `measure`."""
     print(f"\nbytes on the fullest of {len(rows_of_ranks)} rank(s), below it the formula")
     print(f"{'':15}" + "".join(f"{kind:>12}" for kind in KINDS) + "    ratio")
     for name in rows_of_ranks[0]:
@@ -109,11 +109,12 @@ def ratio(measured: int, formula: int) -> float:
 def parse_args():
     parser = ArgumentParser(description="Bytes per rank and strategy, counted and by formula.")
     add = parser.add_argument
-    add("--dim", type=at_least(HEADS), default=256, help="width of the transformer: n x 4")
-    add("--depth", type=at_least(1), default=4, help="its blocks")
-    add("--batch-size", type=at_least(1), default=16, help="images, over all ranks; up to 1400")
-    add("--malloc", choices=("return", "default"), default="return", help="what is freed")
-    add("--plot", type=Path, metavar="FILE.png", help="also draw stacked bars")
+    add("--dim", type=at_least(HEADS), default=256, help="width, a multiple of 4")
+    add("--depth", type=at_least(1), default=4, help="transformer blocks")
+    add("--batch-size", type=at_least(1), default=16, help="images, over all ranks; at most 1400")
+    freed = "return freed memory to the system, or keep it as malloc does by default"
+    add("--malloc", choices=("return", "default"), default="return", help=freed)
+    add("--plot", type=Path, metavar="FILE.png", help="also draw stacked bars into this file")
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))

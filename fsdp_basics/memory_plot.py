@@ -1,4 +1,4 @@
-"""A picture of what memory.py has measured."""
+"""Draw the measurements of memory.py as stacked bars."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ MB = 1e6
 
 
 def plot(rows_of_ranks: list[dict], path: Path) -> None:
-    """For each strategy two stacked bars, the ends of forward and backward, and the peak.
+    """Draw for each strategy two stacked bars (end of forward, end of backward), and the peak.
 
-    rows_of_ranks: what each rank has measured: strategy -> what `measure` returns.
+    rows_of_ranks: one dictionary per rank: strategy -> the result of `measure`.
     """
     from matplotlib.figure import Figure
 
@@ -33,7 +33,7 @@ def plot(rows_of_ranks: list[dict], path: Path) -> None:
 
 
 def draw_bar(axes, y: float, of_ranks: list[dict[str, int]]) -> None:
-    """One stacked bar: the bytes by kind of the rank that holds most."""
+    """Draw one stacked bar: bytes by kind on the fullest rank."""
     fullest = max(of_ranks, key=lambda by_kind: sum(by_kind.values()))
     left = 0.0
     for i, kind in enumerate(KINDS):

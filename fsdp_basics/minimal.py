@@ -1,7 +1,7 @@
-"""FSDP in its fewest lines: each rank holds a part of every parameter, and works on its own images.
+"""FSDP in its fewest lines: each rank holds a shard of every parameter, and has its own images.
 
     python fsdp_basics/minimal.py                                        # one process
-    torchrun --standalone --nproc_per_node=2 fsdp_basics/minimal.py      # two: the same losses
+    torchrun --standalone --nproc_per_node=2 fsdp_basics/minimal.py      # two ranks, equal losses
 """  # fmt: skip
 
 import gc
@@ -20,30 +20,30 @@ def train(device: torch.device, rank: int, world_size: int) -> None:
     batch = 60  # images per step, over all ranks
     if batch % world_size:
         raise SystemExit(f"error: {batch} images do not divide over {world_size} ranks")
-    mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, in a line
+    mesh = dist.init_device_mesh(device.type, (world_size,))  # one axis: all ranks
     images, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(images / 16).float().view(-1, 8, 8), torch.tensor(labels))
     sampler = DistributedSampler(digits)  # shuffles, and gives each rank its share of the images
     loader = DataLoader(digits, batch_size=batch // world_size, sampler=sampler, drop_last=True)
-    torch.manual_seed(0)  # the same first values on all ranks, of which each keeps its part
+    torch.manual_seed(0)  # the same initial values on all ranks; each rank keeps its shard
     options = {"dropout": 0.0, "bias": False, "batch_first": True}
     blocks = [nn.TransformerEncoderLayer(64, 4, 128, **options) for _ in range(3)]
     model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Flatten(), nn.Linear(512, 10)).to(device)
-    for block in blocks:  # each rank keeps a part; forward and backward gather it for a moment
+    for block in blocks:  # each rank keeps a shard; forward and backward gather the block
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # what is in no block; backward now averages the gradients
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after fully_shard: of the shards
+    fully_shard(model, mesh=mesh)  # all other parameters; backward now averages the gradients
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after fully_shard: of shards
     if rank == 0:
         held = sum(p.to_local().numel() for p in model.parameters())
         print(f"rank 0 holds {held:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
     for epoch in range(3):
-        sampler.set_epoch(epoch)  # another order in every epoch
+        sampler.set_epoch(epoch)  # another order in each epoch
         for x, y in loader:
             loss = F.cross_entropy(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        dist.all_reduce(loss.detach_(), op=dist.ReduceOp.AVG)  # each rank has that of its images
+        dist.all_reduce(loss.detach_(), op=dist.ReduceOp.AVG)  # of all ranks, to print it
         if rank == 0:
             print(f"epoch {epoch}   loss {loss:.4f}", flush=True)
 

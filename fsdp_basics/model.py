@@ -10,9 +10,9 @@ class VisionTransformer(nn.Module):
     """Images (batch, 1, image_size, image_size), float32 -> logits (batch, classes).
 
     Each image is cut into patches of patch_size x patch_size pixels; each patch becomes a vector of
-    `dim` numbers, and `depth` blocks let the vectors look at one another.
-    LayerNorm looks at one vector at a time: unlike BatchNorm it does not care how the batch is
-    split over ranks. About 12 x depth x dim^2 parameters.
+    `dim` numbers, and in `depth` blocks the vectors attend to one another.
+    LayerNorm normalizes one vector at a time: unlike BatchNorm, its result does not depend on how
+    the batch is split over ranks. About 12 x depth x dim^2 parameters.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Block(nn.Module):
         self.heads = heads
         self.recompute = False  # True: keep no activations, compute them again in backward
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        # No bias: a key's would add one number to all scores of a query, which softmax ignores. Its
-        # gradient is zero but for rounding, which AdamW would blow up to full steps.
+        # No bias: a key's bias adds one number to all scores of a query, which softmax ignores. Its
+        # gradient is zero except for rounding, and AdamW would turn this rounding into full steps.
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.attention_out = nn.Linear(dim, dim)
         self.expand, self.contract = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)

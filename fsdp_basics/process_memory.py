@@ -1,7 +1,7 @@
-"""What the process needs in all: its resident memory (RSS), or on a GPU what the allocator gave.
+"""Memory of the whole process: its resident memory (RSS), or on a GPU the allocator's bytes.
 
-RSS tells the truth only if freed memory goes back to the system. By default malloc keeps much of it
-for later, so RSS stays high and hides what sharding saves: see `return_freed_memory`.
+RSS shows what sharding saves only if freed memory goes back to the system. By default malloc keeps
+much of it for later, so RSS stays high: see `return_freed_memory`.
 """
 
 import ctypes
@@ -11,35 +11,35 @@ from pathlib import Path
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
 
 
 def return_freed_memory() -> None:
-    """Have malloc return what is freed to the system at once, if it has 128 KB or more (Linux).
+    """Make malloc return freed pieces of 128 KB or more to the system at once (Linux).
 
-    The same as to start with MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072.
+    MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072 in the environment do the same.
     """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # glibc; other C libraries have none
+    if hasattr(library, "mallopt"):  # glibc has it; other C libraries do not
         library.mallopt(M_MMAP_THRESHOLD, 128 << 10)
         library.mallopt(M_TRIM_THRESHOLD, 128 << 10)
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes, now."""
+    """Bytes in use now."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return process_status("VmRSS")
 
 
 def reset_peak(device: torch.device) -> None:
-    """From here on `peak_memory` begins anew."""
+    """Restart the measurement of `peak_memory`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # makes VmHWM the VmRSS of now
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to the current VmRSS
 
 
 def peak_memory(device: torch.device) -> int:

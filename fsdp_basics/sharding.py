@@ -1,4 +1,4 @@
-"""How a model is sharded, apart from the model and from the training loop."""
+"""Shard a model with fully_shard: its units, mixed precision, offloading, prefetching."""
 
 import torch
 from torch import nn
@@ -14,14 +14,14 @@ def shard(
     offload: bool = False,
     prefetch: int = 0,
 ) -> nn.Module:
-    """Cut every parameter of `model` into one shard per rank of `mesh`; change and return `model`.
+    """Shard every parameter of `model` over the ranks of `mesh`; change and return `model`.
 
     A parameter becomes a DTensor, of which a rank holds its own rows. Each block is one unit: its
-    parameters are gathered together just before the block runs, and its gradients are averaged and
-    scattered together just after its backward. What no block holds (patches, position, norm, head)
-    is the root's unit. train.py does the same in its own lines.
+    parameters are all-gathered together just before the block runs, and its gradients are
+    reduce-scattered together just after its backward. The root is the unit of all other parameters
+    (patches, position, norm, head). train.py has lines of its own for this.
 
-    mesh: one axis: shards. Two axes (replicate, shard): shards within a row, copies across rows.
+    mesh: one axis: shards. Two axes (replicate, shard): shards inside a row, copies across rows.
     reshard_after_forward: free a block's gathered parameters after its forward, and gather them
         again for its backward (ZeRO-3). False: keep them (ZeRO-2): more memory, fewer bytes.
     compute_dtype, offload: see `unit_options`. prefetch: see `prefetch_blocks`.
@@ -29,8 +29,8 @@ def shard(
     block_options, root_options = unit_options(mesh, compute_dtype, offload)
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **block_options)
-    # Last, the root takes what is left. Its parameters come first in backward, right after its
-    # forward: to free them in between would save nothing.
+    # Last, the root takes all other parameters. Backward needs them first, right after forward: to
+    # free them in between would save nothing.
     fully_shard(model, reshard_after_forward=False, **root_options)
     prefetch_blocks(list(model.blocks), prefetch)
     return model
@@ -41,16 +41,16 @@ def unit_options(
 ) -> tuple[dict, dict]:
     """Keyword arguments of `fully_shard` for the blocks, and for the root.
 
-    compute_dtype: what parameters and inputs are cast to for forward and backward; the shards, the
-        reduction of the gradients, and the optimizer stay in float32. With float32 nothing is cast:
-        a model in float64 is computed and reduced in float64.
-    offload: shards and optimizer live in CPU memory; a block is copied to the GPU when it runs.
+    compute_dtype: dtype of parameters and inputs in forward and backward. The shards, the reduction
+        of the gradients, and the optimizer stay in float32. With float32, FSDP casts nothing: a
+        model in float64 computes and reduces in float64.
+    offload: shards and optimizer stay in CPU memory; a block is copied to the GPU when it runs.
     """
     block_policy = root_policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         block_policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32)
-        # The root hands the logits to the loss in float32. (An inner block must not: the next one
-        # would get inputs of another dtype than its parameters.)
+        # The root returns the logits in float32. (An inner block must not: the next block would
+        # get inputs of another dtype than its parameters.)
         root_policy = MixedPrecisionPolicy(
             compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
@@ -64,8 +64,8 @@ def unit_options(
 def prefetch_blocks(blocks: list[nn.Module], count: int) -> None:
     """Gather `count` blocks ahead of the one that runs, in forward and in backward.
 
-    0: FSDP's own choice: the next one in backward; in forward none, but on GPUs the CPU runs ahead
-    and so issues the gathering early.
+    With 0, FSDP gathers one block ahead in backward and none in forward. (On GPUs the CPU runs
+    ahead of the device, and so issues the all_gathers of forward early.)
     """
     if count == 0:
         return

@@ -1,17 +1,17 @@
 """The strategies that memory.py, communication.py and the benchmark compare.
 
-one process       the whole model works on the whole global batch: what the others are measured by
+one process       the full model trains on the full global batch: the baseline
 DDP               a copy of everything on each rank; the gradients are averaged
-ZeRO-1            DDP, but each parameter has one rank that keeps its optimizer state and updates it
+ZeRO-1            DDP, but one rank per parameter keeps its optimizer state and updates it
 ZeRO-2            shards of everything; parameters stay gathered from forward to backward
 ZeRO-3            shards of everything; parameters are gathered twice, for forward and for backward
-ZeRO-3, offload   the same, with shards and optimizer in CPU memory
-HSDP              ZeRO-3 within each row of ranks, a copy in each of two rows (4, 6, 8, ... ranks)
+ZeRO-3, offload   ZeRO-3 with shards and optimizer in CPU memory
+HSDP              ZeRO-3 inside each of two rows of ranks, which are replicas (4, 6, 8, ... ranks)
 
-Here is how each is built, what a rank then holds, and what it sends, by formula. The names are
-those of S. Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter
-models, SC 2020, arXiv:1910.02054. (There, stage 2 cuts gradients and optimizer state only;
-fully_shard also cuts the parameters, from the end of backward to the next forward.)
+This file builds each strategy, and has the formulas for the bytes that a rank holds and sends. The
+names are those of S. Rajbhandari et al., ZeRO: memory optimizations toward training trillion
+parameter models, SC 2020, arXiv:1910.02054. (There, stage 2 shards gradients and optimizer state
+only; fully_shard also shards the parameters, from the end of backward to the next forward.)
 """
 
 import math
@@ -31,7 +31,7 @@ Shapes = list[torch.Size]
 
 
 def make_meshes(device_type: str, world_size: int) -> dict[str, DeviceMesh]:
-    """Strategy -> the mesh of ranks it runs on; without HSDP where it has no two rows of two.
+    """Strategy -> its mesh of ranks; HSDP only if the ranks form two rows of two or more.
 
     A collective. It makes process groups: call it once, not for each model.
     """
@@ -45,9 +45,9 @@ def make_meshes(device_type: str, world_size: int) -> dict[str, DeviceMesh]:
 
 
 def build(name: str, model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Prepare a VisionTransformer for the strategy; it is on its device, the same on every rank.
+    """Apply the strategy to a VisionTransformer on its device, with equal values on every rank.
 
-    Returns what the training loop calls, and AdamW in the form that the strategy needs.
+    Returns the model that the training loop calls, and AdamW in the form that the strategy needs.
     """
     if name == "one process":
         return model, torch.optim.AdamW(model.parameters())
@@ -65,7 +65,7 @@ def build(name: str, model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, tor
 
 
 def units_of(model: nn.Module) -> list[Shapes]:
-    """The shapes of what is gathered together: one list per block, and last the root's."""
+    """The shapes of the parameters of each unit: one list per block, and last the root's."""
     blocks = [[p.shape for p in block.parameters()] for block in model.blocks]
     rest = [p.shape for name, p in model.named_parameters() if not name.startswith("blocks.")]
     return [*blocks, rest]
@@ -75,9 +75,9 @@ def units_of(model: nn.Module) -> list[Shapes]:
 
 
 def expected_memory(name: str, units: list[Shapes], rank: int, ranks: int) -> dict[str, int]:
-    """Bytes on rank `rank` of `ranks`, for float32 and AdamW, which keeps two numbers a parameter.
+    """Bytes on rank `rank` of `ranks`, for float32 and AdamW with its two numbers per parameter.
 
-    P = bytes of all parameters, N = ranks (in HSDP: of a row). If all divides:
+    P = bytes of all parameters, N = ranks (in HSDP: of a row). If all tensors divide by N:
 
                    parameters   gathered (end of forward)   gradients (end of backward)   optimizer
     DDP                     P                           -                             P          2P
@@ -85,12 +85,12 @@ def expected_memory(name: str, units: list[Shapes], rank: int, ranks: int) -> di
     ZeRO-2                P/N                           P                           P/N        2P/N
     ZeRO-3, HSDP          P/N            the root's share                           P/N        2P/N
 
-    Exactly: a tensor is cut by rows, ceil(rows / N) for each rank, so the last ranks may have fewer
-    or none. The memory of a shard, and of its gradient, is that of the first rank everywhere
-    (padding), because a collective moves pieces of one size. The optimizer state has no padding,
-    but 4 bytes more for each tensor: its step count.
-    ZeRO-1 deals whole tensors: 2P/N is the mean over ranks, and no rank has more than 2P/N and the
-    state of one tensor.
+    Exactly: each rank gets ceil(rows / N) rows of a tensor, so the last ranks may have fewer or
+    none. Every rank pads a shard and its gradient to the size on the first rank, because a
+    collective moves pieces of one size. The optimizer state has no padding, but 4 bytes more for
+    each tensor: its step count.
+    ZeRO-1 distributes full tensors: 2P/N is the mean over ranks, and no rank has more than 2P/N
+    plus the state of one tensor.
     """
     shapes = list(chain.from_iterable(units))
     model_bytes = 4 * sum(shape.numel() for shape in shapes)
@@ -116,18 +116,18 @@ def expected_memory(name: str, units: list[Shapes], rank: int, ranks: int) -> di
 
 
 def rows_of(shape: torch.Size, ranks: int, rank: int) -> int:
-    """How many rows of the tensor are rank `rank`'s, as torch.chunk cuts it."""
+    """The number of rows that rank `rank` gets, as torch.chunk cuts a tensor."""
     most = math.ceil(shape[0] / ranks)
     return max(0, min(shape[0] - rank * most, most))
 
 
 def padded(shapes: Shapes, ranks: int) -> int:
-    """The numbers that each rank has memory for: as many as the first rank needs."""
+    """How many numbers each rank allocates: as many as the first rank needs."""
     return sum(rows_of(shape, ranks, 0) * shape[1:].numel() for shape in shapes)
 
 
 def deal(shapes: Shapes, ranks: int) -> list[Shapes]:
-    """As ZeroRedundancyOptimizer does: the largest first, each to the rank that has least."""
+    """Distribute tensors as ZeroRedundancyOptimizer does: largest first, to the emptiest rank."""
     hands = [[] for _ in range(ranks)]
     sizes = [0] * ranks
     for shape in sorted(shapes, key=torch.Size.numel, reverse=True):
@@ -141,18 +141,18 @@ def deal(shapes: Shapes, ranks: int) -> list[Shapes]:
 
 
 def expected_traffic(name: str, units: list[Shapes], ranks: int) -> dict[str, tuple[int, int]]:
-    """Collective -> (calls, bytes that a rank sends) in one step; calls is 0 where DDP decides.
+    """Collective -> (calls, bytes that a rank sends) in one step; 0 calls: DDP's buckets decide.
 
     With P bytes of parameters and N ranks, a ring sends per rank (N-1)/N P for an all_gather or a
     reduce_scatter, twice that for an all_reduce, and on average (N-1)/N P for a broadcast. Hence
 
     DDP     2(N-1)/N P    an all_reduce of the gradients
-    ZeRO-1  3(N-1)/N P    the same, and a broadcast of each updated parameter by its owner
+    ZeRO-1  3(N-1)/N P    as DDP, and a broadcast of each updated parameter by its owner
     ZeRO-2  2(N-1)/N P    an all_gather for forward, a reduce_scatter of the gradients
     ZeRO-3  3(N-1)/N P    another all_gather for backward, except for the root's unit
     HSDP    as ZeRO-3 with the N of a row, and an all_reduce of each shard between the rows
 
-    For shards P includes the padding. Nothing is sent between fewer than two ranks.
+    For shards P includes the padding. A single rank sends nothing.
     """
     if name == "one process" or ranks == 1:
         return {}

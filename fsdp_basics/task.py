@@ -1,7 +1,7 @@
-"""All that you replace to train a model of your own: its flags, data, model, FSDP units, loss.
+"""The one file that you replace for your own model: its flags, data, model, FSDP units, loss.
 
-The training loop, evaluation, log and checkpoints know no more of a task than what stands here.
-examples/ has another task as a file of this form: a small Llama of transformers.
+The training loop, evaluation, log and checkpoints use a task only through the names in this file.
+examples/llama.py is another file of this form.
 """
 
 from argparse import ArgumentTypeError
@@ -31,12 +31,12 @@ class TaskSettings:
 
 def add_flags(add: Callable) -> None:
     """add: argparse's add_argument; one call per field of TaskSettings."""
-    add("--dataset", choices=DATASETS, help="what to learn (default: digits)")
+    add("--dataset", choices=DATASETS, help="data set (default: digits)")
     add("--data-dir", type=Path, help="folder of MNIST, downloaded if missing (default: data)")
     add("--augment", action="store_true", help="shift each training image by up to one pixel")
     add("--dim", type=multiple_of_4, help="width of the model, a multiple of 4")
     add("--depth", type=at_least(1), help="blocks of the model")
-    add("--activation-checkpointing", action="store_true", help="compute activations twice")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
 
 
 def multiple_of_4(text: str) -> int:
@@ -47,7 +47,7 @@ def multiple_of_4(text: str) -> int:
 
 
 def download(settings: TaskSettings) -> None:
-    """Fetch what is missing. Every rank calls this before the ranks meet: one per node works."""
+    """Download missing files on one rank per node. Every rank calls this before joining the job."""
     if settings.dataset == "mnist":
         download_mnist(settings.data_dir)
 
@@ -62,9 +62,9 @@ collate = None  # a list of samples -> a batch; None: torch's default
 
 
 def build_model(settings: TaskSettings) -> nn.Module:
-    """The model on the CPU, with its first values drawn from torch's global generator.
+    """The model on the CPU, with initial values drawn from torch's global generator.
 
-    It is also built on the meta device, where tensors have shapes and no values.
+    train.py also builds it on the meta device, where tensors have shapes and no values.
     """
     image_size = IMAGE_SIZE[settings.dataset]
     patch_size = 2 if image_size == 8 else 4
@@ -75,20 +75,20 @@ def build_model(settings: TaskSettings) -> nn.Module:
 
 
 def units(model: nn.Module) -> list[nn.Module | list[nn.Module]]:
-    """What is gathered together for its forward and backward, in the order of use.
+    """The FSDP units, in the order of use: the parameters of a unit are gathered together.
 
-    One block of the model per unit; the last layers together. What is in no unit is the root's: it
-    stays gathered from the first to the last layer, so keep it small. Tied weights belong into one
-    unit, or into the root.
+    Here each block is a unit, and the last layers are one unit. The root has all other parameters
+    and stays gathered from the first to the last layer, so keep it small. Put tied weights into one
+    unit, or leave them to the root.
     """
     return [model.patches, *model.blocks, [model.norm, model.head]]
 
 
 def compute_loss(model: nn.Module, batch) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
-    """(sum of the losses, how many they are, other sums by name) of a batch on the model's device.
+    """(sum of the losses, number of losses, other sums by name) of a batch on the model's device.
 
-    Training minimizes the sum of all ranks divided by the count of all ranks. The other sums are
-    divided by the same count: the fraction of correct images here.
+    Training minimizes the sum over all ranks divided by the number over all ranks. The other sums
+    are divided by this number, too: here that gives the fraction of correct images.
     """
     images, labels = batch
     logits = model(images).float()

@@ -1,4 +1,4 @@
-"""The bytes of the live tensors of a training step, counted by what they are for."""
+"""Count the bytes of the live tensors of a training step, by kind."""
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -10,10 +10,10 @@ KINDS = ("parameters", "optimizer", "gathered", "activations", "gradients")
 class Inventory:
     """Counts the tensors of a model and its optimizer.
 
-    parameters: what the optimizer updates: under FSDP, this rank's shards.
+    parameters: the parameters that the optimizer updates; under FSDP, this rank's shards.
     optimizer: its state, on this rank.
-    gathered: whole parameters that stand in for the shards while FSDP has them.
-    activations: what autograd keeps from forward to backward.
+    gathered: full parameters, while FSDP holds them in place of the shards.
+    activations: the tensors that autograd keeps from forward to backward.
     gradients: also those in DDP's buckets, which outlive `.grad = None`.
 
     A storage counts once, for the first of these kinds that it belongs to.
@@ -25,7 +25,7 @@ class Inventory:
         self.activations = []
 
     def remember_gradients(self) -> None:
-        """Call it when gradients exist: what is left of them is then found without .grad, too."""
+        """Call it when gradients exist: `count` then finds them even if no .grad refers to them."""
         self.old_gradients = []
         for gradient in self._gradients():
             storage = storage_of(gradient)
@@ -33,7 +33,7 @@ class Inventory:
             self.old_gradients.append(entry)
 
     def watch_activations(self):
-        """A context for the forward pass, which notes what autograd keeps of it."""
+        """A context for the forward pass that records the tensors that autograd keeps."""
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             self.activations.append(tensor.detach())
@@ -42,7 +42,7 @@ class Inventory:
         return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
     def forget_activations(self) -> None:
-        """Call it before backward, or they would outlive it here."""
+        """Call it before backward, or this list would keep the activations alive."""
         self.activations.clear()
 
     def count(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ def expected_activations(dim: int, depth: int, heads: int, images: int) -> int:
 
     A block keeps 16 numbers for each number of its input: the input, what norm1, attention and
     norm2 return, and the sum between them (5 x 1), query, key and value (3), and both sides of GELU
-    (2 x 4); two per patch and norm; one per patch and head. (A GPU's attention may keep others.)
+    (2 x 4); two per patch and norm; one per patch and head. (Attention on a GPU may differ.)
     """
     vectors = images * 16  # 8 x 8 pixels in patches of 2 x 2
     block = 16 * vectors * dim + 4 * vectors + heads * vectors

@@ -7,9 +7,9 @@
     torchrun --nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \\
         --rdzv-id=vit fsdp_basics/train.py --dp-replicate 2   # two nodes: the same line on each
 
-task.py is all you replace for a model of your own. minimal.py has the distributed lines alone.
-Look at the first lines: how much of the model each rank holds. A diff of this file and of
-ddp_basics/train.py is the difference between DDP and FSDP.
+For a model of your own, replace task.py. minimal.py has only the distributed lines. Look at the
+first lines of the output: they say how much of the model each rank holds. A diff with
+ddp_basics/train.py shows the difference between DDP and FSDP.
 """
 
 import sys
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def train(settings: Settings, worker: Worker) -> int:
-    """Train to the end and return 0; or save, and return the signal that asked to stop."""
+    """Train to the end and return 0; after a signal to stop, save and return its number."""
     stop = StopRequests(worker)
     train_set, test_set = load_data(settings)
     check_same_data([train_set, test_set], worker)
@@ -60,12 +60,12 @@ def train(settings: Settings, worker: Worker) -> int:
             f"--batch-size {settings.batch_size} exceeds the {len(train_set)} training samples"
         )
 
-    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10 bits in fp32's matrix products
+    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
     build = partial(build_with_seed, settings)
     model = build_on_meta(build)
     place = torch.device("cpu") if settings.offload else worker.device
     shard(model, place, settings, worker)
-    optimizer = make_optimizer(model, settings)  # of the shards: its state is sharded like them
+    optimizer = make_optimizer(model, settings)  # it updates shards: its state is sharded, too
     # fp16 gradients underflow unless the loss is scaled; bf16 has the range of fp32.
     scaler = torch.amp.GradScaler(worker.device.type, enabled=settings.precision == "fp16")
     torch.manual_seed(settings.seed + worker.rank)  # from here on, ranks draw different numbers
@@ -77,7 +77,7 @@ def train(settings: Settings, worker: Worker) -> int:
     if folder:
         check_shared(folder, worker)
         step, saved_run = resume(folder, parts, settings.identity(), worker)
-    if step == 0:  # else the values are those of the save, and no rank builds the whole model
+    if step == 0:  # else the save has the values, and no rank builds the full model
         initialize(model, build, worker)
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
@@ -88,7 +88,7 @@ def train(settings: Settings, worker: Worker) -> int:
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
     throughput = Throughput(step)
     first_step, result, stopped_by = step, None, 0
-    # A save in the background needs a group of its own, or its messages would be mixed up.
+    # An asynchronous save needs a group of its own, or its messages would mix with the training's.
     save_group = dist.new_group(backend="gloo") if settings.async_save else None
     finish_save = None
     with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
@@ -123,7 +123,7 @@ def train(settings: Settings, worker: Worker) -> int:
                 metrics.log(step, epoch, **{f"test_{name}": x for name, x in result.items()})
             if saving:
                 if finish_save:
-                    finish_save()  # of the save before
+                    finish_save()  # the previous save
                 finish_save = start_save(
                     folder, parts, step, run, worker, settings.keep, save_group
                 )
@@ -147,12 +147,12 @@ def train(settings: Settings, worker: Worker) -> int:
 
 
 def build_with_seed(settings: Settings) -> nn.Module:
-    torch.manual_seed(settings.seed)  # the same first values, however many ranks there are
+    torch.manual_seed(settings.seed)  # the same initial values on any number of ranks
     return build_model(settings)
 
 
 def shard(model: nn.Module, place: torch.device, settings: Settings, worker: Worker) -> None:
-    """Make every parameter a DTensor, of which this rank holds its part, in memory on `place`."""
+    """Make every parameter a DTensor, of which this rank holds its shard, in memory on `place`."""
     shape = (settings.dp_replicate, worker.world_size // settings.dp_replicate)
     mesh = init_device_mesh(worker.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, these groups wait 30 minutes
@@ -167,11 +167,11 @@ def shard(model: nn.Module, place: torch.device, settings: Settings, worker: Wor
             for module in unit:
                 module.compile()
         # The parameters of a unit are gathered just before it runs, and freed after it. Its
-        # gradients are averaged; a rank keeps those of its part. The last unit is the first that
-        # backward needs: it stays gathered.
+        # gradients are reduce-scattered: each rank keeps the mean of its shard. The last unit stays
+        # gathered, because backward needs it first.
         reshard = not settings.keep_gathered and unit is not modules[-1]
         fully_shard(unit, reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=False, **root_options)  # what no unit holds
+    fully_shard(model, reshard_after_forward=False, **root_options)  # other parameters
     prefetch_blocks([unit[0] for unit in modules], settings.prefetch)
     allocate(model, place)
     if worker.is_main:
@@ -193,8 +193,8 @@ def train_step(
     local_batch = settings.batch_size // worker.world_size
     sums = torch.zeros(2, dtype=torch.float64, device=worker.device)  # of losses, their count
     for i, part in enumerate(split(batch, settings.accumulate)):
-        # Each backward reduces its gradients, and a rank adds up its shards. Reducing in the last
-        # backward only sends less, and keeps the gradients of the whole model on every rank.
+        # Each backward reduces its gradients, and a rank adds up shards. --reduce-once reduces only
+        # in the last backward: it sends less, and keeps full gradients on every rank until then.
         model.set_requires_gradient_sync(not settings.reduce_once or i == settings.accumulate - 1)
         loss_sum, count, _ = compute_loss(model, part)
         scaler.scale(loss_sum / local_batch).backward()
@@ -210,8 +210,8 @@ def train_step(
     for gradient in gradients:
         local = gradient.to_local()
         local.mul_(factor.to(local.device))
-    # A rank holds shards of the gradients. As they are DTensors, the norm is that of the whole
-    # gradient, of all ranks' shards together; full_tensor() makes a plain tensor of it.
+    # A rank holds shards of the gradients. They are DTensors, so the norm covers the shards of all
+    # ranks; full_tensor() makes a plain tensor of the norm.
     grad_norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
     if settings.clip:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.clip, grad_norm)
@@ -221,7 +221,7 @@ def train_step(
 
 
 def evaluate_as_trained(model, test_set, settings: Settings, worker: Worker) -> dict[str, float]:
-    """In the same micro-batches, which are known to fit into memory."""
+    """Evaluate in micro-batches of the training's size, which are known to fit into memory."""
     micro_batch = settings.batch_size // worker.world_size // settings.accumulate
     return evaluate(model, test_set, micro_batch, settings.workers, worker)
 

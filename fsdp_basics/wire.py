@@ -1,11 +1,11 @@
-"""bytes_sent(): what this process has put on the wire, as the kernel of the system counts it.
+"""bytes_sent(): the bytes that this process has sent over TCP, as the Linux kernel counts them.
 
     from wire import bytes_sent
     before = bytes_sent()
     dist.all_reduce(x)
     print(bytes_sent() - before)
 
-No library is asked, so no library can flatter itself. Linux only.
+Linux only.
 """
 
 import os
@@ -13,11 +13,11 @@ import socket
 import stat
 import struct
 
-TCP_INFO_SIZE, BYTES_SENT = 256, 200  # struct tcp_info, and where tcpi_bytes_sent stands in it
+TCP_INFO_SIZE, BYTES_SENT = 256, 200  # of struct tcp_info; the offset of tcpi_bytes_sent in it
 
 
 def bytes_sent() -> int:
-    """Bytes that this process has sent over TCP so far, without those that were sent again."""
+    """Bytes that this process has sent over TCP so far, without retransmissions."""
     total = 0
     for number in map(int, os.listdir("/proc/self/fd")):
         try:

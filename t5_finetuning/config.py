@@ -1,4 +1,4 @@
-"""What train.py can be told: a flag for each of the settings, checked where it is read."""
+"""The flags of train.py, checked when parsed."""
 
 import math
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from arguments import DEVICES, ArgumentParser, above, at_least, between
 
-# A run may be continued with other values of these: they change how it runs, not what it computes.
-# (It can be made longer, and go on with another number of ranks. The files have checksums.)
+# A run may continue with other values of these flags: they change how it runs, not its results.
+# (More --epochs make it longer. The number of ranks may also change. The files have checksums.)
 MAY_CHANGE = {
     "train_file",
     "eval_file",
@@ -76,7 +76,7 @@ class Settings:
     show: int = 8
 
     def identity(self) -> dict[str, object]:
-        """What makes two runs the same run: all settings that a continued run must not change."""
+        """All settings that a continued run must not change."""
         values = {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
@@ -84,47 +84,47 @@ class Settings:
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Fine-tune a T5 for summaries, sharded by FSDP2.")
     add = parser.add_argument
-    # what is learned
-    add("--model", help="id on the Hugging Face hub or local directory; default: a new small T5")
-    add("--train-file", type=Path, help='lines of {"text": ..., "summary": ...}')
-    add("--eval-file", type=Path, help="the same; default for both: Python's standard library")
-    add("--data-dir", type=Path, help="where the pairs of the standard library are written")
-    add("--prefix", help="put before each text, for instance 'summarize: '")
-    add("--max-source", type=at_least(1), help="tokens of a text; the rest is cut off")
-    add("--max-target", type=at_least(1), help="tokens of a summary")
-    add("--dim", type=at_least(32), help="width of the new T5, a multiple of 32")
-    add("--layers", type=at_least(1), help="of its encoder, and of its decoder")
-    add("--vocab-size", type=at_least(300), help="tokens to learn for the new T5, at most")
-    # how
-    add("--epochs", type=at_least(1), help="a run can be continued with more of them")
-    add("--name-epochs", type=at_least(0), help="the first, on names of functions: for a new T5")
-    add("--patience", type=at_least(1), help="stop after so many epochs without a better one")
-    add("--batch-size", type=at_least(1), help="pairs per optimizer step, over all ranks")
-    add("--accumulate", type=at_least(1), help="micro-batches per rank and optimizer step")
+    # data and model
+    add("--model", help="id on the Hugging Face hub or local directory (default: a new small T5)")
+    add("--train-file", type=Path, help='lines of {"text": ..., "summary": ...} to train on')
+    add("--eval-file", type=Path, help="lines to evaluate (default of both: the standard library)")
+    add("--data-dir", type=Path, help="folder for pairs of the standard library (default: data)")
+    add("--prefix", help="text to put before each source, such as 'summarize: '")
+    add("--max-source", type=at_least(1), help="tokens of a text; cut the rest (default: 48)")
+    add("--max-target", type=at_least(1), help="tokens of a summary (default: 24)")
+    add("--dim", type=at_least(32), help="width of a new T5, a multiple of 32 (default: 128)")
+    add("--layers", type=at_least(1), help="layers of each stack of a new T5 (default: 2)")
+    add("--vocab-size", type=at_least(300), help="most tokens of a new T5 (default: 4096)")
+    # training
+    add("--epochs", type=at_least(1), help="passes over the data (default: 15)")
+    add("--name-epochs", type=at_least(0), help="first epochs of a new T5, on names (default: 7)")
+    add("--patience", type=at_least(1), help="stop after N epochs without progress (default: 3)")
+    add("--batch-size", type=at_least(1), help="pairs per step over all ranks (default: 32)")
+    add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: 1)")
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
-    add("--lr", type=above(0), help="peak learning rate")
-    add("--weight-decay", type=between(0, math.inf), help="of matrices (biases do not decay)")
-    add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
-    add("--clip", type=between(0, math.inf), help="largest gradient norm; 0: no clipping")
+    add("--lr", type=above(0), help="peak learning rate (default: 0.002)")
+    add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.01)")
+    add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
+    add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--dropout", type=between(0, 0.99))
     add("--precision", choices=("fp32", "bf16"))
-    add("--activation-checkpointing", action="store_true", help="less memory, a forward more")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add("--seed", type=int)
-    # on what
+    # hardware
     add("--device", choices=DEVICES)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
-    add("--workers", type=at_least(0), help="processes per rank that read and tokenize")
-    add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
-    # what is kept
-    add("--output-dir", type=Path, help="model, checkpoints, metrics; continues a run there")
-    add("--checkpoint-every", type=at_least(0), help="steps; 0: at the end of each epoch")
-    add("--keep", type=at_least(1), help="newest checkpoints to keep: one may turn out broken")
-    add("--log-every", type=at_least(1), help="steps between lines of the log")
+    add("--workers", type=at_least(0), help="loader processes per rank (default: 0)")
+    add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
+    # output
+    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
+    add("--checkpoint-every", type=at_least(0), help="save every N steps (default 0: each epoch)")
+    add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
+    add("--log-every", type=at_least(1), help="log every N steps (default: 50)")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
-    add("--eval-samples", type=at_least(1), help="texts to generate summaries for")
-    add("--show", type=at_least(0), help="summaries to print")
+    add("--profile", action="store_true", help="trace three steps to OUTPUT_DIR/trace_RANK.json")
+    add("--eval-samples", type=at_least(1), help="summaries to generate (default: 200)")
+    add("--show", type=at_least(0), help="summaries to print (default: 8)")
     parser.set_defaults(**asdict(Settings()))
     settings = Settings(**vars(parser.parse_args()))
 

@@ -1,8 +1,8 @@
-"""What T5 learns from: files of pairs, a text and its summary; batches of tokens.
+"""The training data of T5: files with pairs of a text and its summary, and batches of tokens.
 
-A file has one pair a line, {"text": ..., "summary": ...}, and stays on the disk: a rank knows where
-each line begins, and reads those of its own batches. library.py makes such files where there are
-none.
+A file has one pair per line, {"text": ..., "summary": ...}, and stays on the disk: a rank knows
+where each line begins, and reads only the lines of its own batches. Without --train-file and
+--eval-file, library.py writes such files.
 """
 
 import json
@@ -26,14 +26,14 @@ IGNORED = -100  # a label that cross_entropy leaves out: padding
 class Pair(NamedTuple):
     text: str
     summary: str
-    name: str  # where it is from: "json/decoder.py:raw_decode", or "news.jsonl:17"
+    name: str  # the origin: "json/decoder.py:raw_decode", or "news.jsonl:17"
 
 
 class JsonLines(Dataset):
-    """The pairs of a file; each is read from the disk when it is asked for.
+    """The pairs of a file; each pair is read from the disk when it is used.
 
-    The whole file is checked first: a bad line is better met now than after three days. Raises
-    `UserError` that names the file and the line.
+    The constructor checks all lines, so that a bad line fails now and not after three days of
+    training. Raises `UserError` that names the file and the line.
     """
 
     def __init__(self, path: Path):
@@ -97,12 +97,12 @@ def check_same_files(datasets: list[JsonLines], worker: Worker) -> None:
 def epoch_batches(lengths: Tensor, batch_size: int, seed: int) -> Tensor:
     """The global batches of an epoch: (batches, batch_size) indices, the same on every rank.
 
-    Pairs of similar length share a batch, or most of it would be padding; otherwise the order is
-    random. All batches are full: up to batch_size - 1 pairs are left out.
+    Pairs of similar length share a batch, which saves padding; otherwise the order is random. All
+    batches are full: up to batch_size - 1 pairs are left out.
     """
     generator = torch.Generator().manual_seed(seed)
     pools = torch.randperm(len(lengths), generator=generator).split(20 * batch_size)
-    # Sorted, so that also the ranks' shares of a batch, every N-th pair of it, are equally long.
+    # Sorted, so that the local batches (every N-th pair of a global batch) have similar lengths.
     order = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools])
     batches = order[: len(order) // batch_size * batch_size].view(-1, batch_size)
     return batches[torch.randperm(len(batches), generator=generator)]
@@ -118,5 +118,5 @@ def make_loader(
         collate_fn=collate,
         num_workers=workers,
         pin_memory=torch.accelerator.is_available(),
-        generator=torch.Generator(),  # its own: the global one is left to the model's dropout
+        generator=torch.Generator(),  # its own: the model's dropout draws from the global one
     )

@@ -1,4 +1,4 @@
-"""Pairs that need no download: the functions of Python's standard library and their docstrings."""
+"""Training pairs without a download: functions of Python's standard library, their docstrings."""
 
 import ast
 import json
@@ -21,11 +21,11 @@ def library_files(data_dir: Path) -> list[Path]:
     """Files of pairs (train, eval, names), written into `data_dir` unless they are there.
 
     In train and eval, a pair is a function's source and the first line of its docstring. In names,
-    where functions without docstrings count too, it is the first two lines of the source and the
-    name, if that has several words. Modules in eval are in nothing else.
+    a pair is the first two lines of the source and the name, if the name has several words;
+    functions without docstrings count, too. Modules in eval are in no other file.
 
-    Call it before joining the job: local rank 0 does the work, the others return at once and wait
-    for it when they join.
+    Call it before joining the job: local rank 0 writes the files, the other ranks return at once
+    and wait for local rank 0 when they join.
     """
     folder = data_dir / f"python-{platform.python_version()}"
     files = [folder / f"{part}.jsonl" for part in ("train", "eval", "names")]
@@ -34,7 +34,7 @@ def library_files(data_dir: Path) -> list[Path]:
     train, held_out, names = [], [], []
     for pair in library_functions():
         path, name = pair.name.split(":")
-        # A checksum of the module or package decides: the same on every machine.
+        # A checksum of the module's or package's name decides: it is equal on every machine.
         module = re.split(r"[/.]", path)[0].lstrip("_")
         is_held_out = zlib.crc32(module.encode()) % 10 == 0
         if pair.summary:
@@ -42,15 +42,15 @@ def library_files(data_dir: Path) -> list[Path]:
         if re.search(r"[a-z0-9](_[^_]|[A-Z])", name) and not is_held_out:
             first_lines = "\n".join(pair.text.split("\n")[:2])
             names.append(Pair(first_lines, name.strip("_"), pair.name))
-    # The library has copies of functions: one that the model has seen would prove nothing.
+    # The library has copies of functions: do not evaluate on a copy of a training pair.
     seen = {(pair.name.split(":")[1], pair.summary) for pair in train}
     held_out = [pair for pair in held_out if (pair.name.split(":")[1], pair.summary) not in seen]
-    # In an order without meaning, so that the first hundred speak for all of them.
+    # In a random order, so that the first hundred are a fair sample.
     held_out.sort(key=lambda pair: zlib.crc32(pair.name.encode()))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, pairs in zip(files, (train, held_out, names), strict=True):
-            temporary = folder / uuid.uuid4().hex  # of this node's own: several may share the disk
+            temporary = folder / uuid.uuid4().hex  # unique: several nodes may share the disk
             temporary.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in pairs))
             os.replace(temporary, file)
     except OSError as error:
@@ -72,7 +72,7 @@ def functions_in(path: Path, file: str) -> Iterator[Pair]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError):
-        return  # the library has some that are broken on purpose
+        return  # the library has files that are broken on purpose
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)

@@ -1,7 +1,7 @@
-"""Fine-tune a T5 with its parameters sharded over the ranks: the idea and nothing else.
+"""Fine-tune a T5 with its parameters sharded over the ranks (FSDP), in the fewest lines.
 
     python t5_finetuning/minimal.py                                      # one process
-    torchrun --standalone --nproc_per_node=2 t5_finetuning/minimal.py    # two: the same losses
+    torchrun --standalone --nproc_per_node=2 t5_finetuning/minimal.py    # two ranks, equal losses
 """  # fmt: skip
 
 import gc
@@ -19,17 +19,17 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 def train(device: torch.device, rank: int, world_size: int) -> None:
     if world_size > 6:
         raise SystemExit(f"error: 6 texts are too few for {world_size} ranks")
-    mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, in a line
-    torch.manual_seed(0)  # the same first values on all ranks, of which each keeps its part
+    mesh = dist.init_device_mesh(device.type, (world_size,))  # one axis: all ranks
+    torch.manual_seed(0)  # the same initial values on all ranks; each rank keeps its shard
     size = dict(d_model=64, d_kv=16, d_ff=256, num_heads=4, num_layers=2, decoder_start_token_id=0)
-    tokenizer = ByT5Tokenizer()  # bytes; else AutoTokenizer and the model .from_pretrained("...")
+    tokenizer = ByT5Tokenizer()  # one token per byte, no download
     model = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **size))
     model.to(device).eval()  # eval(): no dropout
     for block in (*model.encoder.block, *model.decoder.block):
-        fully_shard(block, mesh=mesh)  # its parameters are gathered while it computes
-    fully_shard(model, mesh=mesh)  # the rest; lm_head's matrix is the embedding's: no unit alone
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)  # of the shards
-    functions = (copy, copyfile, which, fill, indent, wrap)[rank::world_size]  # this rank's share
+        fully_shard(block, mesh=mesh)  # a block is gathered while it computes
+    fully_shard(model, mesh=mesh)  # the root: all other parameters, with the tied embedding
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)  # on the shards
+    functions = (copy, copyfile, which, fill, indent, wrap)[rank::world_size]  # this rank's batch
     texts = [f"{function.__name__}{signature(function)}" for function in functions]
     summaries = [getdoc(function).splitlines()[0] for function in functions]
     source = tokenizer(texts, padding=True, return_tensors="pt").to(device)
@@ -37,11 +37,11 @@ def train(device: torch.device, rank: int, world_size: int) -> None:
     labels = target.input_ids.masked_fill(target.attention_mask == 0, -100)  # padding has no loss
     own_tokens = target.attention_mask.sum()
     all_tokens = own_tokens.clone()
-    dist.all_reduce(all_tokens)  # a mean of the ranks' means would be wrong: they differ in tokens
+    dist.all_reduce(all_tokens)  # ranks differ in tokens: a mean of their means would be wrong
     for step in range(10):
         loss = model(**source, labels=labels).loss * own_tokens / all_tokens
         optimizer.zero_grad()
-        (loss * world_size).backward()  # FSDP averages the ranks' gradients: their sum is wanted
+        (loss * world_size).backward()  # FSDP averages the ranks' gradients; we need their sum
         optimizer.step()
         dist.all_reduce(loss.detach_())
         if rank == 0:

@@ -1,4 +1,4 @@
-"""A T5 of the Hugging Face hub, or a small new one: made, filled, saved in their format."""
+"""Load a T5 of the Hugging Face hub or configure a small new T5; export it in their format."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 
 def prepare(settings, train_set: JsonLines) -> tuple[PreTrainedConfig, object]:
-    """(config, tokenizer): of --model, or of a small model that is yet to learn everything."""
+    """(config, tokenizer) of --model, or of a new small model."""
     if settings.model:
         config = from_hub(AutoConfig, settings.model)
         if config.model_type != MODEL_TYPE:
@@ -47,13 +47,13 @@ def from_hub(kind: type, name: str, **options):
 def export(model, config: PreTrainedConfig, tokenizer, folder: Path, worker: Worker) -> None:
     """Save the sharded model as `folder`, for from_pretrained(); all ranks call this."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    values = get_model_state_dict(model, options=options)  # whole on rank 0, empty on the others
+    values = get_model_state_dict(model, options=options)  # full on rank 0, empty elsewhere
 
     def write() -> None:
-        with torch.device("meta"):  # a plain model around the values: no second copy
+        with torch.device("meta"):  # an unsharded model without a second copy of the values
             plain = MODEL(config)
         plain.load_state_dict(values, assign=True)
-        plain.tie_weights()  # assign=True has made four matrices of one
+        plain.tie_weights()  # assign=True has turned the shared matrix into four
         temporary, old = folder.with_name("model.tmp"), folder.with_name("model.old")
         try:
             for part in (plain, tokenizer):
@@ -71,15 +71,15 @@ def export(model, config: PreTrainedConfig, tokenizer, folder: Path, worker: Wor
 
 @contextmanager
 def gathered(model):
-    """Inside, what is gathered stays so: once for a whole summary instead of once for each token.
+    """Inside, parameters stay gathered: one all_gather per summary instead of one per token.
 
-    It costs each rank the memory of the whole model, in --precision. Leave it out for a model that
-    fits no single device: generate() then works as well, slowly.
+    It costs each rank the memory of the full model, in --precision. Leave it out for a model that
+    fits on no single device: generate() then also works, but slowly.
     """
     model.set_reshard_after_forward(False)
     yield
     model.set_reshard_after_forward(True)
-    model.set_reshard_after_forward(False, recurse=False)  # the root: used first thing in backward
+    model.set_reshard_after_forward(False, recurse=False)  # the root: backward needs it first
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # or the next forward would still see today's values
+            module.reshard()  # or the next forward could use old values

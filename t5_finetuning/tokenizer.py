@@ -1,4 +1,4 @@
-"""A vocabulary of its own, for a T5 that starts from nothing; one from the hub brings its own."""
+"""Train a tokenizer for a new T5; a model from the hub has its own."""
 
 from collections.abc import Iterable
 
@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Learn a vocabulary of word pieces from `texts`; the same texts give the same vocabulary.
 
-    getDefaultTimeout and get_default_timeout are both cut into "get default timeout", in lower
-    case: the words of a function's name are then the very tokens that its docstring begins with,
-    which a model can learn to copy.
+    getDefaultTimeout and get_default_timeout both become "get default timeout", in lower case. The
+    words of a function's name are then the same tokens as in its docstring, and a model can learn
+    to copy them.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     words_of_names = normalizers.Replace(Regex("(?<=[a-z0-9])(?=[A-Z])|_"), " ")

@@ -7,13 +7,13 @@
         --epochs 3 --lr 3e-4 --train-file train.jsonl --eval-file eval.jsonl \\
         --output-dir runs/t5                                              # your summaries
 
-Without --model, no network is needed: a small T5 starts from nothing and learns from the functions
-of Python's standard library. First it learns to write a function's name, that is, to copy words of
-its source; then the first line of its docstring. Look at the table at the end: functions of modules
-that it has never seen, before and after, and next to the summary that costs nothing (the first
-words of the source). With --output-dir, the same command continues where the last one stopped, and
-OUTPUT_DIR/model is what from_pretrained() loads.
-minimal.py has the distributed lines alone; this file adds what a real run needs.
+Without --model, no network is needed: a small T5 starts from random weights and learns from the
+functions of Python's standard library. First it learns to write a function's name, that is, to copy
+words of its source; then the first line of its docstring. Look at the table at the end. It scores
+functions of modules that T5 has never seen, before and after training, next to a baseline without a
+model (the first words of the source). With --output-dir, the same command continues a run that was
+stopped, and from_pretrained() loads OUTPUT_DIR/model.
+For a model of another kind, replace task.py. minimal.py has only the distributed lines.
 """
 
 import os
@@ -52,12 +52,12 @@ from transformers.utils import logging
 @record  # torchrun then shows the traceback of the rank that failed first
 def main() -> None:
     settings = parse_args()
-    logging.disable_progress_bar()  # transformers' own, several per rank
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
+    logging.disable_progress_bar()  # transformers shows several per rank
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
     if settings.train_file:
         files = [settings.train_file, settings.eval_file]
     else:
-        files = library_files(settings.data_dir)  # one rank per node; the others wait below
+        files = library_files(settings.data_dir)  # one rank per node writes; all wait below
     timeout = timedelta(seconds=settings.timeout)
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -> int:
-    """Train to the end and return 0; or save, and return the signal that asked to stop."""
+    """Train to the end and return 0; after a signal to stop, save and return its number."""
     stop = StopRequests(worker)
-    # Rank 0 checks the files, asks the hub or learns a vocabulary; the others are told.
+    # Rank 0 checks the files, asks the hub or trains a tokenizer, and broadcasts the results.
     datasets = [
         on_rank_0(lambda file=file: JsonLines(file), worker, f"reading {file}") for file in files
     ]
@@ -85,7 +85,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     if epoch_ends[0] == 0:
         raise UserError(f"--batch-size {settings.batch_size} exceeds the {len(train_set)} pairs")
 
-    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10 bits in fp32's matrix products
+    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
     model = shard(config, settings, worker)
     optimizer = make_optimizer(model, settings)
     early_stopping, before = EarlyStopping(settings.patience), Before()
@@ -107,7 +107,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     if checkpoints:
         check_shared(checkpoints, worker)
         step, saved_run = resume(checkpoints, parts, identity, worker)
-    if step == 0:  # else the values are those of the save, and no rank builds the whole model
+    if step == 0:  # else the save has the values, and no rank builds the full model
         initialize(model, partial(build_whole, config, settings), worker)
         before.loss = evaluate(model, eval_set, tokenizer, settings, worker)
         before.texts = generate(model, eval_set, tokenizer, settings, worker)
@@ -149,7 +149,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
             if end_of_epoch:
                 eval_loss = evaluate(model, eval_set, tokenizer, settings, worker)
                 metrics.log(step, epoch, eval_loss=eval_loss)
-                # A model that writes names is not what is wanted, however good it is at that.
+                # Do not export a model from an epoch on names: it cannot write summaries yet.
                 if plan[epoch] is train_set and early_stopping.improved(eval_loss):
                     export(model, config, tokenizer, best_model, worker)
             if saving:
@@ -162,7 +162,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     if stopped_by:
         goodbye(stopped_by, step, total_steps, checkpoints, worker)
         return stopped_by
-    # What is judged is what was saved, of the best epoch: the files are thereby proven good.
+    # Evaluate the exported model of the best epoch, which also checks its files.
     initialize(model, lambda: from_hub(MODEL, best_model), worker)
     after = (
         early_stopping.best_loss,
@@ -176,7 +176,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
 def make_plan(
     train_set: JsonLines, name_sets: list[JsonLines], settings: Settings
 ) -> list[JsonLines]:
-    """The data set of each epoch. A new T5 has an easier task first: it learns to copy words."""
+    """The data set of each epoch. A new T5 begins with an easier task: it learns to copy words."""
     if settings.model or not name_sets:
         return [train_set] * settings.epochs
     name_epochs = min(settings.name_epochs, settings.epochs - 1)  # the last is on summaries
@@ -184,33 +184,33 @@ def make_plan(
 
 
 def shard(config, settings: Settings, worker: Worker) -> nn.Module:
-    """The model of `config`, of which each rank has memory for its shards, without values yet."""
+    """The model of `config`: each rank has memory for its shards, which have no values yet."""
     model = build_on_meta(lambda: MODEL(config))
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     policy = MixedPrecisionPolicy()
-    if settings.precision == "bf16":  # parameters are kept, and gradients reduced, in float32
+    if settings.precision == "bf16":  # shards and gradient reduction stay in float32
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     for unit in units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # the root: what is in no unit
-    # True of the position biases that T5's blocks hand on. Nobody changes them in place.
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # the root: all other parameters
+    # The views are the position biases that T5's blocks pass on. No code changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
     allocate(model, worker.device)
-    # to_empty() makes four matrices of T5's shared one in a plain model. A sharded one keeps it
-    # whole (torch 2.13): this line makes sure.
+    # In an unsharded model, to_empty() turns T5's shared matrix into four. A sharded model keeps
+    # one matrix (torch 2.13); this line makes sure.
     model.tie_weights()
-    # generate() calls the encoder, past the model's forward() at which the root's parameters are
-    # gathered: told so, FSDP gathers them for generate() too.
+    # generate() calls the encoder directly, past the model's forward(), which gathers the root's
+    # parameters. With this line FSDP gathers them for generate(), too.
     register_fsdp_forward_method(model, "generate")
     return model
 
 
 def build_whole(config, settings: Settings) -> nn.Module:
-    """An ordinary model on the CPU: with the weights of --model, or with random ones."""
+    """An unsharded model on the CPU, with the weights of --model, or with random weights."""
     torch.manual_seed(settings.seed)
     if settings.model:
         return from_hub(MODEL, settings.model, dtype=torch.float32)
@@ -225,7 +225,7 @@ def batches(
     settings: Settings,
     worker: Worker,
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield (epoch, batch) of this rank, on its device, from global batch `step` on."""
+    """Yield (epoch, local batch on the device), from global batch `step` on."""
     collate_pairs = partial(collate, tokenizer=tokenizer, settings=settings)
     for epoch, dataset in enumerate(plan):
         if early_stopping.over:
@@ -233,7 +233,7 @@ def batches(
         indices = epoch_batches(dataset.lengths, settings.batch_size, settings.seed + epoch)
         done = min(step, len(indices))  # before a restart
         step -= done
-        # Rank r takes the pairs r, r + N, r + 2N, ... of each global batch that is left.
+        # Rank r takes the pairs r, r + N, r + 2N, ... of each remaining global batch.
         local_indices = indices[done:, worker.rank :: worker.world_size].tolist()
         if local_indices:
             for batch in make_loader(dataset, local_indices, collate_pairs, settings.workers):
@@ -254,23 +254,23 @@ def train_step(
     sums = torch.zeros(2, dtype=torch.float64, device=worker.device)  # of losses, their count
     for i in range(settings.accumulate):
         part = {name: t[i :: settings.accumulate].contiguous() for name, t in batch.items()}
-        # Each backward reduces its gradients, and a rank adds up its shards. Reducing in the last
-        # backward only sends less, and keeps the gradients of the whole model on every rank.
+        # Each backward reduces its gradients, and a rank adds up shards. --reduce-once reduces only
+        # in the last backward: it sends less, and keeps full gradients on every rank until then.
         model.set_requires_gradient_sync(not settings.reduce_once or i == settings.accumulate - 1)
         loss_sum, count = compute_loss(model, part)
         (loss_sum / local_batch).backward()
         sums[0] += loss_sum.detach()
         sums[1] += count
-    # The mean is taken over the global batch's tokens: a mean of the ranks' means would give the
-    # tokens of a rank with short summaries more weight. So far the gradient is divided by the
-    # pairs: local_batch above, and FSDP took the mean over the ranks.
+    # Take the mean over the tokens of the global batch: a mean of the ranks' means would give more
+    # weight to the tokens of a rank with short summaries. So far the gradient is divided by the
+    # pairs: by local_batch above, and by FSDP's mean over the ranks.
     dist.all_reduce(sums)
     loss_sum, count = sums
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     factor = settings.batch_size / count
     for gradient in gradients:
         gradient.to_local().mul_(factor)
-    # DTensors know that their norm is over the shards of all ranks.
+    # The norm of DTensors covers the shards of all ranks.
     grad_norm = torch.nn.utils.get_total_norm(gradients).full_tensor()
     if settings.clip:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.clip, grad_norm)
@@ -279,7 +279,7 @@ def train_step(
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW over all parameters; its state is sharded as they are. Matrices decay, norms do not."""
+    """AdamW, with its state sharded like the parameters. Matrices decay, norms do not."""
     groups = {}
     for name, parameter in model.named_parameters():
         lr = settings.lr * (1.0 if settings.model else lr_factor(name))
@@ -295,7 +295,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 def set_learning_rate(optimizer, step: int, total_steps: int, settings: Settings) -> float:
     """Give each group its rate for `step`: its own lr at the start, times the schedule's factor.
 
-    Linear over the warm-up up to 1, then linear down to 0. Returns --lr times the factor.
+    The factor rises linearly to 1 in the warm-up, then falls linearly to 0. Returns --lr times it.
     """
     warmup = round(settings.warmup * total_steps)
     if step < warmup:

@@ -1,4 +1,4 @@
-"""Speed, traffic and memory of train.py's own step, on a list of meshes, taking turns in one run.
+"""Measure speed (MFU), traffic and memory of train.py's step on a list of meshes, in one run.
 
     torchrun --standalone --nproc_per_node=2 transformer_basics/benchmark.py
     torchrun --standalone --nproc_per_node=4 transformer_basics/benchmark.py --size medium \\
@@ -6,8 +6,8 @@
     torchrun --standalone --nproc_per_node=8 transformer_basics/benchmark.py --size 124M \\
         --precision bf16 --compile --batch-size 16
 
-Look at MFU, the share of what the device can compute at most that goes into training. What is
-missing from it is spent on small layers, on bytes, and on waiting: the other columns say on which.
+Look at MFU (model FLOP/s utilization), the fraction of the device's peak that goes into training.
+Small layers, communication and waiting take the other time: the other columns say which of them.
 MFU = tokens/s x FLOP per token / (ranks x measured matmul peak of one rank), where
 FLOP per token = 6 x weights that are multiplied with + 12 x layers x tokens x width (attention).
 """
@@ -76,7 +76,7 @@ def compare(args, worker: Worker) -> None:
 
 
 class Side:
-    """A model with its optimizer on one mesh, spread as in train.py, and a batch of random tokens.
+    """A model and its optimizer on one mesh, sharded as in train.py, and a batch of random tokens.
 
     args: size, batch_size, precision, clip, activation_checkpointing, compile, keep_gathered,
         sequence_parallel.
@@ -116,7 +116,7 @@ class Side:
         train_step(self.model, self.pipeline, *self.batch, self.optimizer, self.mesh, self.settings)
 
     def tokens_per_second(self, steps: int) -> float:
-        """Of all ranks, from a common start to the end of the last one."""
+        """Tokens per second of all ranks, from a common start to the end of the last rank."""
         dist.barrier()
         started = wait(self.worker.device)
         for _ in range(steps):
@@ -138,7 +138,7 @@ class Side:
 
 
 def usual(ranks: int, args) -> list[str]:
-    """Each axis alone with all ranks, as far as the model can be cut so often, and the middle."""
+    """Each axis alone with all ranks, if the model divides by them, and dp_shard with tp=2."""
     meshes = [f"dp_replicate={ranks}", f"dp_shard={ranks}"]
     config = config_of(args.size)
     if ranks > 1 and config.heads % ranks == 0:
@@ -174,17 +174,17 @@ def parse_args():
     parser = ArgumentParser(description="Speed, traffic and memory of a GPT on a list of meshes.")
     add = parser.add_argument
     add("--size", choices=SIZES, default="small")
-    add("--mesh", action="append", help="such as 'dp_shard=2 tp=2', repeated; default: usual ones")
+    add("--mesh", action="append", help="a mesh such as 'dp_shard=2 tp=2'; may be repeated")
     add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
-    add("--clip", type=between(0, math.inf), default=1.0, help="largest gradient norm; 0: none")
+    add("--clip", type=between(0, math.inf), default=1.0, help="largest gradient norm (0: none)")
     add("--precision", choices=PRECISIONS, default="fp32")
-    add("--activation-checkpointing", action="store_true", help="compute activations twice")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add("--compile", action="store_true", help="torch.compile each block")
-    add("--sequence-parallel", action="store_true", help="on meshes with tp")
-    add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
+    add("--sequence-parallel", action="store_true", help="shard tokens between layers, if tp > 1")
+    add("--keep-gathered", action="store_true", help="do not gather again in backward (ZeRO-2)")
     add("--device", choices=DEVICES, default="auto")
-    add("--steps", type=at_least(1), default=2, help="of a sample")
-    add("--repeats", type=at_least(1), default=3, help="samples of each mesh")
+    add("--steps", type=at_least(1), default=2, help="steps per sample")
+    add("--repeats", type=at_least(1), default=3, help="samples per mesh")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     for mesh in args.mesh or ():

@@ -1,4 +1,4 @@
-"""The same few steps in one process and on any mesh, with everything noted that must be equal."""
+"""Run the same steps in one process and on any mesh, and record all values that must be equal."""
 
 from contextlib import nullcontext
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def one_process(config: GPTConfig, args, worker: Worker) -> list[dict]:
-    """Steps of the bare model on the whole batch, on every rank: what all meshes must equal."""
+    """The single-process baseline, on every rank: the unsharded model on the global batch."""
     model = initialize(GPT(config).to(worker.device), args.seed)
     return train(model, cross_entropy, norm_of, as_it_is, args, worker.device)
 
@@ -25,9 +25,9 @@ def one_process(config: GPTConfig, args, worker: Worker) -> list[dict]:
 def train_on_mesh(
     model: GPT, pipeline: Pipeline | None, mesh: DeviceMesh, settings: Settings, args
 ) -> tuple[list[dict], CountByAxis]:
-    """The same steps, with train.py's own `train_step`.
+    """The same steps on a mesh, with train.py's own `train_step`.
 
-    Returns what `comparing.train` would return, and the collectives of the last step.
+    Returns the results like `comparing.train`, and the collectives of the last step.
     """
     device = torch.device(mesh.device_type)
     optimizer = make_optimizer(args.optimizer, model)
@@ -47,7 +47,7 @@ def train_on_mesh(
 
 
 def make_optimizer(name: str, model: GPT) -> torch.optim.Optimizer:
-    """One group of parameters for each mesh on which some of them lie."""
+    """An optimizer with one group of parameters per mesh."""
     by_mesh = {}
     for p in model.parameters():
         by_mesh.setdefault(p.device_mesh, []).append(p)
@@ -55,7 +55,7 @@ def make_optimizer(name: str, model: GPT) -> torch.optim.Optimizer:
 
 
 def of_all_stages(prefix: str, model: GPT, get, stages: int) -> dict[str, torch.Tensor]:
-    """By name, what `get` returns for each parameter of the whole model, not cut."""
+    """Name -> full tensor that `get` returns, for each parameter of the model in all stages."""
     tensors = {prefix + name: as_it_is("", get(p)) for name, p in model.named_parameters()}
     if stages > 1:
         of_ranks = [None] * dist.get_world_size()

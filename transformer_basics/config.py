@@ -1,4 +1,4 @@
-"""What train.py can be told: a flag for each of the settings, and what must hold between them."""
+"""The flags of train.py, and checks that they fit one another and the mesh."""
 
 import math
 import os
@@ -12,8 +12,8 @@ from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
-# A run may be continued with other values of these: they change how it runs, not what it computes.
-# (Of --data a checksum of the text is compared; --init-from is read only when a run starts.)
+# A run may continue with other values of these flags: they change how it runs, not its results.
+# (A checksum of the text is compared, not --data. Only a new run reads --init-from.)
 MAY_CHANGE = {
     *AXES,
     "data",
@@ -40,7 +40,7 @@ MAY_CHANGE = {
     "prompt",
     "sample",
 }
-PROMPT = "import os\n\n\ndef "  # a bare "def " might as well be English
+PROMPT = "import os\n\n\ndef "  # "def " alone could also begin English text
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Settings:
     sample: int = 300
 
     def identity(self) -> dict[str, object]:
-        """What makes two runs the same run: all settings that a continued run must not change."""
+        """All settings that a continued run must not change."""
         return {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
 
     def model(self, vocab_size: int) -> GPTConfig:
@@ -104,9 +104,9 @@ class Settings:
         return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
 
     def on(self, ranks: int) -> "Settings":
-        """With what follows from the number of ranks filled in: --dp-replicate and --accumulate.
+        """The settings with --dp-replicate and --accumulate filled in for this number of ranks.
 
-        Raises `UserError` for what does not fit so many ranks.
+        Raises `UserError` if the settings do not fit the number of ranks.
         """
         dp_replicate = self.dp_replicate or max(1, ranks // (self.pp * self.dp_shard * self.tp))
         settings = replace(self, dp_replicate=dp_replicate, accumulate=self.accumulate or self.pp)
@@ -148,52 +148,53 @@ def check_mesh(settings: Settings, ranks: int) -> None:
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Train a GPT on a mesh of devices.")
     add = parser.add_argument
-    # what is learned
-    add("--data", nargs="+", type=Path, help="text files; default: Python's standard library")
-    add("--tokenizer", help="id on the Hugging Face hub or directory; default: one token a byte")
-    add("--init-from", help="start from a GPT-2 of Hugging Face's: a directory, or id on the hub")
-    # by what model
+    # data
+    add("--data", nargs="+", type=Path, help="text files (default: Python's standard library)")
+    add("--tokenizer", help="id on the Hugging Face hub or directory (default: bytes as tokens)")
+    add("--init-from", help="start from the weights of a GPT-2: id on the hub or directory")
+    # model
     add("--layers", type=at_least(1))
     add("--heads", type=at_least(1))
-    add("--dim", type=at_least(1), help="width of the model")
-    add("--block-size", type=at_least(1), help="tokens of a sequence")
-    add("--tied", action="store_true", help="the head uses the token embedding's weight")
-    # how
-    add("--steps", type=at_least(1), help="a run can be continued with more of them")
-    add("--batch-size", type=at_least(1), help="sequences per optimizer step, over all ranks")
-    add("--accumulate", type=at_least(1), help="micro-batches of a rank's batch; default: --pp")
+    add("--dim", type=at_least(1), help="width of the model (default: 96)")
+    add("--block-size", type=at_least(1), help="tokens per sequence (default: 128)")
+    add("--tied", action="store_true", help="use the token embedding's weight in the head")
+    # training
+    add("--steps", type=at_least(1), help="steps of the run (default: 2000)")
+    add("--batch-size", type=at_least(1), help="sequences per step over all ranks (default: 16)")
+    add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: --pp)")
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
-    add("--lr", type=above(0), help="peak learning rate")
-    add("--warmup", type=between(0, 1), help="fraction of all steps until the peak")
-    add("--weight-decay", type=between(0, math.inf), help="of matrices")
-    add("--clip", type=between(0, math.inf), help="largest gradient norm; 0: no clipping")
+    add("--lr", type=above(0), help="peak learning rate (default: 0.005)")
+    add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
+    add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.1)")
+    add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--precision", choices=PRECISIONS)
-    add("--activation-checkpointing", action="store_true", help="compute activations twice")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add("--compile", action="store_true", help="torch.compile each block")
     add("--seed", type=int)
-    # on what
-    add("--pp", type=at_least(1), help="pipeline stages")
-    add("--dp-replicate", type=at_least(1), help="copies; default: all ranks that are left")
-    add("--dp-shard", type=at_least(1), help="shards of each copy (FSDP)")
-    add("--tp", type=at_least(1), help="parts of each layer (tensor parallelism)")
-    add("--sequence-parallel", action="store_true", help="with --tp: cut the tokens between layers")
+    # hardware
+    add("--pp", type=at_least(1), help="pipeline stages (default: 1)")
+    add("--dp-replicate", type=at_least(1), help="replicas (default: ranks / (pp x dp-shard x tp))")
+    add("--dp-shard", type=at_least(1), help="FSDP shards per replica (default: 1)")
+    add("--tp", type=at_least(1), help="tensor-parallel shards of each layer (default: 1)")
+    tokens = "with --tp: shard the tokens between the tensor-parallel layers"
+    add("--sequence-parallel", action="store_true", help=tokens)
     add("--loss-parallel", action="store_true", help="with --tp: never gather the logits")
-    add("--keep-gathered", action="store_true", help="no second gathering in backward (ZeRO-2)")
+    add("--keep-gathered", action="store_true", help="do not gather again in backward (ZeRO-2)")
     add("--device", choices=DEVICES)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
-    add("--timeout", type=above(0), help="seconds after which a missing rank is an error")
-    # what is kept
-    add("--output-dir", type=Path, help="checkpoints and metrics; continues a run that is there")
-    add("--checkpoint-every", type=at_least(1), help="steps; and at the end")
-    add("--keep", type=at_least(1), help="newest checkpoints to keep: one may turn out broken")
-    add("--log-every", type=at_least(1), help="steps between lines of the log")
-    add("--eval-every", type=at_least(1), help="steps; and at the end")
-    add("--eval-batches", type=at_least(1), help="held-out batches")
+    add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
+    # output
+    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
+    add("--checkpoint-every", type=at_least(1), help="save every N steps, and last (default: 250)")
+    add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
+    add("--log-every", type=at_least(1), help="log every N steps (default: 50)")
+    add("--eval-every", type=at_least(1), help="evaluate every N steps, and last (default: 250)")
+    add("--eval-batches", type=at_least(1), help="held-out batches to evaluate (default: 16)")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
-    add("--profile", action="store_true", help="write OUTPUT_DIR/trace_RANK.json of three steps")
-    add("--prompt", help="how the sample at the end begins")
-    add("--sample", type=at_least(0), help="tokens to write at the end")
+    add("--profile", action="store_true", help="trace three steps to OUTPUT_DIR/trace_RANK.json")
+    add("--prompt", help="text that the sample at the end continues")
+    add("--sample", type=at_least(0), help="tokens to generate at the end (default: 300)")
     parser.set_defaults(**asdict(Settings()))
     settings = Settings(**vars(parser.parse_args()))
 

@@ -1,4 +1,4 @@
-"""Counts the collectives of a step by the axis of the mesh on which they go.
+"""Count the collectives of a step by the axis of the mesh on which they run.
 
 with CountByAxis(mesh) as sent:
     train_step(...)
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees the collectiv
 
 
 class CountByAxis(TorchDispatchMode):
-    """(axis, operation) -> calls of this rank in that group, bytes of the whole tensors."""
+    """(axis, operation) -> this rank's calls in the axis' group, and bytes of the full tensors."""
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
@@ -25,19 +25,19 @@ class CountByAxis(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor first: then come the collectives that it needs
+            return NotImplemented  # let DTensor run first: it calls the collectives that it needs
         result = function(*args, **(kwargs or {}))
         is_send = function.namespace == "c10d" and function.overloadpacket.__name__ == "send"
         if operation := "send" if is_send else operation_of(function):
             key = self.axes.get(group_name(args), "all ranks"), operation
             nbytes = max(map(total_bytes, (*args[:2], result)))
-            if nbytes > 8:  # not the sum of one number over all ranks, the norm of the gradients
+            if nbytes > 8:  # leave out the gradient norm: a sum of one number over all ranks
                 self.calls[key] += 1
                 self.nbytes[key] += nbytes
         return result
 
     def over(self, axis: str) -> tuple[int, int]:
-        """Calls on this axis, and bytes that a rank sends if collectives go round in rings."""
+        """Calls on this axis, and bytes that a rank sends if the collectives are rings."""
         ranks, calls, sent = self.mesh[axis].size(), 0, 0.0
         for (where, operation), nbytes in self.nbytes.items():
             if where == axis and ranks > 1:
@@ -47,7 +47,7 @@ class CountByAxis(TorchDispatchMode):
 
 
 def group_name(args) -> str:
-    """DTensor's collectives are given the group's name, dist's the group itself."""
+    """The name of the group: DTensor's collectives get the name, dist's get the group itself."""
     for value in args:
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value).group_name

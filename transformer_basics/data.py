@@ -1,7 +1,8 @@
-"""Text as one long row of tokens in a memory-mapped file, and batches that every rank finds alike.
+"""Text as one long row of tokens in a memory-mapped file, and batches that are equal on all ranks.
 
-Files become two rows: most documents for training, every twentieth for validation. One process per
-node writes them once; all ranks then map the same pages of memory, no rank has a copy of its own.
+The documents become two rows: every twentieth document is for validation, the others for training.
+One process per node writes the rows once; all ranks then map the same pages of memory, without a
+copy per rank.
 """
 
 import hashlib
@@ -31,9 +32,9 @@ CACHE = Path(tempfile.gettempdir()) / "gpt_tokens"
 class Corpus:
     train: np.ndarray  # one row of token ids, mapped from a file
     validation: np.ndarray
-    checksum: str  # of both rows: what a run was trained on
+    checksum: str  # of both rows: it identifies the text of a run
     token_count: int  # ids are below it
-    vocab_size: int  # the same, rounded up to divide by the usual numbers of ranks
+    vocab_size: int  # token_count, rounded up to divide by the usual numbers of ranks
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
 
@@ -52,12 +53,12 @@ def load_corpus(files: list[Path], tokenizer: str | None, worker: Worker) -> Cor
         if files and not file.stat().st_size:
             raise UserError(f"{file} is empty: --data takes text files")
     encode, decode, token_count, end = load_tokenizer(tokenizer)
-    vocab_size = -(-token_count // 64) * 64  # GPT-2's 50,257 rows would divide by nothing
+    vocab_size = -(-token_count // 64) * 64  # GPT-2's 50,257 rows divide by no number of ranks
     dtype = np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32
     seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in documents]
     key = hashlib.sha256(json.dumps([tokenizer, seen]).encode()).hexdigest()[:16]
     paths = [CACHE / f"{key}.{part}" for part in ("train", "validation")]
-    checksum_path = CACHE / f"{key}.checksum"  # written last: where it is, the others are whole
+    checksum_path = CACHE / f"{key}.checksum"  # written last: if it exists, the rows are complete
 
     def write() -> None:
         checksums = []
@@ -88,11 +89,11 @@ def check_same_text(checksum: str, worker: Worker) -> None:
 
 
 def once_per_node(action: Callable[[], None], worker: Worker) -> None:
-    """All ranks call this. One rank per node runs `action`; all wait until it has ended everywhere.
+    """All ranks call this. One rank per node runs `action`; all ranks wait until all have finished.
 
-    They wait in no collective, which would end the job after --timeout: a long text takes long. (If
-    a rank dies, the launcher ends the job.)
-    Raises `UserError` on all ranks if the action raises one, or an `OSError`, on any of them.
+    They wait in the store, not in a collective, which would fail after --timeout: a long text takes
+    long. (If a rank dies, the launcher ends the job.)
+    Raises `UserError` on all ranks if the action raises `UserError` or `OSError` on any rank.
     """
     local_ranks = [None] * worker.world_size
     dist.all_gather_object(local_ranks, worker.local_rank)
@@ -112,7 +113,7 @@ def once_per_node(action: Callable[[], None], worker: Worker) -> None:
 
 
 def telling(texts: list[bytes]) -> Iterator[bytes]:
-    """The texts, one after another; lines say what is done, and every ten seconds how far it is."""
+    """Yield the texts one after another, and print the progress every ten seconds."""
     total, done, last = sum(map(len, texts)), 0, time.monotonic()
     print(f"tokenising {total / 1e6:,.1f} MB of text, once per node", flush=True)
     for text in texts:
@@ -131,9 +132,10 @@ def standard_library() -> list[Path]:
 
 
 def split(documents: list[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
-    """Documents (name, text) for training, and one in twenty, chosen by name, for validation.
+    """Split documents (name, text) into texts for training, and one in twenty for validation.
 
-    By document: what a model has seen half of is no test for it. A single one gives its last part.
+    A checksum of the name chooses full documents: half a document in training would make the other
+    half a poor test. A single document gives its last part.
     """
     if len(documents) == 1:
         text = documents[0][1]
@@ -145,7 +147,7 @@ def split(documents: list[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]
 
 
 def load_tokenizer(name: str | None) -> tuple[Callable, Callable, int, int]:
-    """(encode, decode, number of tokens, the token that ends a document)."""
+    """(encode, decode, number of tokens, the id of the token that ends a document)."""
     if name is None:
 
         def decode(tokens: list[int]) -> str:
@@ -171,7 +173,7 @@ def ids(text: bytes, encode: Callable) -> list[int] | bytes:
 
 
 def replace_file(path: Path, pieces: Iterable[bytes]) -> int:
-    """Write the pieces one after another; the file gets its name when it is whole.
+    """Write the pieces one after another; the file gets its name when it is complete.
 
     Returns its CRC-32.
     """
@@ -188,8 +190,8 @@ def replace_file(path: Path, pieces: Iterable[bytes]) -> int:
 class Batches:
     """Global batches of windows of a row of tokens: batch `step` is the same for any mesh.
 
-    Nothing moves on here: a step's number says which windows are in its batch, so that the number
-    of steps done is all that a checkpoint has to know. Each epoch has an order of its own.
+    This class has no position: the number of a step determines the windows in its batch, so a
+    checkpoint needs only the number of steps. Each epoch has its own order.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, batch_size: int, seed: int):
@@ -207,10 +209,10 @@ class Batches:
             )
 
     def get(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
-        """The part number `part` of `parts` of the batch: inputs and targets, int64, each (B, T).
+        """Part number `part` of `parts` of the batch: inputs and targets, int64, each (B, T).
 
-        Data-parallel ranks take different parts; the ranks that hold pieces of one model, tensor
-        or pipeline parallel, take the same.
+        Data-parallel ranks take different parts. Ranks that share one model (tensor or pipeline
+        parallel) take the same part.
         """
         epoch, batch = divmod(step, self.per_epoch)
         if epoch != self.epoch:
@@ -225,9 +227,8 @@ class Batches:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's parts of the batches `step` to `end` - 1, on the device.
 
-        A GPU works behind the program, which has given it the step before when it asks for the next
-        batch: this is read from the disk, and copied, while the GPU computes. Only from pinned
-        memory can it be copied without waiting.
+        A GPU runs asynchronously: while it computes a step, the program reads the next batch from
+        the disk and copies it. The copy does not wait, because it is from pinned memory.
         """
         part, parts = batch_part(mesh)
         for number in range(step, end):
@@ -239,23 +240,23 @@ class Batches:
 
 
 def batch_part(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which part of a global batch this rank works on, and how many parts there are."""
+    """(the part of a global batch that this rank trains on, the number of parts)."""
     replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
     part = replicate.get_local_rank() * shard.size() + shard.get_local_rank()
     return part, replicate.size() * shard.size()
 
 
 def windows(tokens: np.ndarray, numbers: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The windows with these numbers, and the same one token later."""
+    """The windows with these numbers, and the windows one token later (the targets)."""
     rows = [tokens[i * length : (i + 1) * length + 1] for i in numbers.tolist()]
     rows = torch.from_numpy(np.stack(rows).astype(np.int64))
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def bigram_loss(train: np.ndarray, inputs_BT: Tensor, targets_BT: Tensor, vocab_size: int) -> float:
-    """What a model that sees one token reaches on these windows, in nats per token.
+    """The loss of a bigram model, which sees one token, on these windows, in nats per token.
 
-    Counts of pairs in the training text, plus one for each pair (Laplace's rule).
+    The model is the counts of pairs in the training text, plus one for each pair (Laplace's rule).
     """
     counts = torch.ones(vocab_size**2, dtype=torch.float64)
     for start in range(0, len(train), 1 << 20):

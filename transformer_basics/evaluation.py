@@ -1,4 +1,4 @@
-"""The loss of the global batch, and that of text that is not trained on."""
+"""The loss of the global batch, and the loss on held-out text."""
 
 from contextlib import nullcontext
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 def held_out_windows(tokens, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of --eval-batches global batches, spread evenly over the held-out text.
 
-    Raises `UserError` if it is too short for one.
+    Raises `UserError` if the text is too short for one batch.
     """
     available = (len(tokens) - 1) // settings.block_size
     batches = min(settings.eval_batches, available // settings.batch_size)
@@ -36,10 +36,10 @@ def evaluate(
 ) -> float:
     """Mean loss on the held-out windows, in nats per token, on every rank.
 
-    In the micro-batches of training: what fits into memory there fits here.
+    It uses the micro-batches of training, which are known to fit into memory.
     """
     part, parts = batch_part(mesh)
-    # The windows of this rank, as many at a time as in a micro-batch.
+    # The windows of this rank, split into micro-batches.
     windows = [t[part::parts].split(settings.microbatch_size) for t in held_out]
     loss_sum = torch.zeros((), device=mesh.device_type)
     model.eval()
@@ -52,7 +52,7 @@ def evaluate(
 
 
 def loss_of(model, pipeline: Pipeline | None, x_BT, y_BT) -> torch.Tensor:
-    """The mean loss of a micro-batch; 0 on a stage of a pipeline that is not the last."""
+    """The mean loss of a micro-batch; 0 on all pipeline stages but the last."""
     logits = pipeline.forward(x_BT) if pipeline else model(x_BT)
     if logits is None:
         return torch.zeros((), device=x_BT.device)
@@ -60,9 +60,9 @@ def loss_of(model, pipeline: Pipeline | None, x_BT, y_BT) -> torch.Tensor:
 
 
 def mean_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
-    """The mean loss of a global batch, on every rank. A number is read: GPUs are waited for.
+    """The mean loss of a global batch, on every rank. Reading the number waits for the GPU.
 
-    loss: of this rank's part of the batch; 0 on the stages of a pipeline that are not the last.
+    loss: this rank's loss on its local batch; 0 on all pipeline stages but the last.
     """
     ranks_of_stage = mesh.size() // mesh["pp"].size()
     total = loss.double() / ranks_of_stage

@@ -1,8 +1,8 @@
-"""A checkpoint of train.py, from whatever mesh, as a model of Hugging Face's transformers.
+"""Export a checkpoint of train.py, from any mesh, as a model of Hugging Face's transformers.
 
     python transformer_basics/export.py runs/gpt exported
 
-One process reads all shards. Then this works anywhere, and writes what generate.py writes:
+One process reads all shards. This code then works without train.py, and writes text:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained("exported")
@@ -32,7 +32,7 @@ def main() -> None:
 def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
     """Write config.json, model.safetensors and the tokenizer into `folder`.
 
-    Raises `UserError` in a job of several ranks, and if `folder` holds something.
+    Raises `UserError` in a job of several ranks, and if `folder` is not empty.
     """
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
@@ -76,12 +76,12 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
 
 
 def byte_tokenizer():
-    """A tokenizer of transformers with one token per byte, whose number is the byte."""
+    """A tokenizer of transformers with one token per byte: the id is the byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # Byte-level tokenizers write each byte as a character that can be seen: as GPT-2 did, the
-    # printable ones stand for themselves, the others for characters from 256 on.
+    # Byte-level tokenizers write each byte as a visible character. As in GPT-2, a printable byte
+    # stands for itself, and all other bytes stand for characters from 256 on.
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unseen = [byte for byte in range(256) if byte not in seen]
     vocabulary = {chr(byte): byte for byte in seen}
@@ -95,7 +95,7 @@ def byte_tokenizer():
 def parse_args():
     parser = ArgumentParser(description="Export a GPT to Hugging Face's format.")
     parser.add_argument("run", type=Path, help="--output-dir of train.py")
-    parser.add_argument("folder", type=Path, help="new or empty")
+    parser.add_argument("folder", type=Path, help="folder to write, new or empty")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What this device can compute at most: the fastest matrix product, measured."""
+"""Measure the matmul peak of this device: FLOP/s of the fastest matrix product."""
 
 import time
 
@@ -22,7 +22,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) 
 
 
 def wait(device: torch.device) -> float:
-    """The time when the device has done what it was given."""
+    """The time in seconds, after the device has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

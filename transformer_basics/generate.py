@@ -1,10 +1,10 @@
-"""Write text with a GPT that train.py has saved, on any mesh, whatever mesh it was trained on.
+"""Write text with a GPT that train.py has saved, on any mesh, also another than it was trained on.
 
     python transformer_basics/generate.py runs/gpt --prompt "class "                 # one process
     torchrun --standalone --nproc_per_node=2 transformer_basics/generate.py runs/gpt --tp 2
     torchrun --standalone --nproc_per_node=2 transformer_basics/generate.py runs/gpt --pp 2
 
-Look at the text: all three write the same one.
+Look at the text: all three commands write the same text.
 """
 
 import math
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def write(args, worker: Worker) -> None:
-    """Load the model in `args.run`, spread over this job's mesh, and let rank 0 print its text."""
+    """Load the model in `args.run`, shard it over this job's mesh, and print its text on rank 0."""
     pipelines = []
 
     def make(run: dict) -> GPT:
@@ -51,14 +51,14 @@ def write(args, worker: Worker) -> None:
 
 
 def settings_of(config: GPTConfig, args, worker: Worker) -> Settings:
-    """Raises `UserError` if the ranks of this job, or the model, cannot be divided so."""
+    """Settings for this job's mesh. Raises `UserError` if ranks or model do not fit the mesh."""
     return Settings(
         layers=config.layers,
         heads=config.heads,
         dim=config.dim,
         block_size=config.block_size,
         tied=config.tied,
-        batch_size=worker.world_size * args.pp,  # nothing is trained: one that always divides
+        batch_size=worker.world_size * args.pp,  # not used, but checked: this one always divides
         pp=args.pp,
         dp_shard=args.dp_shard,
         tp=args.tp,
@@ -70,13 +70,14 @@ def parse_args():
     add = parser.add_argument
     add("run", type=Path, help="--output-dir of train.py")
     add("--prompt", default=PROMPT)
-    add("--tokens", type=at_least(0), default=300, help="how many to write")
-    add("--temperature", type=between(0, math.inf), default=0.8, help="0: the likeliest token")
-    add("--top-k", type=at_least(0), default=40, help="draw from so many likeliest; 0: from all")
+    add("--tokens", type=at_least(0), default=300, help="tokens to generate")
+    temperature = "divide logits by it (0: take the likeliest token)"
+    add("--temperature", type=between(0, math.inf), default=0.8, help=temperature)
+    add("--top-k", type=at_least(0), default=40, help="draw from the K likeliest (0: from all)")
     add("--seed", type=int, default=0)
     add("--pp", type=at_least(1), default=1, help="pipeline stages")
-    add("--dp-shard", type=at_least(1), default=1, help="shards (FSDP)")
-    add("--tp", type=at_least(1), default=1, help="parts of each layer")
+    add("--dp-shard", type=at_least(1), default=1, help="FSDP shards")
+    add("--tp", type=at_least(1), default=1, help="tensor-parallel shards of each layer")
     add("--device", choices=DEVICES, default="auto")
     args = parser.parse_args()
     if not args.prompt:

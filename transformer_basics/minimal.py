@@ -26,7 +26,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         y, layers = self.norm(x + self.position), (self.query, self.key, self.value)
-        # -1: the heads of this rank, as many as its part of the layers has
+        # -1: this rank's heads, as many as its shards of the layers have
         q, k, v = (f(y).unflatten(2, (-1, DIM // HEADS)).transpose(1, 2) for f in layers)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
@@ -34,12 +34,12 @@ class Block(nn.Module):
 
 
 def train(device: torch.device, rank: int, world_size: int) -> None:
-    tp = min(2, world_size)  # neighbours in rank, so on one node: tensor parallelism sends most
+    tp = min(2, world_size)  # neighbour ranks, so on one node: tensor parallelism sends most
     dp = world_size // tp
     if dp * tp != world_size or BATCH % dp:
         raise SystemExit(f"error: {BATCH} sequences do not divide over {world_size} ranks in pairs")
     mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)  # on all ranks the same model and, below, the same global batches
+    torch.manual_seed(0)  # the same model and, below, the same global batches on all ranks
     ends = nn.Embedding(256, DIM), nn.Linear(DIM, 256)
     model = nn.Sequential(ends[0], Block(), Block(), nn.LayerNorm(DIM), ends[1]).to(device)
     # tp: each rank has half of the heads, and of the MLP's features; then comes a sum over ranks.
@@ -47,14 +47,14 @@ def train(device: torch.device, rank: int, world_size: int) -> None:
     plan |= {"out": RowwiseParallel(), "mlp.3": RowwiseParallel()}
     for block in model[1:3]:
         parallelize_module(block, mesh["tp"], plan)
-        fully_shard(block, mesh=mesh["dp"])  # dp: what is left is sharded, gathered when it is
-    fully_shard(model, mesh=mesh["dp"])  # needed, and its gradients are averaged
+        fully_shard(block, mesh=mesh["dp"])  # dp: shard the tp shards; gather them when needed
+    fully_shard(model, mesh=mesh["dp"])  # all other parameters; backward averages the gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # on two meshes
-    text = torch.from_file(os.__file__, size=30_000, dtype=torch.uint8).long()  # a byte: a token
-    for step in range(1, STEPS + 1):  # A tp group shares a batch: it is chosen by the dp rank.
+    text = torch.from_file(os.__file__, size=30_000, dtype=torch.uint8).long()  # bytes: tokens
+    for step in range(1, STEPS + 1):  # The dp rank chooses the batch: a tp group shares it.
         starts = torch.randint(len(text) - LENGTH, (dp, BATCH // dp))[mesh["dp"].get_local_rank()]
         tokens = text[starts[:, None] + torch.arange(LENGTH + 1)].to(device)
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])  # of the next
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])  # next token
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""What changes the parameters: AdamW, and the learning rate of each step."""
+"""AdamW, and the learning rate of each step."""
 
 import math
 
@@ -22,7 +22,7 @@ def make_optimizer(model, settings: Settings) -> torch.optim.Optimizer:
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, settings: Settings) -> float:
     """Give each group its rate for `step`: its own lr at the start, times the schedule's factor.
 
-    Returns that of the first group.
+    Returns the rate of the first group.
     """
     factor = schedule(step, settings)
     for group in optimizer.param_groups:

@@ -1,8 +1,8 @@
-"""How the GPT is spread over a device mesh, apart from the model: one function per technique.
+"""Shard the GPT over a device mesh, without changes to the model: one function per technique.
 
-`spread_model` applies them, each to what the one before left: a pipeline stage has some layers,
-tensor parallelism shards these, activation checkpointing and compilation wrap blocks, FSDP shards
-what a rank then holds.
+`spread_model` applies them in this order: a pipeline stage takes some layers, tensor parallelism
+shards these layers, activation checkpointing and compilation wrap blocks, and FSDP shards the
+parameters that a rank then holds.
 """
 
 import warnings
@@ -40,8 +40,8 @@ def spread_model(
     The parameters have memory, but no values: load a checkpoint, or call `model.initialize`.
     """
     # Every rank gets a coordinate on each axis: pp, dp_replicate, dp_shard, tp. Ranks that differ
-    # in one coordinate only are that axis' group. Neighbours on the last axis are neighbours in
-    # rank, so on one node: tensor parallelism communicates most.
+    # only in one coordinate form a group of that axis. Neighbours on the last axis have adjacent
+    # ranks, so they are on one node. That axis is tp, which communicates most.
     mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
     if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, these groups wait 30 minutes
         for group in mesh.get_all_groups():
@@ -54,8 +54,8 @@ def spread_model(
         apply_activation_checkpointing(model)
     if settings.compile:
         apply_compile(model)
-    # Some rows of what is left by now; each rank's gradients are averaged over all its copies.
-    # (A pipeline keeps what is gathered: it would gather again for every micro-batch.)
+    # Some rows of the parameters that this rank still holds; FSDP averages the gradients.
+    # (A pipeline keeps gathered parameters: otherwise every micro-batch would gather them again.)
     apply_fsdp(
         model,
         mesh["dp_replicate", "dp_shard"],
@@ -68,12 +68,12 @@ def spread_model(
 
 
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
-    """Seed torch's global generators: what dropout, for example, draws from.
+    """Seed torch's global generators, from which dropout, for example, draws.
 
-    By the data-parallel coordinates and the stage: other sequences and other layers get other
-    numbers. Ranks that differ in tp only get the same: between the layers they hold copies of the
-    same activations, which one of them must not drop alone. (Where they hold different ones, heads
-    or, with --sequence-parallel, tokens, each of them uses the same pattern.)
+    The seed depends on the data-parallel coordinates and the stage: other sequences and other
+    layers get other numbers. Ranks that differ only in tp get the same numbers: between the layers
+    they hold copies of the same activations, and must drop the same ones. (Where they hold
+    different heads or, with --sequence-parallel, different tokens, all use one pattern.)
     """
     coordinates = [mesh[axis].get_local_rank() for axis in ("pp", "dp_replicate", "dp_shard")]
     torch.manual_seed(zlib.crc32(f"{seed} {coordinates}".encode()))
@@ -83,8 +83,8 @@ def seed_generators(seed: int, mesh: DeviceMesh) -> None:
 def parameters_without_memory() -> Iterator[None]:
     """Modules that are built inside have parameters on the meta device: shapes, no numbers.
 
-    Their buffers are computed as always. `with torch.device("meta")` would leave these without
-    values, too; a state dict brings back some of them, but not those that are not persistent.
+    Their buffers have values. `with torch.device("meta")` would leave buffers without values, too,
+    and a state dict restores only the persistent buffers.
     """
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None):
@@ -100,9 +100,9 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 def materialize(model: GPT, device: torch.device) -> None:
-    """Memory for the parameters that this rank holds; buffers keep their values.
+    """Allocate the parameters that this rank holds; buffers keep their values.
 
-    Raises `UserError` for a buffer without values: one that was computed from a parameter.
+    Raises `UserError` for a buffer without values, which was computed from a parameter.
     """
     buffers = dict(model.named_buffers())
     for name, buffer in buffers.items():
@@ -121,43 +121,43 @@ def materialize(model: GPT, device: torch.device) -> None:
 def apply_tensor_parallel(
     model: GPT, mesh: DeviceMesh, sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> GPT:
-    """Cut the layers of `model` over the one axis of `mesh`; change and return `model`.
+    """Shard the layers of `model` over the one axis of `mesh`; change and return `model`.
 
-    A pair of layers is cut together: the first by columns, so that each rank computes some of the
-    features, the second by rows, so that it uses just those; what the second returns is a part of a
-    sum (Shoeybi et al., Megatron-LM, arXiv 1909.08053). So a block costs two sums over the ranks in
-    forward, and two in backward.
+    Layers are sharded in pairs. The first is column-parallel: each rank computes some features. The
+    second is row-parallel: each rank uses its own features and returns a partial sum (Shoeybi et
+    al., Megatron-LM, arXiv 1909.08053). So a block costs two all_reduces in forward, and two in
+    backward.
 
-    sequence_parallel: between these pairs every rank has all tokens, and computes norms and
-        residuals of all of them. With True it has T / N of the tokens: each sum becomes a
-        reduce_scatter, and an all_gather comes before the next pair. The same bytes, less memory
+    sequence_parallel: False: between these pairs every rank has all tokens, and computes their
+        norms and residuals. True: a rank has T / N of the tokens. Each all_reduce becomes a
+        reduce_scatter, and an all_gather precedes the next pair: the same bytes, less memory
         (Korthikanti et al., arXiv 2205.05198).
-    loss_parallel: the logits stay cut by vocabulary, as a DTensor; compute the loss, and call its
-        backward, inside `torch.distributed.tensor.parallel.loss_parallel()`.
+    loss_parallel: the logits stay sharded by vocabulary, as a DTensor; compute the loss, and call
+        its backward, inside `torch.distributed.tensor.parallel.loss_parallel()`.
     Raises `UserError` if heads or vocabulary do not divide by the number of ranks.
     """
     ranks, config = mesh.size(), model.config
     for name, value in (("heads", config.heads), ("vocab_size", config.vocab_size)):
         if value % ranks:
             raise UserError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
-    # What lies between the pairs: each rank has all of it, or its part of the tokens.
+    # The activations between the pairs: each rank has all tokens, or its shard of them.
     between = Shard(1) if sequence_parallel else Replicate()
     plan = {}
     if model.is_first:
-        # Rows of the table are tokens: a rank looks up those it has, and 0 for the others. The sum
-        # over ranks is the embedding.
+        # Rows of the table are tokens: a rank looks up the tokens that it has, and returns 0 for
+        # all other tokens. The sum over ranks is the embedding.
         plan["token_embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-        if sequence_parallel:  # the positions' own dim 0 is what is dim 1 of the sum with tokens
+        if sequence_parallel:  # dim 0 of the positions is dim 1 of the sum with the tokens
             plan["position_embedding"] = RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=Shard(0)
             )
     for i in model.blocks:
         block = f"blocks.{i}."
-        if sequence_parallel:  # norms look at one token at a time: each rank takes its own tokens
+        if sequence_parallel:  # norms need one token at a time: each rank has its own tokens
             plan |= {block + "attention_norm": SequenceParallel()}
             plan |= {block + "mlp_norm": SequenceParallel()}
-        # All tokens are gathered here, once for query, key and value together: in backward their
-        # three gradients are added on the rank before one sum over the ranks.
+        # Gather all tokens here, once for query, key and value together: in backward, a rank adds
+        # their three gradients before one sum over the ranks.
         all_tokens = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
         plan |= {block + "attention": all_tokens, block + "mlp": all_tokens}
         for name in ("attention.query", "attention.key", "attention.value", "mlp.expand"):
@@ -174,15 +174,15 @@ def apply_tensor_parallel(
             use_local_output=not loss_parallel,
         )
     parallelize_module(model, mesh, plan)
-    model.tie()  # both weights were cut by rows of the vocabulary, but into two parameters
+    model.tie()  # both weights are sharded by rows of the vocabulary, but are two parameters now
     return model
 
 
 def apply_activation_checkpointing(model: GPT) -> GPT:
-    """Each block keeps only its input, and computes the rest again in backward.
+    """Each block keeps only its input, and recomputes its other activations in backward.
 
-    A third more computation for activations of one block instead of all (Chen et al., arXiv
-    1604.06174). Under tensor parallelism the sum after attention is communicated again, too.
+    A third more computation saves the activations of all blocks but one (Chen et al., arXiv
+    1604.06174). Under tensor parallelism, the sum after attention is also communicated again.
     """
     for block in model.blocks.values():
         block.recompute = True
@@ -190,7 +190,7 @@ def apply_activation_checkpointing(model: GPT) -> GPT:
 
 
 def apply_compile(model: GPT) -> GPT:
-    """Compile each block on its own: all have the same code, so the compiler works once."""
+    """Compile each block on its own: all blocks have the same code, so it is compiled once."""
     for block in model.blocks.values():
         block.compile()
     return model
@@ -204,13 +204,13 @@ def apply_fsdp(
 ) -> GPT:
     """Shard every parameter over the last axis of `mesh`; change and return `model`.
 
-    A unit is what one collective gathers, and one reduces: the embeddings, each block, and the last
-    norm with the head. (A tied weight belongs to both ends. So the root has these then, gathered
-    for the whole step: a parameter can be in one unit only.)
+    One all_gather and one reduce_scatter serve one unit. The units are the embeddings, each block,
+    and the last norm with the head. (A parameter can be in one unit only, and a tied weight belongs
+    to both ends. So the root then has both ends, and stays gathered for the full step.)
 
-    mesh: one axis: shards. Two axes (replicate, shard): shards within a row, copies across rows; a
+    mesh: one axis: shards. Two axes (replicate, shard): shards inside a row, copies across rows; a
         row of one shard is plain data parallelism.
-    compute_dtype: of forward and backward. Shards, sums of gradients, optimizer: float32.
+    compute_dtype: dtype of forward and backward. Shards, gradient sums and optimizer are float32.
     reshard_after_forward: False keeps the gathered parameters until backward (ZeRO-2).
     """
     precision = MixedPrecisionPolicy(
@@ -226,14 +226,14 @@ def apply_fsdp(
         units.insert(0, [model.token_embedding, model.position_embedding])
         fully_shard(units[0], reshard_after_forward=reshard_after_forward, **options)
     if model.is_last and not model.config.tied:
-        # Backward begins with them, right after forward: to free them in between saves nothing.
+        # Backward needs this unit first, right after forward: to free it in between saves nothing.
         units.append([model.norm, model.head])
         fully_shard(units[-1], reshard_after_forward=False, **options)
-    # What tensor parallelism returns is a view; we change no output in place.
+    # Tensor parallelism returns views; no code here changes an output in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    fully_shard(model, reshard_after_forward=False, **options)  # the root takes what is left
-    # Gather the next unit's parameters while this one computes. With a GPU that happens anyway,
-    # since the program issues work ahead of the device; a processor does one line after the other.
+    fully_shard(model, reshard_after_forward=False, **options)  # the root: all other parameters
+    # Gather the next unit's parameters while this unit computes. On a GPU that happens anyway,
+    # because the program runs ahead of the device; a CPU runs one line after the other.
     for unit, following in pairwise([[model], *units]):
         unit[-1].set_modules_to_forward_prefetch([following[0]])
     return model

@@ -1,4 +1,4 @@
-"""A model that is cut into pipeline stages, one per rank: how it is trained, and how it is used."""
+"""Train and run a model that is split into pipeline stages, one per rank."""
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 
 def stage_layers(layers: int, mesh: DeviceMesh) -> range:
-    """The blocks of this rank's stage: equally many for all, or one more for the first ones.
+    """The blocks of this rank's stage. If they do not divide, the first stages have one more.
 
-    mesh: its one axis holds the ranks of one pipeline, in order.
+    mesh: its one axis has the ranks of one pipeline, in order.
     """
     stage, stage_count = mesh.get_local_rank(), mesh.size()
     at_least, one_more = divmod(layers, stage_count)
@@ -21,29 +21,29 @@ def stage_layers(layers: int, mesh: DeviceMesh) -> range:
 
 
 class Pipeline:
-    """model: this rank's stage. mesh: its one axis holds the ranks of one pipeline, in order.
+    """model: this rank's stage. mesh: its one axis has the ranks of one pipeline, in order.
 
-    A batch passes through the stages in --accumulate micro-batches, at least as many as stages.
+    A batch passes through the stages in --accumulate micro-batches: at least one per stage.
     """
 
     def __init__(self, model: GPT, mesh: DeviceMesh, settings: Settings, device: torch.device):
         self.model, self.device = model, device
-        self.dtype = PRECISIONS[settings.precision]  # of what a stage hands to the next
-        # Into as many parts sequence parallelism has cut the tokens between blocks.
+        self.dtype = PRECISIONS[settings.precision]  # of the hidden states that a stage sends
+        # The number of shards of the tokens between blocks.
         self.sequence_parts = settings.tp if settings.sequence_parallel else 1
         self.group, self.stage, self.stages = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         stage = PipelineStage(model, self.stage, self.stages, device, group=self.group)
-        # Gradients are divided by the number of micro-batches: the batch's mean, as without.
+        # Divide gradients by the number of micro-batches: the mean over the batch.
         self.schedule = Schedule1F1B(stage, settings.accumulate, cross_entropy, scale_grads=True)
 
     def train(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss on the last stage, 0 elsewhere.
 
-        Every rank passes the whole batch: the first stage uses the inputs, the last the targets.
+        Every rank passes the full batch: the first stage uses the inputs, the last the targets.
         """
         losses = []
         if self.model.is_first:
-            # Up to torch 2.11 a stage refuses what is a window into another tensor, as [:, :-1] is.
+            # Up to torch 2.11 a stage refuses a view of another tensor, such as [:, :-1].
             self.schedule.step(x_BT.contiguous(), return_outputs=False)
         elif self.model.is_last:
             self.schedule.step(target=y_BT.contiguous(), losses=losses, return_outputs=False)
@@ -55,7 +55,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, x_BT: Tensor) -> Tensor | None:
-        """The logits on the last stage, None elsewhere: one rank computes, the others wait."""
+        """The logits on the last stage, None on other stages: one rank computes at a time."""
         hidden = x_BT
         if not self.model.is_first:
             tokens = x_BT.shape[1] // self.sequence_parts
@@ -69,6 +69,6 @@ class Pipeline:
         return None
 
     def broadcast_from_last(self, tensor: Tensor) -> Tensor:
-        """The last stage's `tensor`, on all stages."""
+        """Send the last stage's `tensor` to all stages; returns it."""
         dist.broadcast(tensor, group=self.group, group_src=self.stages - 1)
         return tensor

@@ -1,4 +1,4 @@
-"""Start from weights that others have trained: a GPT-2 in Hugging Face's format."""
+"""Start from pretrained weights: a GPT-2 in Hugging Face's format."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def read_config(settings: Settings, token_count: int) -> GPTConfig:
     """The sizes of the model that --init-from names.
 
     token_count: tokens of the training text are below this number.
-    Raises `UserError` for what is no GPT-2, and if its sizes are not those of the flags.
+    Raises `UserError` if the model is no GPT-2, and if its sizes are not those of the flags.
     """
     from transformers import AutoConfig
 
@@ -26,7 +26,7 @@ def read_config(settings: Settings, token_count: int) -> GPTConfig:
 
 
 def read_weights(settings: Settings, config: GPTConfig) -> dict[str, Tensor]:
-    """All weights of that model under our names, on the CPU; for `copy_weights`."""
+    """All weights of the --init-from model under our names, on the CPU; for `copy_weights`."""
     from transformers import GPT2LMHeadModel
 
     state = loaded(settings.init_from, GPT2LMHeadModel.from_pretrained).state_dict()
@@ -46,7 +46,7 @@ def loaded(name: str, load: Callable):
 
 
 def check_kind(name: str, theirs) -> None:
-    """Raises `UserError` for a model that computes something else than ours."""
+    """Raises `UserError` for a model that does not compute what our GPT computes."""
     if theirs.model_type != "gpt2":
         raise UserError(f"--init-from {name} is a {theirs.model_type}: only GPT-2 has these layers")
     for key, value, ours in (
@@ -79,7 +79,7 @@ def check_sizes(name: str, theirs, settings: Settings, token_count: int) -> None
 
 @torch.no_grad()
 def copy_weights(model: GPT, weights: dict[str, Tensor]) -> None:
-    """Every rank has all `weights`, and keeps its part of each: nothing is sent."""
+    """Every rank has all `weights` and keeps its shard of each, without communication."""
     for name, parameter in model.named_parameters():
         weight = weights[name].to(parameter.device, parameter.dtype)
         if isinstance(parameter, DTensor):

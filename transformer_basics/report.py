@@ -1,4 +1,4 @@
-"""What a run tells on the way: its mesh and text, the lines of the log, a sample of its writing."""
+"""Print the mesh and the text of a run, log its metrics, and write a sample at the end."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> None:
-    """Rank 0 prints the mesh, what it holds, and what the simplest model of the text reaches."""
+    """Rank 0 prints the mesh, the parameters that it holds, and the loss of a bigram model."""
     numbers_of_stage = sum(p.numel() for p in model.parameters())
     numbers_held = sum(p.to_local().numel() for p in model.parameters())
     stages = [None] * worker.world_size
@@ -37,7 +37,7 @@ class Report:
     """The log of a run: one line, and one JSON object, for each call."""
 
     def __init__(self, settings: Settings, config: GPTConfig, step: int, worker: Worker):
-        """step: of the checkpoint that is continued."""
+        """step: the steps done by the checkpoint that this run continues."""
         self.metrics = Metrics(
             settings.output_dir, step, settings.steps, worker, settings.tensorboard
         )
@@ -48,7 +48,7 @@ class Report:
         self.peak = worker.world_size * peak_of_rank
 
     def training(self, step: int, epoch: int, loss: float, lr: float, grad_norm: float) -> None:
-        """Raises `UserError` rather than train on, and save, what is no number any more."""
+        """Log a training step. Raises `UserError` if loss or norm is no number."""
         check_finite(step, loss, grad_norm)
         tokens_per_second = self.throughput.stop(step) * self.tokens_per_step
         self.metrics.log(
@@ -66,7 +66,7 @@ class Report:
         self.metrics.log(step, epoch, validation_loss=loss)
 
     def training_goes_on(self, step: int) -> None:
-        """What was done since `training` is no training: it does not count in tokens/s."""
+        """Restart the clock of tokens/s, which leaves out evaluation and saving."""
         self.throughput.start(step)
 
     def close(self) -> None:

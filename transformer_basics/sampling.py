@@ -1,4 +1,4 @@
-"""Tokens that continue a text, drawn from what a model on any mesh thinks of the next one."""
+"""Generate tokens that continue a text, with a model on any mesh."""
 
 import torch
 from model import GPT
@@ -22,20 +22,20 @@ def generate(
 
     All ranks call this with the same arguments: each step is a forward pass of the whole mesh, and
     all draw the same random numbers. Each token costs a pass over the whole window.
-    temperature: below 1 the likely becomes likelier; 0 takes the likeliest (greedy).
-    top_k: draw from so many likeliest tokens only; 0: from all.
-    length_multiple: the number of tokens in a pass must be one of it (sequence parallelism).
+    temperature: values below 1 make likely tokens likelier; 0 takes the likeliest (greedy).
+    top_k: draw only from the top_k likeliest tokens; 0: from all.
+    length_multiple: pad the tokens of a pass to a multiple of it (sequence parallelism).
     """
     generator = torch.Generator(tokens_BT.device).manual_seed(seed)
     for _ in range(count):
         window = tokens_BT[:, -model.config.block_size :]
         length = window.shape[1]
-        # Filled up behind the end, where no earlier token looks.
+        # Pad at the end: with causal attention, no earlier token sees the padding.
         window = torch.nn.functional.pad(window, (0, -length % length_multiple))
         logits = pipeline.forward(window) if pipeline else model(window)
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
-        if logits is None:  # another stage has them
+        if logits is None:  # the last stage has them
             chosen = tokens_BT.new_empty(len(tokens_BT), 1)
         else:
             chosen = choose(logits[:, length - 1].float(), temperature, top_k, generator)

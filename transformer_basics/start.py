@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest checkpoint, at weights that others have trained, or at none."""
+"""Start a run from its newest checkpoint, from pretrained weights, or from initial values."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from runtime import Worker
 
 
 def model_config(settings: Settings, corpus: Corpus, folder: Path | None) -> GPTConfig:
-    """The flags' model, with the vocabulary of the run that is continued, or of --init-from.
+    """The model of the flags, with the vocabulary of the continued run, or of --init-from.
 
-    folder: of checkpoints, or None. Raises `UserError` if --init-from does not fit the flags.
+    folder: the checkpoints, or None. Raises `UserError` if --init-from does not fit the flags.
     """
     for save in reversed(saves(folder) if folder else []):
         try:
@@ -31,7 +31,7 @@ def resume_or_initialize(
 ) -> int:
     """All ranks call this. Give the model its values; returns the steps done.
 
-    First values are drawn, and --init-from is read, only if there is no checkpoint. A rank draws
+    Only if there is no checkpoint, it reads --init-from or draws initial values. A rank draws only
     its shards; no rank has the full model.
     """
     step, saved_run = 0, {}

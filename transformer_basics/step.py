@@ -1,4 +1,4 @@
-"""One step of training, on whatever mesh the model is spread over."""
+"""One training step on any mesh, and the norm of all gradients."""
 
 import math
 from contextlib import nullcontext
@@ -25,8 +25,8 @@ def train_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimizer step on this rank's part of the global batch.
 
-    Returns the mean loss of this part (0 on a stage of a pipeline that is not the last), and the
-    norm of the gradients of the whole model (of all ranks' mean, before clipping).
+    Returns the mean loss of this part (0 on all pipeline stages but the last), and the norm of the
+    full model's gradients (of their mean over all ranks, before clipping).
     """
     optimizer.zero_grad(set_to_none=True)
     adds_full_gradients = settings.dp_shard == 1 or settings.reduce_once
@@ -39,14 +39,14 @@ def train_step(
                 x_BT.chunk(settings.accumulate), y_BT.chunk(settings.accumulate), strict=True
             )
             for i, (x, y) in enumerate(microbatches):
-                # A rank that holds full parameters adds up full gradients, and sends them in the
-                # last backward. A rank that holds shards reduces in each backward and adds up
-                # shards: otherwise FSDP keeps the full model's gradients on every rank. Replicas
-                # exchange the sums of their shards, in the last backward.
+                # A rank with full parameters adds up full gradients, and reduces them in the last
+                # backward. A rank with shards reduces in each backward, and adds up shards:
+                # otherwise FSDP keeps the full model's gradients on every rank. Replicas
+                # all_reduce the sums of their shards in the last backward.
                 is_last = i == settings.accumulate - 1
                 model.set_requires_gradient_sync(is_last or not adds_full_gradients)
                 model.set_requires_all_reduce(is_last)
-                # Divided, because backward() adds: the sum over parts is the mean over the batch.
+                # Divide, because backward() adds: the sum over micro-batches is the batch's mean.
                 part = cross_entropy(model(x), y) / settings.accumulate
                 part.backward()
                 loss += full_tensor(part.detach())
@@ -56,22 +56,23 @@ def train_step(
 
 
 def clip_gradients(model, max_norm: float, mesh: DeviceMesh) -> torch.Tensor:
-    """Scale all gradients so that the norm of them all is at most `max_norm`; returns the norm.
+    """Scale all gradients so that their common norm is at most `max_norm`; returns the norm.
 
-    Each rank adds the squares of what it holds. What several ranks of a stage hold alike counts in
-    parts: all ranks together then have each number once, and one sum over them gives the norm.
+    Each rank adds the squares of the gradients that it holds. If n ranks of a stage hold copies of
+    a gradient, each of them adds 1 / n of its squares. One sum over all ranks then counts each
+    number once.
 
-    torch.nn.utils.clip_grad_norm_ does the same where all parameters lie on one mesh: with FSDP
-    alone, and with --sequence-parallel, whose plan has the norms too. It cannot where norms lie on
-    the data-parallel axes only, nor add what lies on other stages of a pipeline.
+    torch.nn.utils.clip_grad_norm_ does the same if all parameters are on one mesh: with FSDP
+    alone, and with --sequence-parallel, whose plan includes the norm layers. It fails if the norm
+    layers are only on the data-parallel axes, and it leaves out the other stages of a pipeline.
     """
     ranks_of_stage = mesh.size() // mesh["pp"].size()
     by_copies = {}
     for p in model.parameters():
         if p.grad is not None:
             axes = zip(p.grad.placements, p.grad.device_mesh.shape, strict=True)
-            # Whatever is not a copy is a cut. (FSDP on top of tensor parallelism has a placement of
-            # its own, for which is_shard() is False.)
+            # Every placement that is not Replicate is a shard. (FSDP on top of tensor parallelism
+            # has a placement of its own, for which is_shard() is False.)
             cuts = math.prod(size for placement, size in axes if not placement.is_replicate())
             by_copies.setdefault(ranks_of_stage // cuts, []).append(p.grad.to_local())
     squares = sum(get_total_norm(g) ** 2 / copies for copies, g in by_copies.items())
@@ -86,5 +87,5 @@ def clip_gradients(model, max_norm: float, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """With --loss-parallel the loss is a DTensor, whole on each rank."""
+    """A plain tensor: with --loss-parallel the loss is a DTensor, replicated on each rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -3,11 +3,11 @@
     torchrun --standalone --nproc_per_node=8 transformer_basics/three_dimensions.py
     torchrun --standalone --nproc_per_node=4 transformer_basics/three_dimensions.py --dp-shard 1
 
-Look at the table: every rank has a coordinate on each axis, and with it a part of the model. The
-stage says which layers, tp which part of each, dp_shard which rows of that part. Ranks that differ
-in dp_shard only train on different data. Then look at what is sent on each axis, and how often: the
-axis that communicates most is the last one, whose ranks are neighbours. The losses, gradients and
-parameters are those of one process.
+Look at the table: every rank has a coordinate on each axis, and these determine its part of the
+model. pp chooses the layers, tp the shard of each layer, dp_shard the rows of that shard. Ranks
+with different dp_shard train on different data. Then look at the calls and bytes on each axis. The
+last axis communicates most, and its ranks are neighbours. The losses, gradients and parameters are
+those of one process.
 """
 
 import torch.distributed as dist
@@ -43,7 +43,7 @@ def compare(args, worker: Worker) -> None:
     settings = Settings(
         **sizes, dp_replicate=1, loss_parallel=args.tp > 1, accumulate=args.pp, clip=0
     )
-    # One mesh, and each technique takes its own axis of what the one before has left.
+    # One mesh: each technique shards the result of the previous one over its own axis.
     mesh, model, pipeline = spread_model(config, settings, worker.device)
     initialize(model, args.seed)
     steps, sent = train_on_mesh(model, pipeline, mesh, settings, args)
@@ -89,7 +89,7 @@ def coordinates(mesh: DeviceMesh) -> list[int]:
 
 
 def contents(model: GPT) -> tuple[str, int]:
-    """What the stage of this rank computes, and how many numbers of it the rank holds."""
+    """The layers of this rank's stage, and how many of their numbers the rank holds."""
     parts = ["embeddings"] * model.is_first + [f"block {i}" for i in model.blocks]
     parts += ["norm, head"] * model.is_last
     return ", ".join(parts), sum(p.to_local().numel() for p in model.parameters())

@@ -4,15 +4,15 @@
     torchrun --standalone --nproc_per_node=2 transformer_basics/tp_fsdp.py
     torchrun --standalone --nproc_per_node=4 transformer_basics/tp_fsdp.py --batch-size 64
 
-The same ranks are arranged as 4 x 1 (FSDP alone), 2 x 2, and 1 x 4 (tensor parallelism alone). All
+The ranks form meshes of 4 x 1 (FSDP alone), 2 x 2, and 1 x 4 (tensor parallelism alone). All meshes
 take the same steps as one process. Look at
 
-1. what a rank holds: nearly the same everywhere. What it has gathered at a time is not: FSDP alone
-   gathers whole layers, on top of tensor parallelism it gathers whole parts of layers;
-2. what a rank sends: FSDP's bytes grow with the parameters, tensor parallelism's with the tokens.
-   Try --batch-size 64. Each FSDP group has fewer ranks and smaller layers when tp grows;
-3. calls: tensor parallelism waits for each of them before it can go on. So its axis is the last one
-   of the mesh, whose ranks are neighbours: inside a node, where links are fast.
+1. the bytes that a rank holds: nearly equal on all meshes. The bytes gathered at a time differ:
+   FSDP alone gathers full layers; on top of tensor parallelism it gathers shards of layers;
+2. the bytes that a rank sends: FSDP's grow with the parameters, tensor parallelism's with the
+   tokens. Try --batch-size 64. With a larger tp, an FSDP group has fewer ranks and smaller layers;
+3. the calls: tensor parallelism waits for each of them before it continues. So its axis is the last
+   axis of the mesh, whose ranks are neighbours: inside a node, where links are fast.
 """
 
 from itertools import pairwise
@@ -50,7 +50,7 @@ def compare(args, worker: Worker) -> None:
         settings = Settings(
             dp_replicate=1, dp_shard=dp_shard, tp=tp, loss_parallel=tp > 1, accumulate=1, clip=0
         )
-        # One mesh with two axes, and each technique takes its own: FSDP shards what tp has left.
+        # One mesh with two axes: FSDP shards the tensor-parallel shards over its own axis.
         mesh, model, _ = spread_model(config, settings, worker.device)
         initialize(model, args.seed)
         steps, sent = train_on_mesh(model, None, mesh, settings, args)
@@ -69,15 +69,14 @@ def compare(args, worker: Worker) -> None:
 
 
 def row(model: GPT, mesh: DeviceMesh, sent: CountByAxis, args) -> tuple:
-    """Bytes held, bytes gathered at once, and for both axes what was counted and the formula."""
+    """Bytes held, bytes gathered at a time, and for each axis calls, bytes and formula."""
     shards, tp = mesh["dp_shard"].size(), mesh["tp"].size()
     held = sum(p.to_local().nbytes for p in model.parameters())
     units = [[model.token_embedding, model.position_embedding]]
     units += [[block] for block in model.blocks.values()]
     units += [[model.norm, model.head]]
     sizes = [4 * sum(without_shards(p) for m in unit for p in m.parameters()) for unit in units]
-    # Units are gathered in forward and, but for the last one, again in backward; all gradients are
-    # reduced.
+    # Forward gathers all units, backward all but the last unit again; all gradients are reduced.
     dp_formula = ring_bytes("all_gather", 2 * sum(sizes) - sizes[-1], shards)
     dp_formula += ring_bytes("reduce_scatter", sum(sizes), shards)
     tp_formula = tp_bytes(model.config, args.batch_size // shards * args.length, tp)
@@ -88,11 +87,11 @@ def row(model: GPT, mesh: DeviceMesh, sent: CountByAxis, args) -> tuple:
 
 
 def tp_bytes(config: GPTConfig, tokens: int, tp: int) -> float:
-    """What a rank sends over tp in a step with so many tokens of its own, in float32.
+    """Bytes that a rank sends over tp in one step on `tokens` tokens of its own, in float32.
 
-    Sums of activations: the embedding in forward, the head in backward, and for each attention and
-    each MLP one in both. The loss sums three numbers for each token: the largest logit, the sum of
-    the exponentials, the logit of the target.
+    It sums activations: for the embedding in forward, for the head in backward, and for each
+    attention and each MLP in both. The loss sums three numbers for each token: the largest logit,
+    the sum of the exponentials, the logit of the target.
     """
     activation = 4 * tokens * config.dim  # (B, T, C)
     sums = (2 + 4 * config.layers) * activation + 3 * 4 * tokens
@@ -100,7 +99,7 @@ def tp_bytes(config: GPTConfig, tokens: int, tp: int) -> float:
 
 
 def without_shards(parameter: DTensor) -> int:
-    """Numbers of a parameter on a rank while FSDP has gathered it: its tensor-parallel part."""
+    """Numbers of a parameter on a rank while FSDP has gathered it: its tensor-parallel shard."""
     mesh = parameter.device_mesh
     for axis, placement in zip(mesh.mesh_dim_names, parameter.placements, strict=True):
         if axis == "tp" and not placement.is_replicate():

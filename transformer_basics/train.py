@@ -1,4 +1,4 @@
-"""Train a GPT on source code, spread over a mesh of devices: the template to copy.
+"""Train a GPT on source code, sharded over a mesh of devices: the template to copy.
 
     python transformer_basics/train.py                                               # one process
     torchrun --standalone --nproc_per_node=2 transformer_basics/train.py             # data parallel
@@ -6,7 +6,7 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \\
         --rdzv-id=gpt transformer_basics/train.py --tp 8     # two nodes: the same line on each
 
-Look at the loss: it is the same for every mesh. minimal.py has the distributed lines alone.
+Look at the loss: it is the same for every mesh. minimal.py has only the distributed lines.
 """
 
 import sys
@@ -39,15 +39,15 @@ def main() -> None:
 
 
 def train(settings: Settings, worker: Worker) -> int:
-    """Train to the end and return 0; or save, and return the signal that asked to stop."""
+    """Train to the end and return 0; after a signal to stop, save and return its number."""
     stop = StopRequests(worker)
-    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10 bits in fp32's matrix products
+    torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
     corpus = load_corpus(settings.data, settings.tokenizer, worker)
     held_out = held_out_windows(corpus.validation, settings)
     batches = Batches(corpus.train, settings.block_size, settings.batch_size, settings.seed)
     folder = settings.output_dir / "checkpoints" if settings.output_dir else None
     config = model_config(settings, corpus, folder)
-    # Each rank holds its part of the model, of the gradients and of the optimizer's state.
+    # Each rank holds its shards of the parameters, the gradients and the optimizer state.
     mesh, model, pipeline = spread_model(config, settings, worker.device)
     optimizer = make_optimizer(model, settings)
     seed_generators(settings.seed, mesh)

@@ -4,8 +4,8 @@
     cp my_llama/examples/llama.py my_llama/task.py
     torchrun --standalone --nproc_per_node=2 my_llama/train.py --epochs 1
 
---model NAME continues with the weights and the tokenizer of a model of the Hugging Face hub, or of
-a local directory. Without it a small model starts from nothing, with one token per byte.
+--model NAME starts from the weights and the tokenizer of a model on the Hugging Face hub, or in a
+local directory. Without it, a small model starts from random weights, with one token per byte.
 """
 
 import sysconfig
@@ -39,11 +39,11 @@ class TaskSettings:
 def add_flags(add: Callable) -> None:
     add("--model", help="id on the Hugging Face hub or local directory (default: a new small one)")
     add("--length", type=at_least(2), help="tokens per sequence")
-    add("--activation-checkpointing", action="store_true", help="compute activations twice")
+    add("--activation-checkpointing", action="store_true", help="recompute layers in backward")
 
 
 def download(settings: TaskSettings) -> None:
-    pass  # from_pretrained() does, on rank 0
+    pass  # from_pretrained() downloads, on rank 0
 
 
 def load_data(settings: TaskSettings) -> tuple[Dataset, Dataset]:
@@ -74,7 +74,7 @@ def build_model(settings: TaskSettings) -> nn.Module:
         sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, **heads))
-    elif torch.get_default_device().type == "meta":  # shapes are enough, and no file is read
+    elif torch.get_default_device().type == "meta":  # only shapes are needed: read no weights
         config = AutoConfig.from_pretrained(settings.model)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
@@ -85,13 +85,13 @@ def build_model(settings: TaskSettings) -> nn.Module:
 
 
 def units(model: nn.Module) -> list[nn.Module | list[nn.Module]]:
-    if model.config.tie_word_embeddings:  # one matrix, used first and last: the root's
+    if model.config.tie_word_embeddings:  # one matrix, used first and last: leave it to the root
         return [*model.model.layers]
     return [model.model.embed_tokens, *model.model.layers, [model.model.norm, model.lm_head]]
 
 
 def compute_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
     logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-    targets = batch[:, 1:]  # the next token of each
+    targets = batch[:, 1:]  # the next token at each position
     loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return loss_sum, targets.numel(), {"accuracy": (logits.argmax(dim=-1) == targets).sum()}
