@@ -111,7 +111,7 @@ def newest(folder: Path) -> dict | None:
 
 def saves(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the oldest first."""
-    return sorted(folder.glob("step_*.pt"))
+    return sorted(path for path in folder.glob("step_*.pt") if path.stem[5:].isdigit())
 
 
 def write_file(path: Path, state: dict) -> None:

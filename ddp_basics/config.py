@@ -1,5 +1,6 @@
 """The flags of train.py: those of the task and those of the training, checked when parsed."""
 
+import json
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -61,7 +62,8 @@ class Settings(TaskSettings):
     def identity(self) -> dict[str, object]:
         """All settings that a continued run must not change."""
         values = {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
-        return {name: value for name, value in values.items() if not isinstance(value, Path)}
+        values = {name: value for name, value in values.items() if not isinstance(value, Path)}
+        return json.loads(json.dumps(values, default=str))  # what any checkpoint can hold
 
 
 def parse_args() -> Settings:

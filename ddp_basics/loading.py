@@ -1,13 +1,14 @@
 """Load each rank's batches of a data set, in an order that a restarted run can resume."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 from arguments import UserError
 from runtime import Worker
+from stopping import ignore_signals
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -29,10 +30,6 @@ def make_loader(
         seed=seed,
         drop_last=True,
     )
-    seeds = [None] * worker.world_size
-    dist.all_gather_object(seeds, seed)
-    if set(seeds) != {seed}:
-        raise UserError(f"all ranks must shuffle the data with one seed, not with {seeds}")
     return DataLoader(
         Seeded(dataset, seed),
         batch_size=batch_size,
@@ -42,7 +39,10 @@ def make_loader(
         num_workers=workers,
         persistent_workers=workers > 0,  # else each epoch starts new processes
         pin_memory=worker.device.type != "cpu",
-        generator=torch.Generator(),  # not the global one, which the model uses
+        worker_init_fn=ignore_signals,
+        # Not the global generator, which the model uses. Worker processes seed random and NumPy
+        # from this one.
+        generator=torch.Generator().manual_seed(hash((seed, worker.rank)) % 2**63),
     )
 
 
@@ -96,16 +96,14 @@ class Seeded(Dataset):
             torch.set_rng_state(before)  # the model's dropout is not affected
 
 
-def check_same_data(datasets: list[Dataset], worker: Worker) -> None:
+def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> None:
     """All ranks call this. Raise `UserError` if a rank has other data than rank 0.
 
     The check compares the length and three samples of each data set. An empty one is an error, too.
     """
     own = []
     for dataset in datasets:
-        indices = {0, len(dataset) // 2, len(dataset) - 1} if len(dataset) else set()
-        samples = [Seeded(dataset, 0)[0, i] for i in indices]
-        numbers = [tensor for sample in samples for tensor in tensors_of(sample)]
+        numbers = tensors_of(first_samples(dataset, workers)) if len(dataset) else []
         digests = [hashlib.sha256(repr(t.tolist()).encode()).hexdigest() for t in numbers]
         own.append((len(dataset), digests))
     by_rank = [None] * worker.world_size
@@ -125,6 +123,35 @@ def check_same_data(datasets: list[Dataset], worker: Worker) -> None:
         )
 
 
+def check_same_order(loader: DataLoader, worker: Worker) -> None:
+    """All ranks call this. Raise `UserError` if the ranks shuffle with different seeds.
+
+    They would take samples that other ranks take, too, and leave out others.
+    """
+    seeds = [None] * worker.world_size
+    dist.all_gather_object(seeds, loader.sampler.seed)
+    if len(set(seeds)) > 1:
+        raise UserError(f"all ranks must shuffle the data with one seed, not with {seeds}")
+
+
+def first_samples(dataset: Dataset, workers: int) -> list:
+    """The first sample of `dataset`, one from the middle, and the last.
+
+    With --workers a worker process reads them: a file that this process has open would be open in
+    all processes that it forks later, with one position for all of them.
+    """
+    loader = DataLoader(
+        Seeded(dataset, 0),
+        batch_sampler=[[(0, i) for i in sorted({0, len(dataset) // 2, len(dataset) - 1})]],
+        collate_fn=list,
+        num_workers=min(workers, 1),
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),
+    )
+    [samples] = loader
+    return samples
+
+
 def to_device(batch, device: torch.device):
     """`batch` with each tensor in its dicts, lists and tuples on `device`."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -134,12 +161,17 @@ def split(batch, parts: int) -> list:
     """`parts` micro-batches of equally many samples: each tensor is split along dim 0."""
     if parts == 1:
         return [batch]
+    if not tensors_of(batch):
+        raise UserError(
+            f"--accumulate cannot split a batch of type {type(batch).__name__}: collate() must "
+            "return tensors, in dicts, lists or tuples"
+        )
     return [map_tensors(lambda tensor, i=i: tensor.chunk(parts)[i], batch) for i in range(parts)]
 
 
 def map_tensors(function, value):
     """`value` with each tensor in its dicts, lists and tuples replaced by function(tensor)."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):  # also a BatchEncoding of transformers
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [map_tensors(function, item) for item in value]

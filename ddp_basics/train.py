@@ -22,7 +22,7 @@ from arguments import UserError
 from checkpoint import resume, save_checkpoint
 from config import PRECISIONS, Settings, parse_args
 from evaluation import evaluate
-from loading import batches, check_same_data, make_loader, split
+from loading import batches, check_same_data, check_same_order, make_loader, split
 from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memory
 from optimizer import make_optimizer, set_learning_rate
 from replicas import average_buffers, check_replicas
@@ -47,9 +47,10 @@ def train(settings: Settings, worker: Worker) -> int:
     """Train to the end and return 0; after a signal to stop, save and return its number."""
     stop = StopRequests(worker)
     train_set, test_set = load_data(settings)
-    check_same_data([train_set, test_set], worker)
+    check_same_data([train_set, test_set], settings.workers, worker)
     local_batch = settings.batch_size // worker.world_size  # the global batch is split
     loader = make_loader(train_set, collate, local_batch, settings.seed, settings.workers, worker)
+    check_same_order(loader, worker)
     steps_per_epoch, total_steps = len(loader), len(loader) * settings.epochs
     if steps_per_epoch == 0:
         raise UserError(
@@ -86,6 +87,9 @@ def train(settings: Settings, worker: Worker) -> int:
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
     throughput = Throughput(step)
     first_step, result, stopped_by = step, None, 0
+    if step and step % steps_per_epoch == 0:  # the evaluation that comes after the save
+        result = evaluate_as_trained(model, test_set, settings, worker)
+        metrics.log(step, step // steps_per_epoch - 1, **result)
     with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
         for epoch, batch in batches(loader, step, steps_per_epoch, settings.epochs, worker.device):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
@@ -113,13 +117,13 @@ def train(settings: Settings, worker: Worker) -> int:
                 samples_per_second=throughput.stop(step) * settings.batch_size,
                 **peak_memory(worker.device),
             )
-            if end_of_epoch:
-                result = evaluate_as_trained(model, test_set, settings, worker)
-                metrics.log(step, epoch, **{f"test_{name}": x for name, x in result.items()})
-            if saving:
+            if saving:  # before the evaluation, which may take longer than a scheduler waits
                 save_checkpoint(folder, parts, step, run, worker, settings.keep)
             if stopped_by:
                 break
+            if end_of_epoch:
+                result = evaluate_as_trained(model, test_set, settings, worker)
+                metrics.log(step, epoch, **result)
             throughput.start(step)  # what was done since it stopped is no training
 
     metrics.close()
@@ -130,7 +134,7 @@ def train(settings: Settings, worker: Worker) -> int:
     if worker.is_main:
         rate = throughput.steps_per_second * settings.batch_size
         print(f"steps {step - first_step} of {total_steps}   samples/s {rate:,.0f}")
-        words = [f"test {name} {value:.4f}" for name, value in result.items()]
+        words = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items()]
         print("   ".join(words) + f"   of {len(test_set)} samples")
     return 0
 
@@ -188,7 +192,8 @@ def evaluate_as_trained(model, test_set, settings: Settings, worker: Worker) -> 
     """Evaluate in the training's precision and micro-batches, without DDP: there is no backward."""
     micro_batch = settings.batch_size // worker.world_size // settings.accumulate
     with autocast(settings, worker.device):
-        return evaluate(model, test_set, micro_batch, settings.workers, worker)
+        means = evaluate(model, test_set, micro_batch, settings.workers, worker)
+    return {f"test_{name}": mean for name, mean in means.items()}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from loading import to_device
 from runtime import Worker
+from stopping import ignore_signals
 from task import collate, compute_loss
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -30,17 +31,20 @@ def evaluate(
         batch_sampler=[list(share) or [0] for share in shares],
         collate_fn=collate,
         num_workers=workers,
+        worker_init_fn=ignore_signals,
         pin_memory=worker.device.type != "cpu",
         generator=torch.Generator(),  # or it would draw from the global one
     )
     names, total = [], 0
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     for share, batch in zip(shares, loader, strict=True):
         loss_sum, count, others = compute_loss(model, to_device(batch, worker.device))
         names, values = ["loss", *others], [count, loss_sum, *others.values()]
         sums = [torch.as_tensor(v, dtype=torch.float64, device=worker.device) for v in values]
         total += torch.stack(sums) * (len(share) > 0)
-    model.train()
+    for module, mode in modes:  # a frozen BatchNorm, for example, stays in eval mode
+        module.training = mode
     dist.all_reduce(total)
     count, *sums = total.tolist()
     return {name: value / count for name, value in zip(names, sums, strict=True)}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ class Metrics:
     """`log` prints a line and appends a JSON object to OUTPUT_DIR/metrics.jsonl.
 
     step: the step from which the run continues. Lines of later steps are dropped from the file,
-        because the run repeats these steps.
+        because the run repeats these steps. A line that the file has already is not added.
     total_steps: the length of the run, for the printed line.
     tensorboard: also write OUTPUT_DIR/tensorboard. Call another tracker in `log`, and give it the
         same run id after a restart.
@@ -43,8 +44,10 @@ class Metrics:
             kept = [line for line in lines if json.loads(line)["step"] <= step]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is not a file of this script: move it away") from None
-        path.write_text("".join(kept))
-        self.file = path.open("a", buffering=1)
+        temporary = path.with_name("metrics.jsonl.tmp")  # a full disk leaves the old file
+        temporary.write_text("".join(kept))
+        os.replace(temporary, path)
+        self.kept, self.file = set(kept), path.open("a", buffering=1)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -58,8 +61,9 @@ class Metrics:
         width = len(str(self.total_steps))
         print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
         sys.stdout.flush()  # a log file gets the line at once, too
-        if self.file:
-            self.file.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
+        line = json.dumps({"step": step, "epoch": epoch, **values}) + "\n"
+        if self.file and line not in self.kept:
+            self.file.write(line)
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)

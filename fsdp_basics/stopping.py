@@ -97,6 +97,15 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+def ignore_signals(worker_id: int) -> None:
+    """worker_init_fn of a DataLoader: torchrun and Slurm send signals to its processes, too.
+
+    A rank needs its worker processes until it has saved. They end with the rank.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def goodbye(stopped_by: int, step: int, total_steps: int, folder, worker: Worker) -> None:
     """Rank 0 prints why the run ends. folder: the folder of its checkpoints, or None."""
     if worker.is_main:

@@ -64,7 +64,8 @@ collate = None  # a list of samples -> a batch; None: torch's default
 def build_model(settings: TaskSettings) -> nn.Module:
     """The model on the CPU, with initial values drawn from torch's global generator.
 
-    train.py also builds it on the meta device, where tensors have shapes and no values.
+    train.py also builds it on the meta device, where tensors have shapes and no values. Its modules
+    train in the mode, train() or eval(), that they have there.
     """
     image_size = IMAGE_SIZE[settings.dataset]
     patch_size = 2 if image_size == 8 else 4

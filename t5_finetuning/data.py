@@ -17,6 +17,7 @@ import torch.distributed as dist
 from arguments import UserError
 from runtime import Worker
 from saves import checksum
+from stopping import ignore_signals
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -117,6 +118,7 @@ def make_loader(
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=workers,
+        worker_init_fn=ignore_signals,
         pin_memory=torch.accelerator.is_available(),
         generator=torch.Generator(),  # its own: the model's dropout draws from the global one
     )

@@ -34,13 +34,17 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:
     """Give a sharded model on the meta device memory for this rank's shards, without values yet.
 
+    buffers: where these are, if not on `device`: offloaded shards are on the CPU, and FSDP copies
+        parameters to the GPU, but no buffers.
     Raises `UserError` naming a tensor that is neither a parameter nor a buffer.
     """
     model.to_empty(device=device)
     for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, buffer.to(buffers or device))
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise UserError(

@@ -154,6 +154,17 @@ def test_evaluation_is_of_a_share_and_leaves_no_trace(monkeypatch):
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+def test_evaluation_leaves_each_module_in_its_mode(monkeypatch):
+    """A frozen BatchNorm is in eval mode while the rest trains."""
+    monkeypatch.setattr(evaluation.dist, "all_reduce", lambda total: None)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(10), torch.nn.Dropout(), torch.nn.Identity())
+    model[0].eval()
+    before = [module.training for module in model.modules()]
+    test_set = TensorDataset(torch.randn(20, 10), torch.zeros(20, dtype=torch.int64))
+    evaluation.evaluate(model, test_set, 8, 0, Worker(0, 0, 1, torch.device("cpu")))
+    assert [module.training for module in model.modules()] == before == [True, False, True, True]
+
+
 def assert_scored(folder, output, *dataset):
     """Loss and accuracy are those of the saved model on the whole test set."""
     images, labels = map(torch.stack, zip(*load_dataset(*dataset)[1], strict=True))

@@ -6,12 +6,15 @@ import random
 import shutil
 import signal
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import warm
 from arguments import UserError
-from checkpoint import read_file
+from checkpoint import read_file, saves, write_file
+from config import Settings
 from helpers import (
     ROOT,
     Job,
@@ -122,7 +125,10 @@ def test_a_signal_saves_and_the_same_command_continues(tmp_path, short, name):
     script, folder = tmp_path / "waits.py", tmp_path / "run"
     waiting = 1 if to_one_rank else "all"
     script.write_text(WAITS.format(directory=str(TRAIN.parent), waiting=waiting))
-    with Job(torchrun_command(script, *SHORT, "--output-dir", folder)) as job:
+    # torchrun signals the processes that load data, too: the ranks need them until they have saved.
+    workers = 0 if to_one_rank else 1
+    args = (*SHORT, "--workers", workers, "--output-dir", folder)
+    with Job(torchrun_command(script, *args)) as job:
         job.wait_until(lambda: job.output.count("at step 30") == 2)
         process = job.ranks()[1] if to_one_rank else job.process
         process.send_signal(number)
@@ -328,6 +334,51 @@ def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterru
     assert f"train.py: error: {sentence}" in result.output
     assert path.read_bytes() == before
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+DIES_IN_EVALUATION = """
+import os, sys
+sys.path.insert(0, {directory!r})
+import evaluation, train
+train.evaluate = lambda *args: os._exit(9)
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_crash_in_an_evaluation_loses_no_step(tmp_path, short):
+    """It is saved before, and evaluated when it continues: also if the scheduler did not wait."""
+    script, folder = tmp_path / "dies.py", tmp_path / "run"
+    script.write_text(DIES_IN_EVALUATION.format(directory=str(TRAIN.parent)))
+    result = warm.run(script, *SHORT, "--output-dir", folder, ranks=2)
+    assert result.returncode == 9
+    assert checkpoint(folder)["step"] == 22
+    warm.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
+    assert_same_end(folder, short)
+    before = (folder / "metrics.jsonl").read_bytes()
+    warm.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_copy_of_a_checkpoint_is_none_of_the_run(tmp_path):
+    for name in ("step_00000022.pt", "step_00000022_best.pt", "step_best.pt", "step_00000044.pt"):
+        (tmp_path / name).touch()
+    assert [path.stem for path in saves(tmp_path)] == ["step_00000022", "step_00000044"]
+
+
+def test_settings_that_a_checkpoint_can_hold(tmp_path):
+    """A task's flags may be paths, also in a tuple: weights_only=True would not load these."""
+
+    @dataclass(frozen=True)
+    class More(Settings):
+        files: tuple[Path, ...] = (Path("a"), Path("b"))
+        folder: Path = Path("c")
+
+    write_file(tmp_path / "x.pt", {"step": 1, "generators": [], "run": More().identity()})
+    run = read_file(tmp_path / "x.pt")["run"]
+    assert run == More().identity()
+    assert run["files"] == ["a", "b"]
+    assert "folder" not in run
 
 
 @pytest.mark.slow

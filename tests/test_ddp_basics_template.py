@@ -4,15 +4,18 @@ import json
 import math
 import os
 import shutil
+from collections import UserDict
+from types import SimpleNamespace
 
 import data
 import metrics
 import pytest
 import torch
 import warm
+from arguments import UserError
 from data import Shifted
 from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
-from loading import Seeded, batches, make_loader
+from loading import Seeded, batches, first_samples, make_loader, split, to_device
 from replicas import checksum
 from runtime import Worker
 from torch.utils.data import Dataset, TensorDataset
@@ -32,6 +35,43 @@ class Noisy(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor(index), torch.rand(())
+
+
+def test_a_batch_may_be_any_mapping():
+    """A tokenizer of transformers returns a BatchEncoding, which is no dict."""
+    batch = UserDict(ids=torch.arange(8).view(4, 2), text="x")
+    assert to_device(batch, torch.device("meta"))["ids"].is_meta
+    assert [part["ids"].tolist() for part in split(batch, 2)] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+    ]
+
+
+def test_a_batch_that_cannot_be_split_is_an_error():
+    with pytest.raises(
+        UserError, match="--accumulate cannot split a batch of type SimpleNamespace"
+    ):
+        split(SimpleNamespace(ids=torch.arange(8)), 2)
+
+
+class OpensAFile(Dataset):
+    """Each process opens it at its first sample."""
+
+    opened_by = None
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.opened_by = self.opened_by or os.getpid()
+        return torch.tensor(self.opened_by)
+
+
+def test_with_workers_no_sample_is_read_in_the_rank():
+    dataset = OpensAFile()
+    assert {int(pid) for pid in first_samples(dataset, 2)} != {os.getpid()}
+    assert dataset.opened_by is None
+    assert {int(pid) for pid in first_samples(dataset, 0)} == {os.getpid()}
 
 
 def read(rank=0, ranks=1, workers=0, step=0, seed=0):

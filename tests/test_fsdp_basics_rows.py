@@ -14,6 +14,7 @@ ROWS = {
     "hangs at a checkpoint": "test_a_rank_that_does_not_take_part",
     "nothing is learnt": "test_an_optimizer_that_was_made_before",
     "a model of patches": "test_another_seed_on_each_rank",
+    "`have gradients for different parameters`": "test_other_parameters_on_each_rank",
     "`got mixed torch.Tensor and DTensor`": "test_a_method_other_than_forward",
     "not smaller than with DDP": "test_one_unit_for_the_whole_model",
     "grows with `--accumulate`": "test_fsdp_basics.py::test_what_is_reduced_per_step",
@@ -97,6 +98,29 @@ def test_another_seed_on_each_rank(copy):
         "torch.manual_seed(settings.seed + dist.get_rank())",
     )
     assert off(losses(copy), expected) < 1e-6  # rank 0's values for all
+
+
+def test_other_parameters_on_each_rank(copy):
+    """A block with two layers of one shape, as experts are; each rank takes one of them."""
+    copy.edit("model.py", "nn.Linear(4 * dim, dim)\n", "nn.Linear(4 * dim, dim)\n        #\n")
+    two = "self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))"
+    copy.edit("model.py", "        #\n", f"        {two}\n")
+    copy.edit(
+        "model.py",
+        "        return x + self.contract",
+        "        #\n        return x + self.contract",
+    )
+    own = "x = x + self.experts[torch.distributed.get_rank()](x)"
+    copy.edit("model.py", "        #\n", f"        {own}\n")
+    result = copy.run("train.py", *STEPS)
+    assert result.returncode == 2
+    assert (
+        "step 1: ranks 0 and 1 have gradients for different parameters, first "
+        "blocks.0.experts.0.weight: " in result.output
+    )
+    whole = "0 * sum(p.sum() for p in self.experts.parameters())"
+    copy.edit("model.py", own, f"{own} + {whole}")
+    copy.run("train.py", *STEPS).check()
 
 
 def test_a_method_other_than_forward(copy):

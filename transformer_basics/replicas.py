@@ -22,17 +22,28 @@ def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
 
     A plain tensor must be equal on all ranks that have one of its name, a DTensor's local tensor on
     all ranks that hold the same shard. Each rank sends one checksum per kind of shard, about 64
-    bytes, and only if these differ one checksum per tensor.
+    bytes, and only if these differ one checksum per tensor. Another checksum tells which parameters
+    have a gradient: these must be the same parameters on all ranks.
     All ranks raise the error. It names the step, a rank and the first tensor that differs.
     """
     own = checksums(model)  # {shard: {name: checksum}}
     digests = {
         (shard, digest(names.keys())): digest(names.values()) for shard, names in own.items()
     }
+    trained = {name: p.grad is not None for name, p in model.named_parameters()}
+    digests["gradients", digest(trained.keys())] = digest(trained.values())
     if not differing(gather(digests, worker)):
         return
     named = {(shard, name): value for shard, names in own.items() for name, value in names.items()}
-    rank, other, (_, name) = differing(gather(named, worker))
+    found = differing(gather(named, worker))
+    if not found:
+        rank, other, name = differing(gather(trained, worker))
+        raise UserError(
+            f"step {step}: ranks {other} and {rank} have gradients for different parameters, first "
+            f"{name}: FSDP then adds up gradients of different parameters. Use all of them on all "
+            "ranks: add 0 * parameter.sum() to the loss for a parameter that a batch leaves out"
+        )
+    rank, other, (_, name) = found
     raise UserError(
         f"step {step}: ranks {other} and {rank} no longer hold the same numbers, first in {name}: "
         "a parameter that takes no part (DDP: --find-unused-parameters), a loss computed past the "
@@ -45,7 +56,9 @@ def checksums(model: nn.Module) -> dict[tuple, dict[str, int]]:
     """{shard: {name: checksum}} of this rank; see `shard_of`."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     # One transfer from the device for all checksums.
-    values = torch.stack([checksum(t) for t in tensors.values()]).tolist() if tensors else []
+    values = [checksum(t) for t in tensors.values()]
+    # (Offloaded parameters are on the CPU, and buffers are not.)
+    values = torch.stack([v.to(values[-1].device) for v in values]).tolist() if values else []
     found = {}
     for (name, tensor), value in zip(tensors.items(), values, strict=True):
         found.setdefault(shard_of(tensor), {})[name] = value

@@ -147,6 +147,7 @@ def run_rank(template: str, rank: int, told: dict[str, str], pipe, log) -> None:
             error = ""
             try:
                 train.train(settings, *files, worker)
+                dist.barrier()  # rank 0 has written what all ranks read now
                 torch.save(complete_record(folder, epochs), folder / f"rank{rank}.pt")
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"

@@ -157,7 +157,7 @@ class Matrix:
 
 
 def templates_for(case: Case) -> tuple[str, ...]:
-    """t5_finetuning trains language models, by AdamW."""
+    """t5_finetuning trains what generates text, with AdamW."""
     fits = ZOO[case.name].language and case.optimizer == "adamw"
     return TEMPLATES if fits else TEMPLATES[:2]
 
@@ -272,7 +272,7 @@ unchanged with SGD, unchanged with AdamW, with a frozen part, with a part that n
 tied weights, with LoRA adapters. In each case 2 ranks train for five steps and save; then 1 rank
 and 3 ranks load the checkpoint and train for five more steps. "6 of 6" under a template: in all six
 cases the losses, gradients, parameters and buffers of all ranks equal those of a plain loop in one
-process. t5_finetuning trains the language models, with AdamW. Differences are relative to the
+process. t5_finetuning trains what generates text, with AdamW. Differences are relative to the
 largest number of the tensor."""
 
 

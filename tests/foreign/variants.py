@@ -35,6 +35,10 @@ def tied(model: nn.Module, units: list[nn.Module]) -> None:
     leaves = [module for module in model.modules() if not list(module.children())]
     first, second, name = equal_pair(units) or equal_pair(leaves)
     setattr(second, name, getattr(first, name))
+    if isinstance(model, PreTrainedModel):  # save_pretrained() refuses a tie that is not declared
+        path = {module: path for path, module in model.named_modules()}
+        tie = {f"{path[second]}.{name}": f"{path[first]}.{name}"}
+        model._tied_weights_keys = (model._tied_weights_keys or {}) | tie
 
 
 def equal_pair(parts: list[nn.Module]) -> tuple[nn.Module, nn.Module, str] | None:
@@ -52,11 +56,12 @@ def equal_pair(parts: list[nn.Module]) -> tuple[nn.Module, nn.Module, str] | Non
 
 
 def lora(model: nn.Module, units: list[nn.Module]) -> None:
-    """Only adapters learn: one beside each matrix."""
+    """Only adapters learn: one beside each matrix, but for one that is also the embedding's."""
     model.requires_grad_(False)
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in ADAPTED:
+            if type(child) in ADAPTED and child.weight not in embeddings:
                 setattr(parent, name, Adapted(child))
 
 

@@ -35,7 +35,7 @@ class Entry:
     blocks: str  # where the blocks are, by name: "model.layers" (several: with spaces)
     collate: Callable | None = None
     unused: bool = False  # whether some parameters take no part in its loss
-    language: bool = False  # whether it is a language model
+    language: bool = False  # whether it generates text
     refused: tuple[str, str, str] = ("", "", "")  # see REFUSED in variants.py
     by_sample: bool = True  # False: a sample's loss depends on the others of its batch
 
@@ -288,7 +288,7 @@ def causal(name: str, blocks: str = "model.layers", **options) -> Entry:
 def masked(name: str, blocks: str, unused: bool = False, **options) -> Entry:
     make = partial(of_hub, AutoModelForMaskedLM, name, **options)
     samples = partial(texts, masked=True)
-    return Entry(make, samples, hidden_token, blocks, unused=unused, language=True)
+    return Entry(make, samples, hidden_token, blocks, unused=unused)
 
 
 def seq2seq(
