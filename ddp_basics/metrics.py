@@ -17,7 +17,7 @@ class Metrics:
     """`log` prints a line and appends a JSON object to OUTPUT_DIR/metrics.jsonl.
 
     step: the step from which the run continues. Lines of later steps are dropped from the file,
-        because the run repeats these steps. A line that the file has already is not added.
+        because the run repeats these steps. Numbers that it has already are not added again.
     total_steps: the length of the run, for the printed line.
     tensorboard: also write OUTPUT_DIR/tensorboard. Call another tracker in `log`, and give it the
         same run id after a restart.
@@ -41,13 +41,15 @@ class Metrics:
         if lines and not lines[-1].endswith("\n"):
             lines.pop()  # cut short by a kill
         try:
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            kept = {line: json.loads(line) for line in lines if json.loads(line)["step"] <= step}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is not a file of this script: move it away") from None
-        temporary = path.with_name("metrics.jsonl.tmp")  # a full disk leaves the old file
-        temporary.write_text("".join(kept))
-        os.replace(temporary, path)
-        self.kept, self.file = set(kept), path.open("a", buffering=1)
+        if len(kept) < len(lines):
+            temporary = path.with_name("metrics.jsonl.tmp")  # a full disk leaves the old file
+            temporary.write_text("".join(kept))
+            os.replace(temporary, path)
+        self.kept = {(line["step"], *line) for line in kept.values()}  # step and names
+        self.file = path.open("a", buffering=1)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -61,9 +63,9 @@ class Metrics:
         width = len(str(self.total_steps))
         print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
         sys.stdout.flush()  # a log file gets the line at once, too
-        line = json.dumps({"step": step, "epoch": epoch, **values}) + "\n"
-        if self.file and line not in self.kept:
-            self.file.write(line)
+        line = {"step": step, "epoch": epoch, **values}
+        if self.file and (step, *line) not in self.kept:
+            self.file.write(json.dumps(line) + "\n")
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from loading import to_device
 from runtime import Worker
-from stopping import ignore_signals
+from stopping import obey_the_rank_only
 from task import collate, compute_loss
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -31,7 +31,7 @@ def evaluate(
         batch_sampler=[list(share) or [0] for share in shares],
         collate_fn=collate,
         num_workers=workers,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=obey_the_rank_only,
         pin_memory=worker.device.type != "cpu",
         generator=torch.Generator(),  # or it would draw from the global one
     )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from arguments import UserError
 from runtime import Worker
-from stopping import ignore_signals
+from stopping import obey_the_rank_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -39,7 +39,7 @@ def make_loader(
         num_workers=workers,
         persistent_workers=workers > 0,  # else each epoch starts new processes
         pin_memory=worker.device.type != "cpu",
-        worker_init_fn=ignore_signals,
+        worker_init_fn=obey_the_rank_only,
         # Not the global generator, which the model uses. Worker processes seed random and NumPy
         # from this one.
         generator=torch.Generator().manual_seed(hash((seed, worker.rank)) % 2**63),
@@ -103,9 +103,7 @@ def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> No
     """
     own = []
     for dataset in datasets:
-        numbers = tensors_of(first_samples(dataset, workers)) if len(dataset) else []
-        digests = [hashlib.sha256(repr(t.tolist()).encode()).hexdigest() for t in numbers]
-        own.append((len(dataset), digests))
+        own.append((len(dataset), digests_of_samples(dataset, workers) if len(dataset) else []))
     by_rank = [None] * worker.world_size
     dist.all_gather_object(by_rank, own)
     for rank, data in enumerate(by_rank):
@@ -134,22 +132,28 @@ def check_same_order(loader: DataLoader, worker: Worker) -> None:
         raise UserError(f"all ranks must shuffle the data with one seed, not with {seeds}")
 
 
-def first_samples(dataset: Dataset, workers: int) -> list:
-    """The first sample of `dataset`, one from the middle, and the last.
+def digests_of_samples(dataset: Dataset, workers: int) -> list[str]:
+    """Of the tensors in the first sample of `dataset`, one from the middle, and the last.
 
     With --workers a worker process reads them: a file that this process has open would be open in
     all processes that it forks later, with one position for all of them.
     """
+    indices = sorted({0, len(dataset) // 2, len(dataset) - 1})
     loader = DataLoader(
         Seeded(dataset, 0),
-        batch_sampler=[[(0, i) for i in sorted({0, len(dataset) // 2, len(dataset) - 1})]],
-        collate_fn=list,
+        batch_sampler=[[(0, i) for i in indices]],
+        collate_fn=digests,
         num_workers=min(workers, 1),
-        worker_init_fn=ignore_signals,
+        worker_init_fn=obey_the_rank_only,
         generator=torch.Generator(),
     )
-    [samples] = loader
-    return samples
+    [found] = loader
+    return found
+
+
+def digests(samples: list) -> list[str]:
+    numbers = [repr(tensor.tolist()).encode() for tensor in tensors_of(samples)]
+    return [hashlib.sha256(n).hexdigest() for n in numbers]
 
 
 def to_device(batch, device: torch.device):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from arguments import UserError
 from runtime import Worker
 from saves import checksum
-from stopping import ignore_signals
+from stopping import obey_the_rank_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -118,7 +118,7 @@ def make_loader(
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=workers,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=obey_the_rank_only,
         pin_memory=torch.accelerator.is_available(),
         generator=torch.Generator(),  # its own: the model's dropout draws from the global one
     )

@@ -97,13 +97,22 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def ignore_signals(worker_id: int) -> None:
+def obey_the_rank_only(worker_id: int) -> None:
     """worker_init_fn of a DataLoader: torchrun and Slurm send signals to its processes, too.
 
-    A rank needs its worker processes until it has saved. They end with the rank.
+    A rank needs its worker processes until it has saved, so they end only when the rank asks them.
+    (macOS does not tell who has sent a signal: there they end at once.)
     """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait() -> None:
+        while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def goodbye(stopped_by: int, step: int, total_steps: int, folder, worker: Worker) -> None:

@@ -223,6 +223,9 @@ def test_what_is_reported_belongs_to_the_save(module, tmp_path):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 1')
     assert module.metrics_until(12, tmp_path) == {"step": 12, "loss": 1.0, "test_loss": 3.0}
+    for count, goes_on in enumerate((False, False, False, True, True)):
+        (tmp_path / "metrics.jsonl").write_text("".join(text.splitlines(keepends=True)[:count]))
+        assert module.goes_on(12, tmp_path) == goes_on, count
 
 
 def test_without_ray_one_sentence_says_how_to_get_it(tmp_path):

@@ -31,6 +31,7 @@ ROWS = {
     ),
     "no longer hold the same numbers": "test_ranks_that_drift_apart",
     "has other data than rank 0": "test_other_data_on_one_rank",
+    "`all ranks must shuffle the data": "test_an_order_for_each_rank",
     "`terminate called": (
         "test_ddp_basics_runtime.py::test_leaving_joins_the_threads_of_the_group",
         "test_ddp_basics_runtime.py::test_a_model_that_outlives_the_group_is_warned_of",

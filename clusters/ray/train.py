@@ -114,7 +114,11 @@ def run_script(config: dict) -> None:
         if script.returncode:
             raise subprocess.CalledProcessError(script.returncode, config["command"])
         # All workers must report equally often: rank 0's decides.
-        news = (script.returncode is None, newest_step(saves)) if first else None
+        news = None
+        if first:
+            running, step = script.returncode is None, newest_step(saves)
+            # A checkpoint is saved before its epoch is evaluated.
+            news = running, 0 if running and not goes_on(step, config["output_dir"]) else step
         running, step = broadcast_from_rank_zero(news)
         if step > reported:
             metrics = metrics_until(step, config["output_dir"]) if first else {}
@@ -141,9 +145,20 @@ def newest_step(saves: Path) -> int:
 
 def metrics_until(step: int, output_dir: Path) -> dict[str, float]:
     """The last value of each number in metrics.jsonl, as of this step."""
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    whole = (json.loads(line) for line in lines if line.endswith("\n"))
-    return {name: value for line in whole if line["step"] <= step for name, value in line.items()}
+    lines = logged(output_dir)
+    return {name: value for line in lines if line["step"] <= step for name, value in line.items()}
+
+
+def goes_on(step: int, output_dir: Path) -> bool:
+    """Whether the script has logged something after the training step `step`."""
+    lines = logged(output_dir)
+    return bool(lines) and (lines[-1]["step"] > step or "loss" not in lines[-1])
+
+
+def logged(output_dir: Path) -> list[dict]:
+    path = output_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class TellFailures(ray.train.UserCallback):
