@@ -145,7 +145,8 @@ def test_how_a_debugger_ends(here):
     with terminal(here, start, (pdb, "q"), ("FAILED", ""), ("ready>", "")) as job:
         assert "bdb.BdbQuit" in job.wait(120).check().output
     interrupted = [(pdb, "\x03"), ("--KeyboardInterrupt--", ""), ("got signal: 2", "")]
-    with terminal(here, start, *interrupted, PET_SHUTDOWN_TIMEOUT="2") as job:
+    # After that time the ranks are killed, also one that has had no processor yet.
+    with terminal(here, start, *interrupted, PET_SHUTDOWN_TIMEOUT="10") as job:
         job.wait(120).check()
 
 
@@ -271,9 +272,12 @@ def test_out_of_memory_on_one_rank(here):
     with typed(command("--fill-memory-on"), here) as job:
         result = job.wait(120)
     assert result.returncode == 1
-    cause = result.output.rpartition("Root Cause (first observed failure)")[2]
-    assert "rank      : 1 " in cause
-    assert "can't allocate memory" in cause
+    # torchrun orders the failures by second: where rank 0 loses its connection in the same second,
+    # it is named first.
+    failures = re.findall(r"time +: (\S+)\n.*\n +rank +: (\d) ", result.output)
+    causes = {rank for time, rank in failures if time == min(failures)[0]}
+    assert "1" in causes
+    assert "can't allocate memory" in result.output.rpartition("FAILED")[2]
     of_rank_0 = re.findall(r"^\[rank0\]: RuntimeError: (.*)", result.output, re.MULTILINE)
     assert all(re.search("Connection closed by peer|Read error", line) for line in of_rank_0)
 
