@@ -85,11 +85,11 @@ def train(settings: Settings, worker: Worker) -> int:
     ddp_model.broadcast_buffers = False  # average_buffers() below is enough
 
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
-    throughput = Throughput(step)
     first_step, result, stopped_by = step, None, 0
     if step and step % steps_per_epoch == 0:  # the evaluation that comes after the save
         result = evaluate_as_trained(model, test_set, settings, worker)
         metrics.log(step, step // steps_per_epoch - 1, **result)
+    throughput = Throughput(step)
     with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
         for epoch, batch in batches(loader, step, steps_per_epoch, settings.epochs, worker.device):
             lr = set_learning_rate(optimizer, step, total_steps, settings)

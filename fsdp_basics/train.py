@@ -87,11 +87,11 @@ def train(settings: Settings, worker: Worker) -> int:
         )
 
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
-    throughput = Throughput(step)
     first_step, result, stopped_by = step, None, 0
     if step and step % steps_per_epoch == 0:  # the evaluation that comes after the save
         result = evaluate_as_trained(model, test_set, settings, worker)
         metrics.log(step, step // steps_per_epoch - 1, **result)
+    throughput = Throughput(step)
     # An asynchronous save needs a group of its own, or its messages would mix with the training's.
     save_group = dist.new_group(backend="gloo") if settings.async_save else None
     finish_save = None
