@@ -145,8 +145,7 @@ def test_how_a_debugger_ends(here):
     with terminal(here, start, (pdb, "q"), ("FAILED", ""), ("ready>", "")) as job:
         assert "bdb.BdbQuit" in job.wait(120).check().output
     interrupted = [(pdb, "\x03"), ("--KeyboardInterrupt--", ""), ("got signal: 2", "")]
-    # After that time the ranks are killed, also one that has had no processor yet.
-    with terminal(here, start, *interrupted, PET_SHUTDOWN_TIMEOUT="10") as job:
+    with terminal(here, start, *interrupted, PET_SHUTDOWN_TIMEOUT="2") as job:
         job.wait(120).check()
 
 

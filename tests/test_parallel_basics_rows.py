@@ -144,7 +144,7 @@ def test_ranks_that_build_different_meshes(copy):
     copy.edit(script, ours, turned)
     copy.edit(script, "distributed_worker(args.device)", IMPATIENT)
     # At a sum over the ranks of an axis, or where these connect.
-    with pytest.raises(TimeoutError, match="in members|in _init_one_process_group"):
+    with pytest.raises(TimeoutError, match=r"in members|in _init_one_process_group"):
         copy.run(script, *flags, ranks=6, timeout=20)
     copy.edit(script, turned, ours)
     copy.edit(script, IMPATIENT, "distributed_worker(args.device)")
