@@ -99,7 +99,7 @@ class Seeded(Dataset):
 def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> None:
     """All ranks call this. Raise `UserError` if a rank has other data than rank 0.
 
-    The check compares the length and three samples of each data set. An empty one is an error, too.
+    The check compares the length and three samples of each data set. An empty data set is an error.
     """
     own = []
     for dataset in datasets:
@@ -124,7 +124,7 @@ def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> No
 def check_same_order(loader: DataLoader, worker: Worker) -> None:
     """All ranks call this. Raise `UserError` if the ranks shuffle with different seeds.
 
-    They would take samples that other ranks take, too, and leave out others.
+    Several ranks would then take one sample, and no rank would take another.
     """
     seeds = [None] * worker.world_size
     dist.all_gather_object(seeds, loader.sampler.seed)

@@ -8,8 +8,8 @@ run continues from the one before.
     checkpoints/step_00000044/run.pt                           step, settings, generators, checksums
 
 Every rank writes and reads only its own part, also when the mesh has changed: tensors have the
-names and shapes of the whole model, and are cut anew (resharding) while they are read. No part of
-the model travels between ranks; on several nodes the folder lies on a disk that all share.
+names and shapes of the full model, and are resharded while they are read. No part of the model
+travels between ranks; on several nodes the folder lies on a disk that all nodes share.
 """
 
 import os
@@ -40,7 +40,7 @@ from saves import (
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-SHARDED = ("model", "optimizer")  # the parts that differ between ranks; the others are the same
+SHARDED = ("model", "optimizer")  # these parts differ between ranks
 
 
 def check_shared(folder: Path, worker: Worker) -> None:

@@ -57,7 +57,7 @@ def initialize(model: nn.Module, build: Callable[[], nn.Module], worker: Worker)
     """Give an allocated model the values of an ordinarily built one; all ranks call it.
 
     build: makes the whole model with its values, on the CPU. Only rank 0 calls it: its host needs
-    room for the whole model once, when a run starts anew. Each parameter is then broadcast, and
+    room for the whole model once, when a new run starts. Each parameter is then broadcast, and
     every rank keeps its shard. So all worlds begin with the parameters of one process, and no GPU
     ever holds more than one whole parameter. Buffers are broadcast too, also those that are not in
     the state dict (persistent=False), such as a rotary table.

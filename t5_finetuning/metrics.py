@@ -41,7 +41,8 @@ class Metrics:
         if lines and not lines[-1].endswith("\n"):
             lines.pop()  # cut short by a kill
         try:
-            kept = {line: json.loads(line) for line in lines if json.loads(line)["step"] <= step}
+            parsed = {line: json.loads(line) for line in lines}
+            kept = {line: values for line, values in parsed.items() if values["step"] <= step}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is not a file of this script: move it away") from None
         if len(kept) < len(lines):

@@ -173,9 +173,8 @@ def test_servers_continue_from_a_version_that_all_have(tmp_path):
         (1, ["--save", "saves", "--seeds", 2], "--save is for one run, not 2"),
     ],
 )
-def test_a_mistake_is_one_sentence(ranks, args, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = warm.run(SCRIPT, *args, ranks=ranks, timeout=30)
+def test_a_mistake_is_one_sentence(ranks, args, says, tmp_path):
+    result = warm.run(SCRIPT, *args, ranks=ranks, timeout=30, cwd=tmp_path)
     assert result.returncode == 2, result.output
     assert result.output.count(says) == 1
     assert "Traceback" not in result.output
