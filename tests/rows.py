@@ -13,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-import warm
+import pool
 from helpers import ROOT, Result, torchrun
 
 
@@ -34,7 +34,7 @@ class Copy:
 
     def run(self, script: str, *args, ranks: int = 2, timeout: float = 120, **environment):
         """Run a script of the copy on `ranks` ranks, without torchrun."""
-        found = warm.run(
+        found = pool.run(
             self.path / script, *args, ranks=ranks, timeout=timeout, cwd=self.path, **environment
         )
         return plain(found)

@@ -6,9 +6,9 @@ import time
 from itertools import pairwise
 
 import lab_hosts
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT, TORCHRUN, Job, learned, python, read_lines
 from lab_hosts import Lab, name_of
 
@@ -41,7 +41,7 @@ def test_any_number_of_ranks_computes_the_same(tmp_path):
     """5 ranks have 3, 3, 2, 2 and 2 of the 12 parts."""
     for ranks in (1, 5):
         args = ("--steps", 30, "--output-dir", tmp_path / str(ranks))
-        warm.run(SCRIPT, *args, ranks=ranks, timeout=120).check()
+        pool.run(SCRIPT, *args, ranks=ranks, timeout=120).check()
     assert_same_run(tmp_path / "5", tmp_path / "1", tolerance=1e-5)
 
 
@@ -63,13 +63,13 @@ def wrapped(tmp_path, before: str, script=SCRIPT):
 def test_a_full_disk_keeps_the_state_before(tmp_path):
     """A limit on the size of files stands in for it."""
     args = ("--output-dir", tmp_path)
-    warm.run(SCRIPT, *args, "--steps", 20, timeout=120).check()
+    pool.run(SCRIPT, *args, "--steps", 20, timeout=120).check()
     before = (tmp_path / "state.pt").read_bytes()
     limit = (
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
     )
-    result = warm.run(wrapped(tmp_path, limit), *args, "--steps", 40, timeout=120)
+    result = pool.run(wrapped(tmp_path, limit), *args, "--steps", 40, timeout=120)
     assert result.returncode == 1
     assert f"elastic_train.py: error: cannot write {tmp_path}/state.pt, it is as it was:" in (
         result.output
@@ -82,7 +82,7 @@ def test_held_steps_are_longer(tmp_path):
     """What gives the chapter time to start and to lose a host."""
     (tmp_path / "hold").touch()
     args = ("--steps", 5, "--output-dir", tmp_path, "--hold", tmp_path / "hold")
-    warm.run(SCRIPT, *args, timeout=120).check()
+    pool.run(SCRIPT, *args, timeout=120).check()
     times = [line["time"] for line in log(tmp_path)]
     assert len(times) == 5
     assert all(after - before >= 0.1 for before, after in pairwise(times))
@@ -91,7 +91,7 @@ def test_held_steps_are_longer(tmp_path):
 def test_ranks_of_two_jobs_do_not_train_together(tmp_path):
     """What two jobs with one --rdzv-id come to: an agent takes the other's rank into its job."""
     other = 'sys.argv += ["--steps", "40" + os.environ["RANK"]]'
-    result = warm.run(wrapped(tmp_path, other), ranks=2, timeout=120)
+    result = pool.run(wrapped(tmp_path, other), ranks=2, timeout=120)
     assert result.returncode == 1
     assert (
         "elastic_train.py: error: not one job: 400 steps from 0 in None and 401 steps from 0 in "
@@ -135,7 +135,7 @@ def test_a_disk_of_a_host_that_is_really_full(tmp_path):
         lab.on(0, "cp", "-r", run, copy)
     first = ("--steps", 20, "--output-dir", whole)  # its learning rate falls to 0 by step 20
     for args in (first, ("--steps", 60, "--output-dir", whole)):
-        warm.run(SCRIPT, *args, ranks=2, timeout=120).check()
+        pool.run(SCRIPT, *args, ranks=2, timeout=120).check()
     assert_same_run(copy, whole, tolerance=0)
 
 
@@ -282,7 +282,7 @@ def test_the_template_goes_on_with_any_number_that_divides_its_batch(hosts, tmp_
     wait_for(2, before)
     hosts.end()
 
-    warm.run(TEMPLATE, *args, "--output-dir", whole, timeout=120).check()
+    pool.run(TEMPLATE, *args, "--output-dir", whole, timeout=120).check()
     actual, expected = learned(run), learned(whole)
     assert [line["step"] for line in actual] == [line["step"] for line in expected]
     for name in ("loss", "lr", "grad_norm", "test_loss"):

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import lab_hosts
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT, Job, installed, learned, parent_of, warm_folder
 from lab_hosts import Lab, name_of
 
@@ -271,7 +271,7 @@ def test_the_status_is_the_ranks(tmp_path, line, status):
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys\n{line}\n")
     options = ("--standalone", "--nproc-per-node=1", script)
-    result = warm.run(KUBERNETES / "agent.py", *options, timeout=60)
+    result = pool.run(KUBERNETES / "agent.py", *options, timeout=60)
     assert result.returncode == status, result.output
     assert (f"{script} FAILED" in result.output) == bool(status)
     assert ("ValueError: a mistake" in result.output) == (status == 1)
@@ -280,7 +280,7 @@ def test_the_status_is_the_ranks(tmp_path, line, status):
 @pytest.mark.slow  # with the one before, whose agent is forked: its ranks are not
 def test_wrong_arguments_are_not_tried_again():
     options = ("--standalone", "--nproc-per-node=2", TRAIN, "--batch-size=65")
-    result = warm.run(KUBERNETES / "agent.py", *options, timeout=60)
+    result = pool.run(KUBERNETES / "agent.py", *options, timeout=60)
     assert "--batch-size 65 does not divide into 2 equal parts" in result.output
     for file in MANIFESTS:
         assert pods(file)[0].when_failed(result.returncode) == "FailJob", result.output
@@ -343,7 +343,7 @@ def app(tmp_path) -> Path:
 def whole(tmp_path_factory) -> Path:
     """The same training on two ranks of this machine, with nothing in its way."""
     folder = tmp_path_factory.mktemp("whole")
-    warm.run(TRAIN, "--epochs=2", "--log-every=1", "--output-dir", folder, ranks=2).check()
+    pool.run(TRAIN, "--epochs=2", "--log-every=1", "--output-dir", folder, ranks=2).check()
     return folder
 
 

@@ -5,8 +5,8 @@ import random
 import sys
 from pathlib import Path
 
+import pool
 import pytest
-import warm
 from helpers import ROOT, python
 
 sys.path.insert(0, str(ROOT / "clusters"))
@@ -135,7 +135,7 @@ def test_traces_of_a_real_job(tmp_path):
     """Two ranks of one host; then the same, as if the second were of another one, 5 s ahead."""
     script = ROOT / "ddp_basics" / "train.py"
     options = ("--epochs", 1, "--profile", "--output-dir", tmp_path)
-    warm.run(script, *options, ranks=2, timeout=100).check()
+    pool.run(script, *options, ranks=2, timeout=100).check()
     paths = sorted(tmp_path.glob("trace_*.json"))
     traces, clocks = aligned(paths)
     assert [trace.rank for trace in traces] == [0, 1]

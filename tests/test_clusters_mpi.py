@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import lab_hosts
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT, Job, Result, free_port, learned
 from lab_hosts import LAB, Lab, name_of
 
@@ -100,7 +100,7 @@ def on_this_host(mpirun: str, *args, **environment: str) -> Result:
 def test_a_training_is_the_same_as_under_torchrun(mpirun, tmp_path):
     args = ("--epochs", 1, "--log-every", 1, "--output-dir")
     on_this_host(mpirun, TRAIN, *args, tmp_path / "mpi").check()
-    warm.run(TRAIN, *args, tmp_path / "torchrun", ranks=2).check()
+    pool.run(TRAIN, *args, tmp_path / "torchrun", ranks=2).check()
     assert learned(tmp_path / "mpi") == learned(tmp_path / "torchrun")
     ends = [tmp_path / name / "checkpoints/step_00000022.pt" for name in ("mpi", "torchrun")]
     one, other = (torch.load(end, weights_only=True)["model"] for end in ends)

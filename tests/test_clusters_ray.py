@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import CalledProcessError
 
+import pool
 import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import warm
 from helpers import (
     QUICK_RAY,
     ROOT,
@@ -96,7 +96,7 @@ def test_a_killed_rank(cluster, tmp_path):
     assert re.search(r"rank 0: .*died with <Signals.SIGKILL: 9>", output)
     assert re.search(r"continuing from .* after step \d+", output)
 
-    warm.run(*args, alone, ranks=2).check()
+    pool.run(*args, alone, ranks=2).check()
     assert learned(vit) == learned(alone)
     assert_equal(sharded(vit), sharded(alone))
 
@@ -149,7 +149,7 @@ def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
     for value in RATES:
         alone = tmp_path / f"alone_{value}"
         args = ("--epochs", 10, "--lr", value, "--output-dir", alone)
-        warm.run(DDP, *args, ranks=2).check()
+        pool.run(DDP, *args, ranks=2).check()
         assert learned(sweep / f"lr_{value}") == learned(alone)
         ends = [d / "checkpoints/step_00000220.pt" for d in (sweep / f"lr_{value}", alone)]
         assert_equal(*(torch.load(end, weights_only=True)["model"] for end in ends))

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pool
 import psutil
 import pytest
 import torch
-import warm
 from helpers import ROOT, Job, Result, clean_environment, learned, those, warm_folder
 
 SLURM = ROOT / "clusters/slurm"
@@ -258,7 +258,7 @@ def test_jobs_that_lose_their_nodes_continue_bit_for_bit(cluster, tmp_path):
     urgent = ("--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3")
     cluster.submit(*urgent, "--wrap=true", output=Path("/dev/null"))
     whole = tmp_path / "whole"
-    warm.run(TRAIN, *args, whole, ranks=2).check()
+    pool.run(TRAIN, *args, whole, ranks=2).check()
     cluster.wait_until(lambda: cluster.state(jobs["time"], "Restarts") == "1", logs["time"])
     cluster.run(*set_limit, "TimeLimit=60").check()
     for name, job in jobs.items():

@@ -3,9 +3,9 @@
 import re
 import sys
 
+import pool
 import pytest
 import torch.distributed as dist
-import warm
 from helpers import ROOT, python
 
 sys.path.insert(0, str(ROOT / "clusters"))
@@ -89,7 +89,7 @@ def test_a_job_names_its_slow_rank():
     """The sleep makes its own work 30 ms at least, on any machine; a whole step is equal for all,
     as each waits for the slow one."""
     options = ("--slow-rank", 1, "--every", 0.5, "--steps", 100)
-    said = warm.run(SCRIPT, *options, ranks=2, timeout=120).check().output
+    said = pool.run(SCRIPT, *options, ranks=2, timeout=120).check().output
     assert re.search(r"^straggler: rank 1 on \S+ takes \d+\.\d ms a step", said, re.MULTILINE)
     table = re.findall(r"^ +(\d)  \S+ +([\d.]+) +([\d.]+)$", said, re.MULTILINE)
     assert [rank for rank, _, _ in table] == ["0", "1"]

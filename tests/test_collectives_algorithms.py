@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import all_reduce_algorithms as algorithms
 import compare_all_reduce
 import point_to_point
+import pool
 import pytest
 import torch
-import warm
 from all_reduce_traffic import critical_path, expected_traffic
 from helpers import ROOT
 from workers.collectives_algorithms import CELLS, DTYPES, SIZES
@@ -29,7 +29,7 @@ each_world = pytest.mark.parametrize("world_size", WORLDS)
 def seen(tmp_path_factory) -> list[dict]:
     """What each of 6 ranks recorded, in rank order."""
     folder = tmp_path_factory.mktemp("algorithms")
-    warm.run(WORKER, folder, ranks=6, timeout=200).check()
+    pool.run(WORKER, folder, ranks=6, timeout=200).check()
     return [torch.load(folder / f"{rank}.pt") for rank in range(6)]
 
 
@@ -155,7 +155,7 @@ def test_wants_contiguous_tensors():
 
 
 def test_script_prints_what_is_true():
-    output = warm.run(ROOT / "collectives/compare_all_reduce.py", ranks=3).check().output
+    output = pool.run(ROOT / "collectives/compare_all_reduce.py", ranks=3).check().output
     # 1. The ring, each step against who has added what.
     table = output[output.index("\nstep ") :].splitlines()[2:7]
     for step, line in enumerate(table):
@@ -221,7 +221,7 @@ def test_heat_is_the_heat_equation():
 @pytest.fixture(scope="module")
 def output() -> str:
     options = ("--timeout", 0.5, "--cells", 50, "--steps", 200)
-    return warm.run(ROOT / "collectives/point_to_point.py", *options, ranks=3).check().output
+    return pool.run(ROOT / "collectives/point_to_point.py", *options, ranks=3).check().output
 
 
 def section(output: str, number: int) -> str:

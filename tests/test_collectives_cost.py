@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import async_work
 import bandwidth
 import costs
+import pool
 import pytest
 import timelines
 import torch
-import warm
 from all_reduce_algorithms import ALGORITHMS
 from bandwidth_cases import OPERATIONS
 from helpers import ROOT, python, read_metrics
@@ -24,7 +24,7 @@ BANDWIDTH, ASYNC = ROOT / "collectives/bandwidth.py", ROOT / "collectives/async_
 def seen(tmp_path_factory) -> list[dict]:
     """What each of four ranks has saved."""
     folder = tmp_path_factory.mktemp("cost")
-    warm.run(ROOT / "tests/workers/collectives_cost.py", folder, ranks=4).check()
+    pool.run(ROOT / "tests/workers/collectives_cost.py", folder, ranks=4).check()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 
@@ -124,7 +124,7 @@ def test_limits_are_measured_on_all_ranks(seen):
 def sweep(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     options = ("--min-bytes", 100, "--max-bytes", "64K", "--factor", 25, "--repeats", 3)
-    run = warm.run(BANDWIDTH, *options, "--verify", "--output-dir", folder, ranks=2).check()
+    run = pool.run(BANDWIDTH, *options, "--verify", "--output-dir", folder, ranks=2).check()
     return run.output, read_metrics(folder), folder
 
 
@@ -191,7 +191,7 @@ bandwidth.main()
 def test_verify_catches_a_wrong_result(tmp_path):
     script = tmp_path / "planted.py"
     script.write_text(PLANTED.format(folder=str(ROOT / "collectives")))
-    result = warm.run(script, "--operations", "all_reduce", "ring")
+    result = pool.run(script, "--operations", "all_reduce", "ring")
     assert result.returncode == 1, result.output
     shown = re.findall(r"^(all_reduce|ring) +4096 .* (\w+)$", result.output, flags=re.MULTILINE)
     assert shown == [("all_reduce", "ok"), ("ring", "wrong")]
@@ -284,7 +284,7 @@ def test_drawing():
 @slow
 def test_async_work_shows_both_orders(tmp_path):
     options = ("--buckets", 3, "--megabytes", 0.5, "--repeats", 2, "--plot", tmp_path / "a.png")
-    output = warm.run(ASYNC, *options, ranks=2).check().output
+    output = pool.run(ASYNC, *options, ranks=2).check().output
     assert re.search(
         r"^ +0  False +raised +True +\[3.0, 3.0\] +mean 1.5 +3 complete$", output, re.M
     )

@@ -18,12 +18,12 @@ from types import SimpleNamespace
 
 import backends
 import init_methods
+import pool
 import process_groups
 import pytest
 import stores
 import torch
 import torch.distributed as dist
-import warm
 from helpers import ROOT, torchrun
 from workers.collectives_groups import COUNTS, ROUNDS, SHORT, TASKS, TERMS
 
@@ -62,7 +62,7 @@ def column(output: str, title: str, name: str) -> list[str]:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("groups")
-    output = warm.run(WORKER, folder, ranks=N).check().output
+    output = pool.run(WORKER, folder, ranks=N).check().output
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(N)]
     return SimpleNamespace(
         printed=parts_of(output),
@@ -75,7 +75,7 @@ def job(tmp_path_factory) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, str]:
     """What the scripts print in a world of one."""
-    output = warm.run(WORKER, tmp_path_factory.mktemp("alone"), "alone").check().output
+    output = pool.run(WORKER, tmp_path_factory.mktemp("alone"), "alone").check().output
     assert "Warning" not in output
     return parts_of(output)
 
@@ -554,6 +554,6 @@ def test_bad_arguments(module, arguments, says, monkeypatch, capsys):
 
 @launches_ranks
 def test_columns_that_do_not_divide():
-    result = warm.run(HERE / "process_groups.py", "--device", "cpu", "--columns", "3")
+    result = pool.run(HERE / "process_groups.py", "--device", "cpu", "--columns", "3")
     assert result.returncode == 2
     assert "process_groups.py: error: --columns: 1 rank(s) do not fill rows of 3" in result.output

@@ -5,9 +5,9 @@ import json
 import re
 import sys
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT, torchrun
 
 HERE = ROOT / "collectives"
@@ -35,7 +35,7 @@ def modules():
 def saved(tmp_path_factory) -> list[dict]:
     """What each of 4 ranks got in the groups of 2, 3 and 4 ranks."""
     folder = tmp_path_factory.mktemp("operations")
-    warm.run(WORKER, folder, ranks=4).check()
+    pool.run(WORKER, folder, ranks=4).check()
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
@@ -257,7 +257,7 @@ def table(output: str, title: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_collectives_script():
-    output = warm.run(HERE / "collectives.py", ranks=3).check().output
+    output = pool.run(HERE / "collectives.py", ranks=3).check().output
     xs = [[10 * r + i for i in range(3)] for r in range(3)]
     sums, flat = [30, 33, 36], [n for x in xs for n in x]
     after = {
@@ -286,14 +286,14 @@ def test_collectives_script():
 
 
 def test_one_collective_on_one_process():
-    output = warm.run(HERE / "collectives.py", "--only", "all_reduce").check().output
+    output = pool.run(HERE / "collectives.py", "--only", "all_reduce").check().output
     assert table(output, "all_reduce:")[1:] == [["0", "[0]", "[0]"]]
     assert "gather" not in output
 
 
 @pytest.mark.slow
 def test_reduce_ops_script(modules):
-    output = warm.run(HERE / "reduce_ops.py", ranks=3).check().output
+    output = pool.run(HERE / "reduce_ops.py", ranks=3).check().output
     ops = modules["reduce_ops"]
     xs = [ops.sample(rank, torch.int64) for rank in range(3)]
     rows = {row[0]: row[1:] for row in table(output, "before:")[1:10]}
@@ -317,7 +317,7 @@ def test_reduce_ops_script(modules):
 
 @pytest.mark.slow
 def test_object_collectives_script():
-    output = warm.run(HERE / "object_collectives.py", "--repeats", 3, ranks=2).check().output
+    output = pool.run(HERE / "object_collectives.py", "--repeats", 3, ranks=2).check().output
     costs = table(output, "2. all_gather on 2 ranks")[1:]
     assert [row[2] for row in costs] == ["1", "2"] * 3 + ["2"]
     sizes = [int(row[3].replace(",", "")) for row in costs]
@@ -334,7 +334,7 @@ def test_object_collectives_script():
 
 @pytest.mark.slow
 def test_autograd_collectives_script():
-    output = warm.run(HERE / "autograd_collectives.py", "--count", 1, ranks=2).check().output
+    output = pool.run(HERE / "autograd_collectives.py", "--count", 1, ranks=2).check().output
     rows = table(output, "Largest gradient")[1:]
     assert tuple(row[0] for row in rows) == NAMES
     for _, size, one, numeric in rows:
@@ -358,7 +358,7 @@ GONE = r"Read error|Connection (closed|reset) by peer"  # one rank gave up a mom
 
 @pytest.fixture(scope="module")
 def hangs() -> str:
-    return warm.run(HERE / "hangs.py", ranks=2, timeout=300).check().output
+    return pool.run(HERE / "hangs.py", ranks=2, timeout=300).check().output
 
 
 @pytest.mark.slow
@@ -432,7 +432,7 @@ def test_a_dead_rank_is_known_by_its_exit_status(hangs):
 
 
 def test_hangs_need_two_ranks():
-    result = warm.run(HERE / "hangs.py")
+    result = pool.run(HERE / "hangs.py")
     assert result.returncode == 2
     assert "start 2 or more ranks" in result.output
 

@@ -151,28 +151,45 @@ def test_a_second_group_without_a_prefix(copy):
 
 
 def test_many_small_messages(copy):
-    """As many numbers, in 256 messages or in one. What a call costs is far above all noise."""
+    """256 numbers in 256 messages or in one: each message is a collective, and costs its alpha.
+
+    An object costs two collectives, its length and its pickled bytes, which are more than its data.
+    """
     (copy.path / "many.py").write_text(
         """
 import torch, torch.distributed as dist
-from costs import time_calls
 from runtime import distributed_worker
 
 with distributed_worker("cpu") as worker:
     x = torch.ones(256)
-    small = time_calls(lambda: [dist.all_reduce(n) for n in x.split(1)], 5, 1, worker.device)
-    one = time_calls(lambda: dist.all_reduce(x), 5, 1, worker.device)
     objects = [None] * worker.world_size
-    pickled = time_calls(lambda: dist.all_gather_object(objects, x), 5, 8, worker.device)
     parts = [torch.empty_like(x) for _ in objects]
-    tensors = time_calls(lambda: dist.all_gather(parts, x), 5, 8, worker.device)
-    print("times", min(small) / min(one), min(pickled) / min(tensors))
+    calls = {
+        "small": lambda: [dist.all_reduce(part) for part in x.split(1)],
+        "one": lambda: dist.all_reduce(x),
+        "object": lambda: dist.all_gather_object(objects, x),
+        "tensor": lambda: dist.all_gather(parts, x),
+    }
+    for name, call in calls.items():
+        with torch.profiler.profile(record_shapes=True) as profile:
+            call()
+        collectives = [event for event in profile.events() if event.name.startswith("gloo:")]
+        largest = max(event.input_shapes[0][0] for event in collectives)
+        if worker.is_main:
+            print(name, len(collectives), largest)
 """
     )
     output = copy.run("many.py").check().output
-    messages, objects = map(float, re.search(r"times (\S+) (\S+)", output).groups())
-    assert messages > 10
-    assert objects > 1.5
+    seen = {
+        name: (int(n), int(most))
+        for name, n, most in re.findall(r"(\w+) (\d+) (\d+)$", output, re.M)
+    }
+    assert seen["small"] == (256, 1)
+    assert seen["one"] == (1, 256)
+    assert seen["tensor"] == (1, 256)
+    collectives, nbytes = seen["object"]
+    assert collectives == 2
+    assert nbytes > 4 * 256
 
 
 def test_a_clock_that_stops_before_wait(copy):

@@ -9,10 +9,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import call_log
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from helpers import ROOT, learned
 from torch.torch_version import TorchVersion
 from workers import custom_backend_counting as worker
@@ -46,9 +46,9 @@ def test_an_old_torch_is_one_clear_sentence(monkeypatch):
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> SimpleNamespace:
     plain, counted = (tmp_path_factory.mktemp(name) for name in ("plain", "counted"))
-    warm.run(WORKER, "gloo", plain, ranks=2).check()
+    pool.run(WORKER, "gloo", plain, ranks=2).check()
     command = (COUNT, "--trace", counted, WORKER, "gloo", counted)
-    output = warm.run(*command, ranks=2).check().output
+    output = pool.run(*command, ranks=2).check().output
     return SimpleNamespace(
         plain=saved(plain), counted=saved(counted), events=events(counted), output=output
     )
@@ -181,7 +181,7 @@ def test_waiting_is_seen(job):
 
 
 def test_a_backend_of_its_own_name(job, tmp_path):
-    output = warm.run(WORKER, "counting", tmp_path, ranks=2).check().output
+    output = pool.run(WORKER, "counting", tmp_path, ranks=2).check().output
     for plain, counted in zip(job.plain, saved(tmp_path), strict=True):
         assert counted["backend"] == "counting"
         for name in ("ddp", "ddp, gradients"):
@@ -196,8 +196,8 @@ def test_a_script_that_is_nobodys(tmp_path):
     train = ROOT / "ddp_basics/train.py"
     options = ("--epochs", "1", "--device", "cpu", "--output-dir")
     plain, counted = tmp_path / "plain", tmp_path / "counted"
-    warm.run(train, *options, plain, ranks=2).check()
-    output = warm.run(COUNT, train, *options, counted, ranks=2).check().output
+    pool.run(train, *options, plain, ranks=2).check()
+    output = pool.run(COUNT, train, *options, counted, ranks=2).check().output
     assert learned(plain)
     assert learned(plain) == learned(counted)
     sent = [
@@ -220,7 +220,7 @@ def test_a_script_that_fails_says_so(tmp_path):
         "dist.barrier()\n"
         "raise SystemExit('my own words')\n"
     )
-    result = warm.run(COUNT, script)
+    result = pool.run(COUNT, script)
     assert result.returncode == 1
     assert "my own words" in result.output
     assert "called from" not in result.output

@@ -5,13 +5,13 @@ import socket
 from collections import Counter
 from types import SimpleNamespace
 
+import pool
 import pytest
 import sequence
 import source_map
 import torch
 import torch.distributed as dist
 import traffic
-import warm
 from helpers import ROOT
 from recording_store import RecordingStore
 from sequence import Message
@@ -37,7 +37,7 @@ def messages(output: str, title: str) -> list[SimpleNamespace]:
 def job(tmp_path_factory) -> SimpleNamespace:
     picture = tmp_path_factory.mktemp("layers") / "layers.png"
     command = (HERE / "layers.py", "--device", "cpu", "--picture", picture)
-    output = warm.run(*command, ranks=2).check().output
+    output = pool.run(*command, ranks=2).check().output
     return SimpleNamespace(
         output=output,
         picture=picture,
@@ -103,7 +103,7 @@ def test_picture(job):
 
 
 def test_a_world_of_one():
-    output = warm.run(HERE / "layers.py", "--elements", "3", "--device", "cpu").check().output
+    output = pool.run(HERE / "layers.py", "--elements", "3", "--device", "cpu").check().output
     assert "rendezvous: connect to itself" in output
     assert "2. dist.all_reduce of 12 bytes, rank 0" in output
 
@@ -178,6 +178,6 @@ def test_source_map():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_minimal(ranks):
-    output = warm.run(HERE / "minimal.py", ranks=ranks).check().output
+    output = pool.run(HERE / "minimal.py", ranks=ranks).check().output
     found = re.search(rf"^{ranks} ranks, store: gradients off by (\S+)$", output, re.MULTILINE)
     assert float(found[1]) < 1e-6

@@ -14,10 +14,10 @@ from functools import reduce
 from types import SimpleNamespace
 
 import checks
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from helpers import ROOT
 from ring import collectives as ring
 from ring import running
@@ -492,7 +492,7 @@ WORKER = ROOT / "tests/workers/custom_backend_ring.py"
 def seen(tmp_path_factory) -> list[dict]:
     """What each of 4 ranks recorded, in rank order."""
     folder = tmp_path_factory.mktemp("ring")
-    warm.run(WORKER, folder, ranks=4, timeout=150).check()
+    pool.run(WORKER, folder, ranks=4, timeout=150).check()
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
@@ -533,7 +533,7 @@ def test_training_is_that_of_gloo(seen, strategy, world):
 
 def test_the_script():
     script = ROOT / "custom_backend/ring_backend.py"
-    output = warm.run(script, "--numel", 1001, "--steps", 2, ranks=2).check().output
+    output = pool.run(script, "--numel", 1001, "--steps", 2, ranks=2).check().output
     assert output.count("yes, on all ranks") == 11
     assert "rank 1: 4,004\n" in output
     assert "formula 2 (p-1)/p n: 4,004.0" in output
@@ -545,7 +545,7 @@ def test_a_process_that_dies_is_named():
 
     The error passes through DDP's C++ code, which would take an object of Python's for a result.
     """
-    output = warm.run(WORKER, "dies", ranks=3, timeout=60).check().output
+    output = pool.run(WORKER, "dies", ranks=3, timeout=60).check().output
     for survivor in (0, 2):
         what = rf"rank {survivor}, all_reduce float32 SUM .*: rank 1 is gone"
         assert re.search(rf"rank {survivor} has seen: .*{what}", output), output

@@ -2,8 +2,8 @@
 
 import json
 
+import pool
 import pytest
-import warm
 from helpers import ROOT
 
 WORKER = ROOT / "tests" / "workers" / "shm_operations.py"
@@ -22,7 +22,7 @@ NOT_IN_ALL |= {"all_reduce_of_100_mb": (2,), "written_past_the_caches": (2,)}
 def found(request, tmp_path_factory) -> tuple[int, list[dict]]:
     """What each rank of one job has found, operation by operation."""
     folder = tmp_path_factory.mktemp("operations")
-    warm.run(WORKER, folder, ranks=request.param, timeout=240).check()
+    pool.run(WORKER, folder, ranks=request.param, timeout=240).check()
     saved = [json.loads((folder / f"{r}.json").read_text()) for r in range(request.param)]
     return request.param, saved
 

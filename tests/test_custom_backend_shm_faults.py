@@ -12,10 +12,10 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from helpers import REPEAT, ROOT, python
 from torch.torch_version import TorchVersion
 
@@ -29,7 +29,7 @@ SOON = 5  # seconds; milliseconds are usual, see what test_a_killed_rank prints
 
 def run(case: str, folder: Path, ranks: int) -> list:
     """What the ranks have saved, None of those that could not."""
-    warm.run(WORKER, case, folder, ranks=ranks, timeout=100).check()
+    pool.run(WORKER, case, folder, ranks=ranks, timeout=100).check()
     return saved(folder, ranks)
 
 
@@ -79,7 +79,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path):
         return set(os.listdir("/dev/shm")) | set(re.findall(r"@[0-9a-f]{32}$", names, re.M))
 
     before = left()
-    assert warm.run(WORKER, "all_die", tmp_path, ranks=3).returncode == -9
+    assert pool.run(WORKER, "all_die", tmp_path, ranks=3).returncode == -9
     assert 3.0 in saved(tmp_path, 3)
     assert left() <= before
 

@@ -3,8 +3,8 @@
 REPEAT=7 takes 10,000 operations and more.
 """
 
+import pool
 import pytest
-import warm
 from helpers import REPEAT, ROOT
 
 WORKERS = ROOT / "tests" / "workers"
@@ -16,7 +16,7 @@ OPERATIONS = 500
 @pytest.mark.slow
 def test_random_operations_equal_gloo(ranks, seed):
     count = OPERATIONS * REPEAT
-    result = warm.run(
+    result = pool.run(
         WORKERS / "shm_stress.py", seed, count, ranks=ranks, timeout=60 + 120 * REPEAT
     )
     assert f"{count} operations in groups of" in result.check().output
@@ -25,5 +25,5 @@ def test_random_operations_equal_gloo(ranks, seed):
 @pytest.mark.timeout(60 + 30 * REPEAT)
 def test_legal_orders_of_calls_end():
     for _ in range(REPEAT):
-        result = warm.run(WORKERS / "shm_orders.py", ranks=2).check()
+        result = pool.run(WORKERS / "shm_orders.py", ranks=2).check()
         assert result.output.count(" ms\n") == 7

@@ -1,8 +1,8 @@
 """Training on custom_backend/shm: losses, gradients and parameters equal to Gloo's."""
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT
 
 WORKER = ROOT / "tests" / "workers" / "shm_training.py"
@@ -21,7 +21,7 @@ WAYS |= {"ddp, hook": "ddp", "ddp, hook, views": "ddp", "fsdp, from group": "fsd
 def seen(request, tmp_path_factory) -> tuple[int, list, list]:
     folder, ranks = tmp_path_factory.mktemp("training"), request.param
     for backend in ("shm", "gloo"):
-        warm.run(WORKER, backend, folder, ranks=ranks).check()
+        pool.run(WORKER, backend, folder, ranks=ranks).check()
     load = {b: [torch.load(folder / f"{b}{r}.pt") for r in range(ranks)] for b in ("shm", "gloo")}
     return ranks, load["shm"], load["gloo"]
 

@@ -8,10 +8,10 @@ import re
 import time
 from datetime import timedelta
 
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from helpers import ROOT
 from links import PRESETS, Links, Schedule, Speed, read_links, ring_seconds
 from ring.group import RingGroup
@@ -225,15 +225,15 @@ def test_any_script_runs_on_slow_links(tmp_path):
     (tmp_path / "script.py").write_text(USES_IT)
     (tmp_path / "links.py").write_text("WHOSE = 'of the script'\n")
     options = ("--links", "default 20ms unlimited", tmp_path / "script.py", "--links", "3")
-    output = warm.run(SCRIPT, *options, ranks=2).check().output
+    output = pool.run(SCRIPT, *options, ranks=2).check().output
     assert "slow slow 2.0 of the script ['--links', '3'] True" in output
 
 
 def test_training_is_the_same_on_slow_links():
     script = ROOT / "ddp_basics/minimal.py"
-    plain = warm.run(script, "--epochs", 1, ranks=2).check().output.splitlines()
+    plain = pool.run(script, "--epochs", 1, ranks=2).check().output.splitlines()
     links = ("--links", "default 1ms 1Gbit")
-    result = warm.run(SCRIPT, *links, script, "--epochs", 1, ranks=2).check()
+    result = pool.run(SCRIPT, *links, script, "--epochs", 1, ranks=2).check()
     slow = result.output.splitlines()
     assert (plain[0], slow[0]) == ("2 rank(s) on cpu, gloo", "2 rank(s) on cpu, slow")
     assert slow[1:] == plain[1:]
@@ -241,7 +241,7 @@ def test_training_is_the_same_on_slow_links():
 
 def test_the_script_measures():
     options = ("--links", "default 1ms 100MB", "--repeats", 1)
-    lines = warm.run(SCRIPT, *options, ranks=2).check().output.splitlines()
+    lines = pool.run(SCRIPT, *options, ranks=2).check().output.splitlines()
     assert "1. One message, rank 0 to 1: latency 1 ms, 100 MB/s" in lines
     assert "2. all_reduce of n bytes on a ring of 2" in lines
     rows = [line.replace(",", "").split() for line in lines]
@@ -254,7 +254,7 @@ def test_the_script_measures():
 
 
 def test_wrong_links_are_one_sentence():
-    result = warm.run(SCRIPT, "--links", "default 1ms fast")
+    result = pool.run(SCRIPT, "--links", "default 1ms fast")
     assert result.returncode == 2
     assert result.output.startswith(
         "slow_backend.py: error: --links: must be a number above 0 with"

@@ -3,10 +3,10 @@
 import argparse
 import importlib
 
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from helpers import ROOT, learned, python, torchrun
 from run_on import known_backend
 from workers.equivalence_slice import SLICES
@@ -71,14 +71,14 @@ def test_a_name_that_cannot_be_had_is_one_sentence(modules, name, says):
 
 def test_a_wrong_name_is_said_once_by_all_ranks(tmp_path):
     command = ("switch_nowhere", TRAIN, "--output-dir", tmp_path / "run")
-    result = warm.run(RUN_ON, *command, ranks=2)
+    result = pool.run(RUN_ON, *command, ranks=2)
     says = f"run_on.py: error: backend: {NOWHERE.format('switch_nowhere')} registers it\n"
     assert (result.returncode, result.output) == (2, says)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_script_that_is_not_there_is_one_sentence():
-    result = warm.run(RUN_ON, "gloo", "nowhere.py")
+    result = pool.run(RUN_ON, "gloo", "nowhere.py")
     says = "run_on.py: error: there is no script nowhere.py\n"
     assert (result.returncode, result.output) == (2, says)
 
@@ -94,7 +94,7 @@ print(sys.argv[1:], runtime.name, dist.get_default_backend_for_device("cpu"), __
 def test_the_script_is_as_when_run_alone(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "runtime.py").write_text("name = 'the own sibling'")
-    said = warm.run(RUN_ON, "ring", tmp_path / "script.py", "--a", "--help").check().output
+    said = pool.run(RUN_ON, "ring", tmp_path / "script.py", "--a", "--help").check().output
     assert said == "['--a', '--help'] the own sibling ring __main__\n"
 
 
@@ -102,7 +102,7 @@ def test_the_script_is_as_when_run_alone(tmp_path):
 
 
 def test_a_wrong_flag_is_said_once_by_all_ranks():
-    result = warm.run(TRAIN, "--backend", "switch_nowhere", ranks=2)
+    result = pool.run(TRAIN, "--backend", "switch_nowhere", ranks=2)
     assert result.returncode == 2
     assert result.output.count("error: --backend switch_nowhere is unknown to this torch") == 1
     assert result.output.count("\n") == 1
@@ -114,7 +114,7 @@ def test_the_flags_reach_the_group(directory, tmp_path):
     flags = ["--device", "cpu", "--timeout", 77, "--backend", "gloo"]
     if directory == "t5_finetuning":  # else it would write the default ones first
         flags += ["--train-file", tmp_path / "a", "--eval-file", tmp_path / "b"]
-    result = warm.run(joining, train, *flags)
+    result = pool.run(joining, train, *flags)
     assert result.output.splitlines()[-1] == "cpu, 77.0 s, gloo"
 
 
@@ -122,7 +122,7 @@ def test_pytest_has_the_switch_too(request):
     """pytest --backend shm reaches forked ranks and launched ones."""
     says = f"rank(s) on cpu, {request.config.getoption('backend')}, torch"
     script = ROOT / "collectives/hello_world.py"
-    assert f"2 {says}" in warm.run(script, ranks=2).check().output
+    assert f"2 {says}" in pool.run(script, ranks=2).check().output
     assert f"1 {says}" in python(script).check().output
 
 
@@ -137,7 +137,7 @@ def shm():
 @pytest.fixture(scope="module")
 def on_gloo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
-    said = warm.run(TRAIN, *SHORT, "--output-dir", folder, "--backend", "gloo", ranks=2).check()
+    said = pool.run(TRAIN, *SHORT, "--output-dir", folder, "--backend", "gloo", ranks=2).check()
     assert said.output.count("2 rank(s) on cpu, gloo, torch") == 1
     return folder
 
@@ -145,7 +145,7 @@ def on_gloo(tmp_path_factory):
 def test_no_compiler_is_said_before_anything_is_made(tmp_path):
     command = ("shm", TRAIN, "--output-dir", tmp_path / "run")
     places = {"PATH": str(tmp_path), "SHM_BUILD_DIR": str(tmp_path / "builds")}
-    result = warm.run(RUN_ON, *command, **places)
+    result = pool.run(RUN_ON, *command, **places)
     assert result.returncode == 2
     assert "run_on.py: error: backend: shm: shm: " in result.output
     assert " and ninja not found. The backend is compiled on first use" in result.output
@@ -160,7 +160,7 @@ def test_train_py_on_shm_takes_the_steps_that_it_takes_on_gloo(shm, on_gloo, tmp
 
 def test_a_backend_in_python_can_be_had_by_its_name_too(on_gloo, tmp_path):
     command = ("ring", TRAIN, *SHORT, "--output-dir", tmp_path)
-    said = warm.run(RUN_ON, *command, ranks=2).check().output
+    said = pool.run(RUN_ON, *command, ranks=2).check().output
     assert said.count("2 rank(s) on cpu, ring, torch") == 1
     same_run(tmp_path, on_gloo)
 
@@ -183,7 +183,7 @@ def same_run(folder, other) -> None:
 )
 def test_a_slice_of_the_matrix_equals_one_process(shm, matrix, tmp_path):
     script, ranks = ROOT / "tests/workers/equivalence_slice.py", SLICES[matrix][0]
-    warm.run(RUN_ON, "shm", script, matrix, tmp_path / "found", ranks=ranks).check()
+    pool.run(RUN_ON, "shm", script, matrix, tmp_path / "found", ranks=ranks).check()
     saved = torch.load(tmp_path / "found")
     assert saved["backend"] == "shm"
     assert list(saved["found"]) == SLICES[matrix][1]

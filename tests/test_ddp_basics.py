@@ -6,9 +6,9 @@ import struct
 
 import evaluation
 import numpy as np
+import pool
 import pytest
 import torch
-import warm
 from arguments import UserError
 from config import parse_args
 from data import load_dataset
@@ -38,7 +38,7 @@ def lines_with(output_dir, name: str) -> list[dict]:
 def matrix(tmp_path_factory):
     script, folder = "tests/workers/equivalence.py", tmp_path_factory.mktemp("matrix")
     for ranks in (1, 2, 3):
-        warm.run(script, folder / str(ranks), ranks=ranks).check()
+        pool.run(script, folder / str(ranks), ranks=ranks).check()
     return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 3)}
 
 
@@ -90,7 +90,7 @@ def runs(tmp_path_factory):
         folder = tmp_path_factory.mktemp(f"run{ranks}")
         args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", folder)
         args += ("--accumulate", max(1, ranks - 1))
-        found[ranks] = folder, warm.run(TRAIN, *args, ranks=ranks).check().output
+        found[ranks] = folder, pool.run(TRAIN, *args, ranks=ranks).check().output
     return found
 
 
@@ -112,7 +112,7 @@ def test_script_equals_one_process(runs, ranks):
 
 def test_first_weights_are_those_of_the_seed(tmp_path):
     args = ("--seed", 7, "--lr", 1e-30, "--epochs", 1, "--output-dir", tmp_path)  # it stands still
-    warm.run(TRAIN, *args, ranks=2).check()
+    pool.run(TRAIN, *args, ranks=2).check()
     torch.manual_seed(7)
     for name, expected in SmallCNN(image_size=8).state_dict().items():
         close(final_parameters(tmp_path)[name], expected, 1e-20, name)  # zeros move by lr
@@ -120,7 +120,7 @@ def test_first_weights_are_those_of_the_seed(tmp_path):
 
 def test_no_image_is_repeated_to_fill_a_batch():
     """There are 1,437: a sampler that repeats one would make a batch of 719 for each of 2 ranks."""
-    result = warm.run(TRAIN, "--batch-size", 1438, ranks=2)
+    result = pool.run(TRAIN, "--batch-size", 1438, ranks=2)
     assert result.returncode == 2
     assert "--batch-size 1438 exceeds the 1437 training samples" in result.output
 
@@ -195,7 +195,7 @@ def test_default_run_reaches_97_percent():
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_follows_fp32(runs, tmp_path, precision):
     args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", tmp_path)
-    warm.run(TRAIN, *args, "--precision", precision).check()
+    pool.run(TRAIN, *args, "--precision", precision).check()
     fp32, low = ([line["loss"] for line in lines_with(f, "loss")] for f in (runs[1][0], tmp_path))
     # The first loss, 2.3, differs by rounding alone (8 bits in bf16, 11 in fp16; averaged over 96
     # images). Then AdamW lets differences grow: 0.02 was seen where the loss falls fastest.
@@ -237,7 +237,7 @@ def test_tensorboard_holds_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     args = ("--epochs", 2, "--output-dir", tmp_path, "--tensorboard")
-    warm.run(TRAIN, *args).check()
+    pool.run(TRAIN, *args).check()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     board = {e.step: e.value for e in events.Scalars("loss")}
     lines = {line["step"]: line["loss"] for line in lines_with(tmp_path, "loss")}
@@ -387,7 +387,7 @@ def test_bad_argument_is_said_once_under_torchrun():
 
 def test_cuda_with_too_few_gpus_is_refused():
     gpus = torch.cuda.device_count()
-    result = warm.run(TRAIN, "--device", "cuda", ranks=gpus + 1)
+    result = pool.run(TRAIN, "--device", "cuda", ranks=gpus + 1)
     assert result.returncode == 2
     assert_one_sentence(result, f"rank {gpus} on ", f"a cuda device of its own and sees {gpus}: ")
 

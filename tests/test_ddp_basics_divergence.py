@@ -2,10 +2,10 @@
 
 import re
 
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from helpers import ROOT
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -32,7 +32,7 @@ EXPECTED = {
 @pytest.fixture(scope="module", params=[2, 3])
 def ran(request, tmp_path_factory):
     file = tmp_path_factory.mktemp("divergence") / "cured.pt"
-    output = warm.run(SCRIPT, "--output", file, ranks=request.param).check().output
+    output = pool.run(SCRIPT, "--output", file, ranks=request.param).check().output
     return request.param, output, torch.load(file, weights_only=True)
 
 
@@ -70,14 +70,14 @@ def test_each_cure_equals_one_process(ran, case):
 
 
 def test_one_process_cannot_diverge():
-    output = warm.run(SCRIPT, "--steps", 4).check().output
+    output = pool.run(SCRIPT, "--steps", 4).check().output
     assert "one rank alone cannot diverge" in output
     assert output.count("check_replicas says: no difference") == len(EXPECTED)
     assert output.count("with it: equal bits on 1 rank(s) after each of 4 steps") == len(EXPECTED)
 
 
 def test_a_batch_that_does_not_divide_is_one_sentence():
-    result = warm.run(SCRIPT, ranks=7)
+    result = pool.run(SCRIPT, ranks=7)
     assert result.returncode == 2
     message = "the global batch of 120 images does not divide over 7 rank(s)"
     assert result.output.count(message) == 1, result.output

@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pool
 import pytest
 import torch
-import warm
 from arguments import UserError
 from checkpoint import read_file, saves, write_file
 from config import Settings
@@ -33,7 +33,7 @@ ARGS = ("--epochs", 12, "--log-every", 1)  # 22 steps an epoch
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    warm.run(TRAIN, *ARGS, "--output-dir", folder, ranks=2).check()
+    pool.run(TRAIN, *ARGS, "--output-dir", folder, ranks=2).check()
     return folder
 
 
@@ -112,7 +112,7 @@ SHORT = ("--epochs", 2, "--log-every", 1)
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     folder = tmp_path_factory.mktemp("short")
-    warm.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
+    pool.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
     return folder
 
 
@@ -138,7 +138,7 @@ def test_a_signal_saves_and_the_same_command_continues(tmp_path, short, name):
     assert checkpoint(folder)["step"] == 30
     if to_one_rank:  # torchrun says which status the ranks had
         assert f"exitcode  : {128 + number}" in result.output
-    warm.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
+    pool.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
     assert_same_end(folder, short)
 
 
@@ -182,7 +182,7 @@ def test_another_number_of_ranks_continues(tmp_path, short):
     shutil.copytree(short, tmp_path / "run")
     newest = last_save(tmp_path / "run")
     newest.unlink()
-    output = warm.run(TRAIN, *SHORT, "--output-dir", tmp_path / "run").check().output
+    output = pool.run(TRAIN, *SHORT, "--output-dir", tmp_path / "run").check().output
     assert "after step 22" in output
     for a, b in zip(learned(tmp_path / "run"), learned(short), strict=True):
         assert a == pytest.approx(b, abs=5e-2)
@@ -208,9 +208,9 @@ def test_sigterm_without_output_dir_says_that_nothing_is_saved():
 @pytest.mark.slow
 def test_finished_run_is_left_as_it_is(tmp_path):
     args = ("--epochs", 2, "--output-dir", tmp_path)
-    first = warm.run(TRAIN, *args).check()
+    first = pool.run(TRAIN, *args).check()
     before = last_save(tmp_path).read_bytes(), read_metrics(tmp_path)
-    second = warm.run(TRAIN, *args).check()
+    second = pool.run(TRAIN, *args).check()
     assert "steps 0 of 44" in second.output
     assert first.output.splitlines()[-1] == second.output.splitlines()[-1]
     assert before == (last_save(tmp_path).read_bytes(), read_metrics(tmp_path))
@@ -286,7 +286,7 @@ def test_broken_checkpoint_is_passed_over(tmp_path, uninterrupted, damage):
     assert (older.name, newer.name) == ("step_00000242.pt", "step_00000264.pt")
     broken = damaged(newer.read_bytes(), damage)
     newer.write_bytes(broken)
-    result = warm.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2).check()
+    result = pool.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2).check()
     assert result.output.count(f"warning: {newer} is no readable checkpoint") == 1
     assert "continuing from" in result.output
     assert "after step 242" in result.output
@@ -296,7 +296,7 @@ def test_broken_checkpoint_is_passed_over(tmp_path, uninterrupted, damage):
     for path in (older, newer):
         path.write_bytes(damaged(path.read_bytes(), damage))
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*")}
-    result = warm.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2)
+    result = pool.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2)
     assert result.returncode == 2
     assert f"train.py: error: {newer} is no readable checkpoint" in result.output
     assert {p.name: p.read_bytes() for p in (tmp_path / "checkpoints").glob("*")} == before
@@ -327,7 +327,7 @@ def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterru
         arguments = (*ARGS, "--lr", 0.1)
         sentence = f"{path.parent} was trained with --lr 0.002, not 0.1"
     before = path.read_bytes()
-    start = torchrun if kind == "truncated" else warm.run  # one of them, to see it said once
+    start = torchrun if kind == "truncated" else pool.run  # one of them, to see it said once
     result = start(TRAIN, *arguments, "--output-dir", tmp_path)
     assert result.returncode != 0
     assert result.output.count("train.py: error: ") == 1, result.output
@@ -350,13 +350,13 @@ def test_a_crash_in_an_evaluation_loses_no_step(tmp_path, short):
     """It is saved before, and evaluated when it continues: also if the scheduler did not wait."""
     script, folder = tmp_path / "dies.py", tmp_path / "run"
     script.write_text(DIES_IN_EVALUATION.format(directory=str(TRAIN.parent)))
-    result = warm.run(script, *SHORT, "--output-dir", folder, ranks=2)
+    result = pool.run(script, *SHORT, "--output-dir", folder, ranks=2)
     assert result.returncode == 9
     assert checkpoint(folder)["step"] == 22
-    warm.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
+    pool.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
     assert_same_end(folder, short)
     before = (folder / "metrics.jsonl").read_bytes()
-    warm.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
+    pool.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -402,7 +402,7 @@ def test_files_may_move_and_a_task_may_get_a_new_flag(tmp_path):
 @pytest.mark.slow
 def test_foreign_metrics_file_is_left_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("my notes\nof last year\n")
-    result = warm.run(TRAIN, "--output-dir", tmp_path)
+    result = pool.run(TRAIN, "--output-dir", tmp_path)
     assert "metrics.jsonl is not a file of this script" in result.output
     assert result.output.count("train.py: error: ") == 1
     assert (tmp_path / "metrics.jsonl").read_text() == "my notes\nof last year\n"
@@ -425,7 +425,7 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
         f"sys.argv[0] = {str(TRAIN)!r}\n"
         f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
     )
-    result = warm.run(wrapper, "--epochs", 3, *args[2:])
+    result = pool.run(wrapper, "--epochs", 3, *args[2:])
     assert result.returncode == 2, result.output
     assert "cannot write" in result.output
     assert "those before are untouched" in result.output
@@ -453,7 +453,7 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
     script, folder = tmp_path / "slow_disk.py", tmp_path / "run"
     script.write_text(SLOW_DISK.format(directory=str(TRAIN.parent)))
     args = ("--epochs", 1, "--timeout", 5, "--output-dir", folder)
-    output = warm.run(script, *args, ranks=2).check().output
+    output = pool.run(script, *args, ranks=2).check().output
     assert output.count("writing\n") == 1
     assert f"rank 0 is writing {folder}/checkpoints/step_00000022.pt ...\n" in output  # after 10 s
     assert "steps 22 of 22" in output

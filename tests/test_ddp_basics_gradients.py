@@ -3,9 +3,9 @@
 import re
 import time
 
+import pool
 import pytest
 import torch
-import warm
 from compare_ddp import Run, milliseconds, moment, why_bits_may_differ
 from helpers import ROOT, read_metrics
 from workers.from_scratch import CASES, STEPS, build
@@ -24,7 +24,7 @@ def ranks(request):
 @pytest.fixture(scope="module")
 def results(ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("from_scratch") / "results.pt"
-    warm.run(WORKER, path, ranks=ranks).check()
+    pool.run(WORKER, path, ranks=ranks).check()
     return torch.load(path, weights_only=True)
 
 
@@ -137,7 +137,7 @@ def test_messages_of_a_step(results, case):
 
 def test_script_prints_what_it_measured():
     script = ROOT / "ddp_basics" / "ddp_from_scratch.py"
-    output = warm.run(script, "--repeats", "3", ranks=2).check().output
+    output = pool.run(script, "--repeats", "3", ranks=2).check().output
     row = r"^{}\s+(\S+)\s+(\S+)\s+(\S+)\s+(\S+)\s+(\d+)\s+([\d,]+)$"
     rows = {
         name: re.search(row.format(name), output, re.MULTILINE)
@@ -226,7 +226,7 @@ def test_what_a_bucket_view_saves(results):
 def compression(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compression")
     script = ROOT / "ddp_basics" / "gradient_compression.py"
-    warm.run(script, "--output-dir", folder, ranks=2).check()
+    pool.run(script, "--output-dir", folder, ranks=2).check()
     return {row["hook"]: row for row in read_metrics(folder)}
 
 

@@ -8,11 +8,11 @@ import signal
 import sys
 from types import SimpleNamespace
 
+import pool
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import warm
 from helpers import REPEAT, ROOT, Job, python, torchrun
 from sklearn.datasets import load_digits
 from torch import nn
@@ -82,7 +82,7 @@ def watch_minimal(script, ranks: int, folder) -> SimpleNamespace:
     if ranks == 1:  # with its own imports, in its own order: one of them matters
         output = python(WATCH_MINIMAL, script, folder, timeout=240).check().output
     else:
-        output = warm.run(WATCH_MINIMAL, script, folder, ranks=ranks).check().output
+        output = pool.run(WATCH_MINIMAL, script, folder, ranks=ranks).check().output
     seen = [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
     return SimpleNamespace(output=output, seen=seen)
 
@@ -172,7 +172,7 @@ UNEVEN_BATCHES = [8, 11, 13]  # of 32 images
 
 
 def test_hang_is_bounded_and_reported_per_rank():
-    output = warm.run(HANG, ranks=RANKS).check().output
+    output = pool.run(HANG, ranks=RANKS).check().output
     for rank, row in enumerate(rows_after(output, "rank  batches done", RANKS)):
         match = re.fullmatch(r" +(\d+) +(\d+) of (\d+)  (\w+ ?\w*) +([\d.]+)  (.*)", row)
         assert match, row
@@ -184,7 +184,7 @@ def test_hang_is_bounded_and_reported_per_rank():
 
 
 def test_join_equals_the_plain_sum():
-    output = warm.run(JOIN, ranks=RANKS).check().output
+    output = pool.run(JOIN, ranks=RANKS).check().output
     for part, fixed in enumerate((True, False)):
         text = output.split("\ndivide_by_initial_world_size=")[part + 1]
         assert text.startswith(f"{fixed}\n")
@@ -218,7 +218,7 @@ def test_the_plain_sum_is_right(load):
 
 
 def test_what_the_alternatives_cost():
-    output = warm.run(ALTERNATIVES, ranks=RANKS).check().output
+    output = pool.run(ALTERNATIVES, ranks=RANKS).check().output
     ranks, batches, total = RANKS, UNEVEN_BATCHES, 997
     padded, dropped, full = -(-total // ranks), total // ranks, total // ranks // 32
     idle = round(100 * sum(max(batches) - b for b in batches) / (max(batches) * ranks))
@@ -241,11 +241,11 @@ def test_what_the_alternatives_cost():
 def zero(tmp_path_factory):
     """straight: 12 steps on 2 ranks; two, three: 6 steps on 2 ranks, then 6 more on 2 or 3."""
     folder = tmp_path_factory.mktemp("zero")
-    runs = {"straight": warm.run(ZERO, "--output-dir", folder / "straight", ranks=2)}
-    warm.run(ZERO, "--steps", 6, "--output-dir", folder / "two", ranks=2).check()
+    runs = {"straight": pool.run(ZERO, "--output-dir", folder / "straight", ranks=2)}
+    pool.run(ZERO, "--steps", 6, "--output-dir", folder / "two", ranks=2).check()
     shutil.copytree(folder / "two", folder / "three")
     for ranks, name in ((2, "two"), (3, "three")):
-        runs[name] = warm.run(ZERO, "--output-dir", folder / name, ranks=ranks)
+        runs[name] = pool.run(ZERO, "--output-dir", folder / name, ranks=ranks)
     last = {name: folder / name / "checkpoints" / "step_00000012.pt" for name in runs}
     states = {name: torch.load(file, weights_only=True) for name, file in last.items()}
     return SimpleNamespace(
@@ -304,7 +304,7 @@ def test_zero_bytes_per_rank(zero, name, ranks):
 def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
     steps = ("--steps", 5)
     runs = {
-        "torchrun": warm.run(SPAWN, *steps, "--output", tmp_path / "torchrun", ranks=2),
+        "torchrun": pool.run(SPAWN, *steps, "--output", tmp_path / "torchrun", ranks=2),
         "spawn": python(SPAWN, "--how", "spawn", *steps, "--output", tmp_path / "spawn"),
         "environment": python(
             SPAWN, "--how", "environment", *steps, "--output", tmp_path / "environment"
@@ -356,7 +356,7 @@ def test_spawn_shows_the_childs_traceback():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_split_model_equals_the_whole(ranks):
-    run = warm.run(SPLIT, "--device", "cpu", ranks=ranks)
+    run = pool.run(SPLIT, "--device", "cpu", ranks=ranks)
     rows = rows_after(run.check().output, "rank  half", 2 * ranks)
     for i, row in enumerate(rows):
         rank, count, difference = numbers(row)
@@ -447,6 +447,6 @@ def test_bad_arguments(load, monkeypatch, capsys, script, arguments, message):
     ],
 )
 def test_bad_arguments_are_reported_once_per_job(script, arguments, message):
-    result = warm.run(script, *arguments, ranks=2)
+    result = pool.run(script, *arguments, ranks=2)
     assert result.returncode == 2
     assert result.output.count(message) == 1, result.output

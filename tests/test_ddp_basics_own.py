@@ -2,9 +2,9 @@
 
 import re
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT
 from workers.own_model import HALF, SAMPLES, STEPS, Odd, Own, data, plain
 
@@ -21,7 +21,7 @@ def found(tmp_path_factory):
     results = {}
     phases = ("halves,statistics,layouts,any_tensor,refused", 2), ("others", 3), ("others", 1)
     for names, ranks in phases:
-        warm.run(SCRIPT, "ddp_basics", names, folder, ranks=ranks).check()
+        pool.run(SCRIPT, "ddp_basics", names, folder, ranks=ranks).check()
         for name in names.split(","):
             results[name, ranks] = torch.load(folder / f"{name}_{ranks}.pt")
     return results

@@ -10,12 +10,12 @@ from functools import partial
 
 import agreement
 import data
+import pool
 import pytest
 import spawn
 import torch
 import torch.distributed as dist
 import torchvision
-import warm
 import zero_optimizer
 from arguments import UserError
 from helpers import REPEAT, ROOT, TORCHRUN, Job, free_port, learned, python, torchrun
@@ -85,9 +85,9 @@ def test_too_few_devices_are_an_error_and_not_a_job_on_cpus(
         own_device(device)
 
 
-def joined(gpus: list[list[str]], *flags, nodes: int = 2) -> warm.Result:
+def joined(gpus: list[list[str]], *flags, nodes: int = 2) -> pool.Result:
     """What ranks print that see these GPUs, if LOCAL_RANK is all that the launcher tells."""
-    return warm.run(PRETEND, *flags, ranks=len(gpus), nodes=nodes, GPUS=json.dumps(gpus))
+    return pool.run(PRETEND, *flags, ranks=len(gpus), nodes=nodes, GPUS=json.dumps(gpus))
 
 
 def test_two_nodes_of_two_gpus():
@@ -146,16 +146,16 @@ with distributed_worker("cpu"):
 """
 
 
-def each(*commands: tuple) -> warm.Result:
+def each(*commands: tuple) -> pool.Result:
     """Run (script, arguments ...) for each rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     jobs = []
     try:
         for rank, command in enumerate(commands):
-            told = warm.environment(rank, len(commands), store)
-            jobs.append(warm.Rank(*command, beside=jobs[0] if jobs else None, **told))
-        status = warm.first_failure(jobs, timeout=120)
-        return warm.Result(status, jobs[0].output)
+            told = pool.environment(rank, len(commands), store)
+            jobs.append(pool.Rank(*command, beside=jobs[0] if jobs else None, **told))
+        status = pool.first_failure(jobs, timeout=120)
+        return pool.Result(status, jobs[0].output)
     finally:
         for job in jobs:
             job.kill()
@@ -321,7 +321,7 @@ RUN = ("--epochs", 1, "--log-every", 4)
 def on_one_node(request, tmp_path_factory):
     """(the template, the folder of its run with four ranks on one node)"""
     script, folder = ROOT / request.param / "train.py", tmp_path_factory.mktemp("one")
-    warm.run(script, *RUN, "--output-dir", folder, ranks=4).check()
+    pool.run(script, *RUN, "--output-dir", folder, ranks=4).check()
     return script, folder
 
 
@@ -342,7 +342,7 @@ def same_run(folder, expected) -> None:
 
 def test_two_nodes_train_as_one_does(on_one_node, tmp_path):
     script, folder = on_one_node
-    warm.run(script, *RUN, "--output-dir", tmp_path, ranks=4, nodes=2).check()
+    pool.run(script, *RUN, "--output-dir", tmp_path, ranks=4, nodes=2).check()
     same_run(tmp_path, folder)
 
 
@@ -441,9 +441,9 @@ def test_runs_end_with_status_0():
 
     test_leaving_joins_the_threads_of_the_group looks at its cause; for its frequency set REPEAT.
     """
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as threads:
         run = partial(torchrun, TRAIN, "--epochs", 1, cold=True)
-        for running in [pool.submit(run) for _ in range(REPEAT)]:
+        for running in [threads.submit(run) for _ in range(REPEAT)]:
             running.result().check()
 
 
@@ -528,6 +528,6 @@ def test_a_mistake_is_said_when_all_have_joined(tmp_path):
     """Else a rank that is still connecting fails, with a traceback beside the one sentence."""
     script = tmp_path / "late.py"
     script.write_text(LATE.format(directory=str(HERE)))
-    result = warm.run(script, ranks=2)
+    result = pool.run(script, ranks=2)
     assert result.returncode == 2
     assert result.output.endswith("rank 1 has joined\nlate.py: error: a mistake\n")

@@ -8,10 +8,10 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from helpers import ROOT
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
     for ranks, workers, after in ((1, 0, 1), (2, 2, 0), (3, 1, 2)):
         flags = ("--workers", workers, "--workers-after", after, "--data-dir", folder / "files")
         flags += ("--output", folder / f"{ranks}.pt")
-        output = warm.run(SCRIPT, *flags, ranks=ranks).check().output
+        output = pool.run(SCRIPT, *flags, ranks=ranks).check().output
         saved = torch.load(folder / f"{ranks}.pt", weights_only=True)
         found[ranks] = SimpleNamespace(output=output, workers=max(workers, 1), **saved)
     found["files"] = sorted((folder / "files").glob("*.npz"))
@@ -222,14 +222,14 @@ def test_a_resumed_stream_opens_only_what_it_needs(streaming, files):
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments, message):
-    result = warm.run(SCRIPT, *arguments, ranks=2)
+    result = pool.run(SCRIPT, *arguments, ranks=2)
     assert result.returncode == 2
     assert result.output.count(message) == 1, result.output
 
 
 def test_a_broken_index_is_named(tmp_path):
     (tmp_path / "index.json").write_text('{"digits_000.npz": 2')
-    result = warm.run(SCRIPT, "--data-dir", tmp_path, ranks=2)
+    result = pool.run(SCRIPT, "--data-dir", tmp_path, ranks=2)
     assert result.returncode == 2
     assert result.output.count(f"{tmp_path}/index.json is broken: delete it") == 1, result.output
 
@@ -238,7 +238,7 @@ def test_a_file_that_is_missing_is_named(runs, tmp_path):
     for path in runs["files"][0].parent.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "digits_007.npz").unlink()
-    result = warm.run(SCRIPT, "--data-dir", tmp_path, ranks=2)
+    result = pool.run(SCRIPT, "--data-dir", tmp_path, ranks=2)
     assert result.returncode == 2
     message = rf"rank 0 on \S+ does not see {tmp_path}/digits_007.npz: --data-dir must be"
     assert len(re.findall(message, result.output)) == 1, result.output

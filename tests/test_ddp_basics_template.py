@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import data
 import metrics
+import pool
 import pytest
 import torch
-import warm
 from arguments import UserError
 from data import Shifted
 from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
@@ -191,11 +191,11 @@ def test_shifted_images_are_moved_and_nothing_but_moved():
 def test_augmented_run_learns_and_resumes_the_same(tmp_path):
     args = ("--augment", "--epochs", 2, "--checkpoint-every", 15, "--log-every", 1, "--keep", 9)
     whole, part = tmp_path / "whole", tmp_path / "part"
-    warm.run(TRAIN, *args, "--output-dir", whole, ranks=2).check()
+    pool.run(TRAIN, *args, "--output-dir", whole, ranks=2).check()
     (part / "checkpoints").mkdir(parents=True)
     middle = "checkpoints/step_00000030.pt"  # in the second epoch
     (part / middle).write_bytes((whole / middle).read_bytes())
-    output = warm.run(TRAIN, *args, "--output-dir", part, ranks=2).check().output
+    output = pool.run(TRAIN, *args, "--output-dir", part, ranks=2).check().output
     assert "after step 30" in output
     losses = [{m["step"]: m["loss"] for m in read_metrics(f) if "loss" in m} for f in (whole, part)]
     assert list(losses[1]) == list(range(31, 45))
@@ -283,7 +283,7 @@ with distributed_worker("cpu") as worker:
 def test_ranks_agree_on_a_step_without_asking_at_every_step(tmp_path):
     script = tmp_path / "agree.py"
     script.write_text(AGREE.format(directory=str(TRAIN.parent)))
-    output = warm.run(script, ranks=2).check().output
+    output = pool.run(script, ranks=2).check().output
     (ours, looks), theirs = eval(output.split("FOUND ")[1])  # a list that the script printed
     assert theirs == (ours, looks)
     assert 600 <= ours == looks[-1]
@@ -325,7 +325,7 @@ def test_rank_that_waits_for_ever_leaves_when_a_neighbour_has_died(tmp_path):
 def short(tmp_path_factory):
     folder = tmp_path_factory.mktemp("short")
     args = ("--epochs", 2, "--log-every", 10, "--output-dir", folder)
-    return folder, warm.run(TRAIN, *args, ranks=2).check().output
+    return folder, pool.run(TRAIN, *args, ranks=2).check().output
 
 
 def test_ranks_draw_their_own_numbers(short):
@@ -374,7 +374,7 @@ finally:
 def test_the_last_evaluation_is_not_done_twice(tmp_path):
     script = tmp_path / "counted.py"
     script.write_text(COUNTED.format(directory=str(TRAIN.parent)))
-    output = warm.run(script, "--epochs", 2, "--log-every", 1000).check().output
+    output = pool.run(script, "--epochs", 2, "--log-every", 1000).check().output
     assert "calls: start stop evaluate start stop evaluate start\n" in output  # no time of theirs
 
 
@@ -390,7 +390,7 @@ def test_throughput_is_of_training_alone(monkeypatch):
 
 def test_loss_that_is_no_number_stops_the_run(tmp_path):
     args = ("--optimizer", "sgd", "--lr", 1e30, "--clip", 0, "--warmup", 0, "--log-every", 3)
-    result = warm.run(TRAIN, *args, "--output-dir", tmp_path, ranks=2)
+    result = pool.run(TRAIN, *args, "--output-dir", tmp_path, ranks=2)
     assert result.returncode == 2
     assert result.output.count("train.py: error: step 3: the loss is nan") == 1
     assert not list(tmp_path.glob("checkpoints/*"))
@@ -399,7 +399,7 @@ def test_loss_that_is_no_number_stops_the_run(tmp_path):
 def test_run_can_be_made_longer(short, tmp_path):
     folder = shutil.copytree(short[0], tmp_path / "longer")
     args = ("--epochs", 3, "--log-every", 1, "--output-dir", folder)
-    output = warm.run(TRAIN, *args, ranks=2).check().output
+    output = pool.run(TRAIN, *args, ranks=2).check().output
     assert "planned for 44 steps, now for 66: from here on the learning rate follows" in output
     rates = {m["step"]: m["lr"] for m in read_metrics(folder) if "lr" in m and m["step"] > 44}
     # Half a cosine over 66 steps, of which a tenth were for warming up.
@@ -408,7 +408,7 @@ def test_run_can_be_made_longer(short, tmp_path):
 
 
 def test_profile_has_three_steps_of_each_rank(tmp_path):
-    warm.run(TRAIN, "--epochs", 1, "--profile", "--output-dir", tmp_path, ranks=2).check()
+    pool.run(TRAIN, "--epochs", 1, "--profile", "--output-dir", tmp_path, ranks=2).check()
     for rank in (0, 1):
         events = json.loads((tmp_path / f"trace_{rank}.json").read_text())["traceEvents"]
         names = [event.get("name", "") for event in events]
@@ -463,7 +463,7 @@ def test_a_checksum_knows_nan_and_minus_zero():
 def test_state_is_sent_tensor_by_tensor(short, tmp_path):
     folder, seen = short[0], tmp_path / "seen.pt"
     script = ROOT / "tests/workers/ddp_resume.py"
-    warm.run(script, folder / "checkpoints", seen, ranks=2).check()
+    pool.run(script, folder / "checkpoints", seen, ranks=2).check()
     ours, theirs = torch.load(seen, weights_only=False)
     saved = torch.load(max((folder / "checkpoints").iterdir()), weights_only=True)
     assert ours["step"] == theirs["step"] == saved["step"]
@@ -481,6 +481,6 @@ def test_state_is_sent_tensor_by_tensor(short, tmp_path):
 
 def test_only_the_newest_are_kept(tmp_path):
     args = ("--epochs", 1, "--checkpoint-every", 5, "--keep", 3, "--output-dir", tmp_path)
-    warm.run(TRAIN, *args).check()
+    pool.run(TRAIN, *args).check()
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_00000015.pt", "step_00000020.pt", "step_00000022.pt"]

@@ -2,10 +2,10 @@
 
 import re
 
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from helpers import ROOT
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -30,7 +30,7 @@ ERRORS = ("one layer frozen", "one wrapper")
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def ran(request, tmp_path_factory):
     file = tmp_path_factory.mktemp("two_networks") / "right.pt"
-    output = warm.run(SCRIPT, "--output", file, ranks=request.param).check().output
+    output = pool.run(SCRIPT, "--output", file, ranks=request.param).check().output
     return request.param, output, torch.load(file, weights_only=True)
 
 
@@ -127,6 +127,6 @@ def plain_gan() -> tuple[list, list]:
 
 
 def test_a_batch_that_does_not_divide_is_one_sentence():
-    result = warm.run(SCRIPT, "--batch-size", 49, ranks=2)
+    result = pool.run(SCRIPT, "--batch-size", 49, ranks=2)
     assert result.returncode == 2
     assert result.output.count("--batch-size 49 does not divide over 2 rank(s)") == 1, result.output

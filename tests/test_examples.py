@@ -4,8 +4,8 @@ import json
 import re
 import shutil
 
+import pool
 import pytest
-import warm
 from helpers import ROOT, read_metrics
 
 LINE = re.compile(r"^test loss ([\d.]+)   test accuracy ([\d.]+)   of (\d+) samples$", re.M)
@@ -28,12 +28,12 @@ def test_resnet_with_ddp(project, tmp_path):
     script = project("ddp_basics", "resnet18")
     flags = ("--images=64", "--epochs=2", "--batch-size=16", "--device=cpu", "--log-every=1")
     runs = tmp_path / "runs"
-    found = LINE.search(warm.run(script, *flags, "--output-dir", runs, ranks=2).check().output)
+    found = LINE.search(pool.run(script, *flags, "--output-dir", runs, ranks=2).check().output)
     assert found[3] == "16"
     lines = [line for line in read_metrics(runs) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 9))
     # Augmented images are the same for one process, and BatchNorm's batches are not.
-    alone = warm.run(script, *flags, "--epochs=1", "--output-dir", tmp_path / "alone").check()
+    alone = pool.run(script, *flags, "--epochs=1", "--output-dir", tmp_path / "alone").check()
     assert LINE.search(alone.output)
     first = next(line for line in read_metrics(tmp_path / "alone") if "loss" in line)
     assert first["loss"] == pytest.approx(lines[0]["loss"], rel=0.2)
@@ -50,7 +50,7 @@ def test_llama_with_fsdp(project, tmp_path):
     for ranks in (1, 2):
         output = tmp_path / f"{ranks}"
         assert LINE.search(
-            warm.run(script, *flags, "--output-dir", output, ranks=ranks).check().output
+            pool.run(script, *flags, "--output-dir", output, ranks=ranks).check().output
         )
         losses[ranks] = [line["loss"] for line in read_metrics(output) if "loss" in line]
     # A rotary table of garbage would show in the first loss; sums in another order: seen 1e-6.
@@ -63,5 +63,5 @@ def test_llama_with_fsdp(project, tmp_path):
     LlamaForCausalLM(LlamaConfig(vocab_size=384, **sizes, **heads)).save_pretrained(model)
     ByT5Tokenizer().save_pretrained(model)
     assert json.loads((model / "config.json").read_text())["tie_word_embeddings"]
-    result = warm.run(script, *flags, "--model", model, ranks=2).check()
+    result = pool.run(script, *flags, "--model", model, ranks=2).check()
     assert LINE.search(result.output)

@@ -5,9 +5,9 @@ import re
 from itertools import pairwise
 
 import evaluation
+import pool
 import pytest
 import torch
-import warm
 from arguments import UserError
 from config import parse_args
 from convert_checkpoint import read_model, write_model
@@ -28,7 +28,7 @@ TRAIN = ROOT / "fsdp_basics/train.py"
 def matrix(tmp_path_factory):
     script, folder = ROOT / "tests/workers/fsdp_equivalence.py", tmp_path_factory.mktemp("matrix")
     for ranks in (1, 2, 3, 4):
-        warm.run(script, folder / str(ranks), ranks=ranks).check()
+        pool.run(script, folder / str(ranks), ranks=ranks).check()
     return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 3, 4)}
 
 
@@ -98,7 +98,7 @@ def runs(tmp_path_factory):
     for ranks in (1, 2, 3):
         folder = tmp_path_factory.mktemp(f"run{ranks}")
         args = (*ARGS, "--output-dir", folder, "--accumulate", max(1, ranks - 1))
-        found[ranks] = folder, warm.run(TRAIN, *args, ranks=ranks).check().output
+        found[ranks] = folder, pool.run(TRAIN, *args, ranks=ranks).check().output
     return found
 
 
@@ -144,7 +144,7 @@ def test_each_rank_holds_its_shards(runs):
 @pytest.mark.slow
 def test_first_weights_are_those_of_the_seed(tmp_path):
     args = ("--seed", 7, "--lr", 1e-30, "--epochs", 1, "--output-dir", tmp_path)  # it stands still
-    warm.run(TRAIN, *args, "--dim", 8, "--depth", 1, ranks=2).check()
+    pool.run(TRAIN, *args, "--dim", 8, "--depth", 1, ranks=2).check()
     torch.manual_seed(7)
     expected, actual = VisionTransformer(dim=8, depth=1).state_dict(), saved_model(tmp_path)
     assert actual.keys() == expected.keys()
@@ -203,7 +203,7 @@ def accuracy(result) -> float:
 @pytest.mark.slow
 def test_run_learns():
     """A third of the default run: that reaches 96 % in 45 s."""
-    result = warm.run(TRAIN, "--epochs", 7, ranks=2).check()
+    result = pool.run(TRAIN, "--epochs", 7, ranks=2).check()
     assert accuracy(result) >= 0.7  # 82 % was seen
     assert result.output.count("2 rank(s) on cpu") == 1  # once, not per rank
 
@@ -220,7 +220,7 @@ OPTIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_follow_the_plain_run(runs, tmp_path, option):
-    warm.run(TRAIN, *ARGS, "--output-dir", tmp_path, *OPTIONS[option], ranks=2).check()
+    pool.run(TRAIN, *ARGS, "--output-dir", tmp_path, *OPTIONS[option], ranks=2).check()
     plain, other = (
         [line["loss"] for line in lines_with(f, "loss")] for f in (runs[2][0], tmp_path)
     )
@@ -277,7 +277,7 @@ def test_bad_argument(arguments, sentence, monkeypatch, capsys):
 
 
 def test_bad_argument_is_said_once():
-    result = warm.run(TRAIN, "--batch-size", "2000", ranks=2)
+    result = pool.run(TRAIN, "--batch-size", "2000", ranks=2)
     assert result.returncode != 0
     assert result.output.count("train.py: error: ") == 1
     assert "--batch-size 2000 exceeds the 1437 training samples" in result.output
@@ -292,7 +292,7 @@ def test_conversions_there_and_back(runs, tmp_path):
     script, source = ROOT / "fsdp_basics/convert_checkpoint.py", runs[3][0] / "checkpoints"
     chain = (source, tmp_path / "a.safetensors", tmp_path / "sharded", tmp_path / "b.pt")
     for one, next_one in pairwise(chain):
-        result = warm.run(script, one, next_one).check()
+        result = pool.run(script, one, next_one).check()
         assert "read again, equal bit for bit: True" in result.output
     expected = read_model(source)
     model = VisionTransformer()
@@ -321,7 +321,7 @@ def test_convert_overwrites_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_async_save_is_of_its_moment():
-    result = warm.run(ROOT / "fsdp_basics/async_checkpoint.py", "--saves", 2, ranks=2).check()
+    result = pool.run(ROOT / "fsdp_basics/async_checkpoint.py", "--saves", 2, ranks=2).check()
     assert "at the moment of the save, while steps went on: True" in result.output
     # 4 blocks of 12 x 256^2 parameters, 3 numbers each (AdamW), half of them on this rank
     assert float(re.search(r"([\d.]+) MB on this rank", result.output)[1]) == pytest.approx(

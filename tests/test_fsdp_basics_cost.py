@@ -6,9 +6,9 @@ import re
 import socket
 import sys
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT
 
 HERE = ROOT / "fsdp_basics"
@@ -36,7 +36,7 @@ def load():
 def seen(tmp_path_factory) -> list[dict]:
     """What each of 4 ranks saw: world -> (what, model, strategy) -> measurements."""
     folder = tmp_path_factory.mktemp("costs")
-    warm.run(ROOT / "tests/workers/fsdp_costs.py", folder, ranks=4, timeout=240).check()
+    pool.run(ROOT / "tests/workers/fsdp_costs.py", folder, ranks=4, timeout=240).check()
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
@@ -214,7 +214,7 @@ def test_every_strategy_trains_as_one_process_does(seen, world, name):
 @pytest.mark.slow
 def test_memory_script(tmp_path):
     plot = tmp_path / "memory.png"
-    output = warm.run(HERE / "memory.py", "--plot", plot, ranks=2).check().output
+    output = pool.run(HERE / "memory.py", "--plot", plot, ranks=2).check().output
     assert "Warning" not in output
     lines = output.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("bytes on the fullest"))
@@ -238,7 +238,7 @@ def test_memory_script(tmp_path):
 
 @pytest.mark.slow
 def test_communication_script():
-    output = warm.run(HERE / "communication.py", ranks=2).check().output
+    output = pool.run(HERE / "communication.py", ranks=2).check().output
     assert "Warning" not in output
     lines = output.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("calls"))
@@ -264,7 +264,7 @@ def test_communication_script():
 @pytest.mark.parametrize("script", ["memory", "communication"])
 def test_one_process_is_a_world_of_one(script):
     options = ("--dim", "16", "--depth", "1", "--device", "cpu")
-    output = warm.run(HERE / f"{script}.py", *options).check().output
+    output = pool.run(HERE / f"{script}.py", *options).check().output
     assert all(name in output for name in NAMES)
     assert "Warning" not in output
 
@@ -281,7 +281,7 @@ def test_one_process_is_a_world_of_one(script):
     ],
 )
 def test_bad_arguments_are_named(script, options, says):
-    result = warm.run(HERE / f"{script}.py", *options)
+    result = pool.run(HERE / f"{script}.py", *options)
     assert result.returncode == 2
     assert says in result.output
     assert "Traceback" not in result.output

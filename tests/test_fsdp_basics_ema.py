@@ -3,10 +3,10 @@
 import re
 
 import ema
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from data import load_dataset
 from helpers import ROOT
 from torch import nn
@@ -23,7 +23,7 @@ def runs(tmp_path_factory) -> dict[int, dict]:
     """Ranks -> what they saw. Two ranks save after their steps; one and three continue that."""
     folder = tmp_path_factory.mktemp("ema")
     for ranks in (2, 3, 1):
-        warm.run(WORKER, folder / "saves", folder / f"{ranks}.pt", ranks=ranks).check()
+        pool.run(WORKER, folder / "saves", folder / f"{ranks}.pt", ranks=ranks).check()
     return {ranks: torch.load(folder / f"{ranks}.pt") for ranks in (1, 2, 3)}
 
 
@@ -139,7 +139,7 @@ def test_infinite_buffers_and_low_precision():
 
 def test_the_script_prints_and_exports(tmp_path):
     options = ("--steps", 60, "--output-dir", tmp_path / "run")
-    output = warm.run(SCRIPT, *options, ranks=2).check().output
+    output = pool.run(SCRIPT, *options, ranks=2).check().output
     assert output.count("FSDP does not support deepcopy") == 2
     assert re.search(r"^an update of the average +none$", output, re.MULTILINE)
     model = ema.build_model()
@@ -147,12 +147,12 @@ def test_the_script_prints_and_exports(tmp_path):
     images, labels = load_dataset("digits")[1][:]
     accuracy = (model.eval()(images.flatten(1)).argmax(1) == labels).float().mean().item()
     assert f"test accuracy of the average {accuracy:.2%}" in output
-    output = warm.run(SCRIPT, *options, ranks=3).check().output
+    output = pool.run(SCRIPT, *options, ranks=3).check().output
     assert "after 60 step(s)" in output
     assert "after step 120: loss" in output
 
 
 def test_wrong_batch_is_one_sentence():
-    result = warm.run(SCRIPT, "--batch-size", 5, ranks=2)
+    result = pool.run(SCRIPT, "--batch-size", 5, ranks=2)
     assert result.returncode == 2
     assert "error: --batch-size 5 does not divide over 2 rank(s)\n" in result.output

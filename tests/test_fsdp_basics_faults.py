@@ -9,10 +9,10 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import pool
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import warm
 from arguments import UserError
 from checkpoint import newest, problem_of, saves
 from convert_checkpoint import read_model
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    warm.run(TRAIN, *ARGS, "--output-dir", folder, ranks=2).check()
+    pool.run(TRAIN, *ARGS, "--output-dir", folder, ranks=2).check()
     return folder
 
 
@@ -86,7 +86,7 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path, uninterrupted):
     step = newest(tmp_path / "checkpoints")[1]["step"]
     assert 30 <= step < 132
     assert f"after step {step} of 132: saved to" in result.output
-    warm.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2).check()
+    pool.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2).check()
     assert_same_end(tmp_path, uninterrupted)
 
 
@@ -95,7 +95,7 @@ def test_continues_on_another_number_of_ranks(tmp_path, halves, before, after):
     """Resharding loses nothing: what is loaded is what was saved, and training goes on from it."""
     shutil.copytree(halves[before], tmp_path / "run")
     args = (*SMALL, "--batch-size", 48, "--epochs", 2, "--output-dir", tmp_path / "run")
-    result = warm.run(TRAIN, *args, ranks=after).check()
+    result = pool.run(TRAIN, *args, ranks=after).check()
     assert "continuing from" in result.output
     assert "steps 29 of 58" in result.output
     # The global batches are those of one process. In fp32 rounding grows with the steps.
@@ -114,7 +114,7 @@ def halves(tmp_path_factory):
             script = folder / "half.py"
             script.write_text(HALF.format(directory=str(TRAIN.parent)))
         args = (*SMALL, "--batch-size", 48, "--epochs", 2, "--output-dir", folder)
-        result = warm.run(script, *args, ranks=1 if ranks == "whole" else ranks)
+        result = pool.run(script, *args, ranks=1 if ranks == "whole" else ranks)
         assert result.returncode == (0 if ranks == "whole" else 143), result.output
     return found
 
@@ -162,7 +162,7 @@ train.main()
 def test_a_run_can_be_made_longer(tmp_path, uninterrupted):
     shutil.copytree(uninterrupted, tmp_path / "run")
     args = (*SMALL, "--epochs", 7, "--output-dir", tmp_path / "run")
-    result = warm.run(TRAIN, *args, ranks=2).check()
+    result = pool.run(TRAIN, *args, ranks=2).check()
     assert "planned for 132 steps, now for 154: from here on the learning rate" in result.output
     assert "steps 22 of 154" in result.output
     assert [save.name for save in saves(tmp_path / "run/checkpoints")] == [
@@ -274,7 +274,7 @@ def test_a_broken_save_costs_the_steps_since_the_one_before(tmp_path, uninterrup
     shutil.copytree(uninterrupted, tmp_path / "run")
     broken = saves(tmp_path / "run/checkpoints")[-1]
     sentence = damage(broken, "flipped")  # torch itself would load it without a word
-    result = warm.run(TRAIN, *ARGS, "--output-dir", tmp_path / "run", ranks=2).check()
+    result = pool.run(TRAIN, *ARGS, "--output-dir", tmp_path / "run", ranks=2).check()
     assert result.output.count(f"warning: {sentence}; continuing from the save before it") == 1
     assert "steps 22 of 132" in result.output
     assert_same_end(tmp_path / "run", uninterrupted)
@@ -296,7 +296,7 @@ def test_only_broken_saves_stop_the_job_and_are_not_overwritten(tmp_path, uninte
 
 def test_only_small_things_are_sent(tmp_path):
     """Saving and resuming: each rank writes and reads its shards; no object has a part of them."""
-    result = warm.run(ROOT / "tests/workers/fsdp_traffic.py", tmp_path / "saves", ranks=2).check()
+    result = pool.run(ROOT / "tests/workers/fsdp_traffic.py", tmp_path / "saves", ranks=2).check()
     sizes = [int(x) for x in re.search(r"objects of \[(.+)\] bytes", result.output)[1].split(",")]
     assert len(sizes) >= 4
     assert max(sizes) < MODEL_BYTES / 100  # the largest has the state of a random generator
@@ -317,7 +317,7 @@ def listing(folder) -> dict[str, bytes]:
 def test_other_settings_are_refused(tmp_path, uninterrupted, options, sentence):
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
     before = listing(tmp_path)
-    result = warm.run(TRAIN, *ARGS, *options, "--output-dir", tmp_path, ranks=2)
+    result = pool.run(TRAIN, *ARGS, *options, "--output-dir", tmp_path, ranks=2)
     assert f"{sentence}: choose another --output-dir" in result.output
     assert result.output.count("train.py: error: ") == 1
     assert listing(tmp_path) == before
@@ -328,7 +328,7 @@ def test_a_save_of_another_model_is_refused(tmp_path, uninterrupted):
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
     script = tmp_path / "edited.py"
     script.write_text(EDITED.format(directory=str(TRAIN.parent)))
-    result = warm.run(script, *ARGS, "--output-dir", tmp_path, ranks=2)
+    result = pool.run(script, *ARGS, "--output-dir", tmp_path, ranks=2)
     assert re.search(r"does not fit this model \(.*\): choose another --output-dir", result.output)
     assert result.output.count("error: ") == 1
 
@@ -351,7 +351,7 @@ train.main()
 def test_finished_run_is_left_as_it_is(tmp_path, uninterrupted):
     shutil.copytree(uninterrupted, tmp_path / "run")
     before = listing(tmp_path)
-    result = warm.run(TRAIN, *ARGS, "--output-dir", tmp_path / "run", ranks=2).check()
+    result = pool.run(TRAIN, *ARGS, "--output-dir", tmp_path / "run", ranks=2).check()
     assert "steps 0 of 132" in result.output
     assert listing(tmp_path) == before
 
@@ -370,7 +370,7 @@ def test_full_disk_keeps_the_previous_save(tmp_path, halves):
         "train.main()\n"
     )
     args = (*SMALL, "--batch-size", 48, "--epochs", 2, "--output-dir", tmp_path / "run")
-    result = warm.run(wrapper, *args, ranks=2)
+    result = pool.run(wrapper, *args, ranks=2)
     assert result.returncode == 2, result.output
     assert "those before are untouched" in result.output
     assert result.output.count("error: cannot write") == 1
@@ -383,7 +383,7 @@ def test_a_disk_that_is_not_shared_is_named_before_training(tmp_path):
     hosts = [tmp_path / "host0", tmp_path / "host1"]
     for folder in hosts:
         folder.mkdir()
-    result = warm.run(TRAIN, *SMALL, "--output-dir", "run", ranks=2, nodes=2, cwd=hosts)
+    result = pool.run(TRAIN, *SMALL, "--output-dir", "run", ranks=2, nodes=2, cwd=hosts)
     assert result.returncode == 2
     host = socket.gethostname()
     sentence = f"rank 1 on {host} does not see what rank 0 on {host} writes there"
@@ -421,7 +421,7 @@ def test_the_timeout_bounds_the_groups_of_a_mesh(tmp_path):
     """The group of all ranks has another one here; groups of a mesh do not take it over."""
     script = tmp_path / "missing.py"
     script.write_text(MISSING.format(directory=str(TRAIN.parent)))
-    result = warm.run(script, ranks=4, timeout=200)
+    result = pool.run(script, ranks=4, timeout=200)
     assert result.returncode == 1
     assert "Timed out waiting 5000ms" in result.output
 
@@ -445,7 +445,7 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
     script = tmp_path / "slow_disk.py"
     script.write_text(SLOW_DISK.format(directory=str(TRAIN.parent)))
     args = (*SMALL, "--epochs", 1, "--timeout", 5, "--output-dir", tmp_path / "run")
-    output = warm.run(script, *args, ranks=2).check().output
+    output = pool.run(script, *args, ranks=2).check().output
     assert output.count("writing") == 1
     assert "steps 22 of 22" in output
     assert [save.name for save in saves(tmp_path / "run/checkpoints")] == ["step_00000022"]
@@ -457,7 +457,7 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
 @pytest.mark.timeout(600 + 30 * REPEAT)
 def test_runs_end_with_status_0():
     """REPEAT=100 repeats the proof for sharded models: see test_ddp_basics_faults.py."""
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as threads:
         run = partial(torchrun, TRAIN, *SMALL, "--epochs", 1, cold=True)
-        for running in [pool.submit(run) for _ in range(REPEAT)]:
+        for running in [threads.submit(run) for _ in range(REPEAT)]:
             running.result().check()

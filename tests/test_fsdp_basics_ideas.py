@@ -4,9 +4,9 @@ import importlib
 import re
 import sys
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT, torchrun
 from workers.fsdp_ideas import CASES, RUNS, SHAPES, STEPS, WITH_TORCH, build
 
@@ -22,7 +22,7 @@ EACH = [(ranks, name) for ranks, names in RUNS.items() for name in names]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("ideas") / "results.pt"
-    warm.run(ROOT / "tests/workers/fsdp_ideas.py", path, ranks=4, timeout=400).check()
+    pool.run(ROOT / "tests/workers/fsdp_ideas.py", path, ranks=4, timeout=400).check()
     return torch.load(path, weights_only=False)
 
 
@@ -132,7 +132,7 @@ def sizes_of_the_model() -> list[int]:
 
 @pytest.fixture(scope="module")
 def scratch():
-    return warm.run(SCRATCH, ranks=2).check().output
+    return pool.run(SCRATCH, ranks=2).check().output
 
 
 def test_from_scratch_prints_what_is_true(scratch):
@@ -204,7 +204,7 @@ def chunkable(model, parts):
 
 @pytest.fixture(scope="module")
 def hybrid():
-    return warm.run(HYBRID, "--steps", 2, ranks=4).check().output
+    return pool.run(HYBRID, "--steps", 2, ranks=4).check().output
 
 
 def test_hybrid_prints_what_is_true(hybrid):
@@ -263,7 +263,7 @@ def test_mesh_shapes(monkeypatch):
 
 
 def test_bad_mesh_is_reported_once_per_job():
-    result = warm.run(HYBRID, "--replicate", 2, "--shard", 3, ranks=2)
+    result = pool.run(HYBRID, "--replicate", 2, "--shard", 3, ranks=2)
     message = "hybrid_sharding.py: error: --replicate 2 times --shard 3 is 6, but this job has 2"
     assert result.returncode == 2
     assert result.output.count(message) == 1, result.output
@@ -281,7 +281,7 @@ def test_hybrid_under_torchrun():
 
 @pytest.fixture(scope="module")
 def fsdp1():
-    return warm.run(FSDP1, timeout=240, ranks=2).check().output
+    return pool.run(FSDP1, timeout=240, ranks=2).check().output
 
 
 def test_fsdp1_and_its_successors_agree(fsdp1):
@@ -313,7 +313,7 @@ def test_fsdp1_hybrid_on_four_ranks(results):
 
 
 def test_fsdp1_needs_two_ranks():
-    result = warm.run(FSDP1)
+    result = pool.run(FSDP1)
     assert result.returncode == 2
     assert "fsdp1_to_fsdp2.py: error: one rank has nothing to shard" in result.output
 
@@ -343,7 +343,7 @@ def test_bad_arguments(monkeypatch, capsys, script, arguments, message):
 
 
 def test_from_scratch_as_one_process():
-    output = warm.run(SCRATCH, "--steps", 1, "--keep").check().output
+    output = pool.run(SCRATCH, "--steps", 1, "--keep").check().output
     assert output.startswith("1 rank(s) on ")
     assert max(numbers(row_of(output, "by hand to one process"))) < 1e-6
     forward, backward = re.split(r"\nbackward", output.partition("\nforward")[2])

@@ -2,10 +2,10 @@
 
 import re
 
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from data import load_dataset
 from helpers import ROOT
 from model import VisionTransformer
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def runs(tmp_path_factory) -> dict[int, dict]:
     folder = tmp_path_factory.mktemp("lora")
     for ranks in (2, 1, 3):
-        warm.run(WORKER, folder, ranks=ranks).check()
+        pool.run(WORKER, folder, ranks=ranks).check()
     return {ranks: torch.load(folder / f"{ranks}.pt") for ranks in (1, 2, 3)}
 
 
@@ -122,7 +122,7 @@ def test_only_the_adapters_gradients_are_reduced(runs, ranks):
 
 def test_the_script_measures_and_exports(tmp_path):
     options = ("--base-steps", 1, "--steps", 2, "--dim", 16, "--output-dir", tmp_path)
-    output = warm.run(SCRIPT, *options, ranks=2).check().output
+    output = pool.run(SCRIPT, *options, ranks=2).check().output
     rows = dict(re.findall(r"^([a-z. ']+\w) +([\d,]+ +[\d,]+) +[\d.]+$", output, re.MULTILINE))
     rows = {k: [int(n.replace(",", "")) for n in v.split()] for k, v in rows.items()}
     whole = sum(p.numel() for p in VisionTransformer(dim=16, depth=2).parameters())
@@ -143,6 +143,6 @@ def test_the_script_measures_and_exports(tmp_path):
 
 
 def test_wrong_arguments_are_one_sentence():
-    result = warm.run(SCRIPT, "--batch-size", 5, ranks=2)
+    result = pool.run(SCRIPT, "--batch-size", 5, ranks=2)
     assert result.returncode == 2
     assert "error: --batch-size 5 does not divide over 2 rank(s)\n" in result.output

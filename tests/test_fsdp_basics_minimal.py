@@ -2,10 +2,10 @@
 
 import re
 
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from helpers import REPEAT, ROOT, python, torchrun
 from sklearn.datasets import load_digits
 from torch import nn
@@ -49,7 +49,7 @@ def one_process():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_minimal_equals_one_process(one_process, tmp_path, ranks):
-    result = warm.run(WORKER, MINIMAL, tmp_path / "results.pt", ranks=ranks).check()
+    result = pool.run(WORKER, MINIMAL, tmp_path / "results.pt", ranks=ranks).check()
     found = torch.load(tmp_path / "results.pt")
     steps, epoch_losses = one_process
     assert found["steps"].keys() == steps.keys() == set(STEPS)

@@ -2,9 +2,9 @@
 
 import re
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT
 from workers.own_model import HALF, SAMPLES, Odd, Own, data, plain
 
@@ -28,7 +28,7 @@ def found(tmp_path_factory):
         ("halves,statistics,layouts,refused,memory", 2), ("others", 3), ("others", 1), ("copies", 4)
     )  # fmt: skip
     for names, ranks in phases:
-        warm.run(SCRIPT, "fsdp_basics", names, folder, ranks=ranks).check()
+        pool.run(SCRIPT, "fsdp_basics", names, folder, ranks=ranks).check()
         for name in names.split(","):
             results[name, ranks] = torch.load(folder / f"{name}_{ranks}.pt")
     return results

@@ -3,8 +3,8 @@
 import ast
 import re
 
+import pool
 import pytest
-import warm
 from checkpoint import newest
 from helpers import ROOT, read_metrics, torchrun
 from sharding import prefetch_blocks
@@ -83,7 +83,7 @@ def test_what_a_step_gathers(tmp_path, flags, all_gathers):
     script = tmp_path / "spy.py"
     script.write_text(SPY.format(directory=str(TRAIN.parent)))
     args = ("--epochs", 1, "--batch-size", 480, "--dim", 8, "--depth", 3, "--prefetch", 2, *flags)
-    output = warm.run(script, *args, ranks=2).check().output
+    output = pool.run(script, *args, ranks=2).check().output
     # Patches, three blocks, norm and head, the root for forward; patches and blocks for backward.
     assert re.findall(r"all_gathers (\d+)", output) == [str(all_gathers)] * 4  # 2 steps, 2 ranks
     assert output.count("prefetch 5 2 without memory True\n") == 2
@@ -124,7 +124,7 @@ def test_ranks_draw_their_own_numbers_and_every_save_but_two_goes(tmp_path):
 def test_loss_that_is_no_number_stops_the_run(tmp_path):
     args = ("--optimizer", "sgd", "--lr", 1e30, "--clip", 0, "--warmup", 0, "--log-every", 3)
     args += ("--dim", 8, "--depth", 1, "--output-dir", tmp_path)
-    result = warm.run(TRAIN, *args, ranks=2)
+    result = pool.run(TRAIN, *args, ranks=2)
     assert result.returncode == 2
     assert result.output.count("train.py: error: step 3: the loss is nan") == 1
     assert not list(tmp_path.glob("checkpoints/*"))

@@ -2,10 +2,10 @@
 
 import re
 
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from helpers import ROOT, torchrun
 from workers.parallel_context import ATTENTIONS, LENGTH, MODELS, RINGS, SIZES, STEPS, qkv
 
@@ -19,7 +19,7 @@ LAYOUTS = {"in order": False, "balanced": True}
 def results(tmp_path_factory) -> list[dict]:
     """What each rank of the job found."""
     path = tmp_path_factory.mktemp("context")
-    warm.run(ROOT / "tests/workers/parallel_context.py", path, ranks=4, timeout=280).check()
+    pool.run(ROOT / "tests/workers/parallel_context.py", path, ranks=4, timeout=280).check()
     return [torch.load(path / f"{rank}.pt") for rank in range(4)]
 
 
@@ -218,16 +218,16 @@ def check_output(output: str, ranks: int, optimizer: str = "sgd", length: int = 
 
 
 def test_script_on_two_ranks():
-    check_output(warm.run(SCRIPT, ranks=2).check().output, ranks=2)
+    check_output(pool.run(SCRIPT, ranks=2).check().output, ranks=2)
 
 
 def test_script_on_three_ranks_with_adamw():
-    result = warm.run(SCRIPT, "--length", 384, "--steps", 3, "--optimizer", "adamw", ranks=3)
+    result = pool.run(SCRIPT, "--length", 384, "--steps", 3, "--optimizer", "adamw", ranks=3)
     check_output(result.check().output, ranks=3, optimizer="adamw", length=384)
 
 
 def test_script_as_one_process():
-    check_output(warm.run(SCRIPT, "--steps", 1).check().output, ranks=1)
+    check_output(pool.run(SCRIPT, "--steps", 1).check().output, ranks=1)
 
 
 @pytest.mark.gpu
@@ -251,12 +251,12 @@ def test_script_on_a_gpu():
     ],
 )
 def test_bad_arguments(arguments, message):
-    result = warm.run(SCRIPT, *arguments)
+    result = pool.run(SCRIPT, *arguments)
     assert result.returncode == 2
     assert f"ring_attention.py: error: {message}" in result.output
 
 
 def test_a_length_that_does_not_divide_is_reported_once():
-    result = warm.run(SCRIPT, "--length", 510, ranks=2)
+    result = pool.run(SCRIPT, "--length", 510, ranks=2)
     assert result.returncode == 2
     assert result.output.count("--length 510 does not divide into 4 chunks, two for each of 2") == 1

@@ -3,9 +3,9 @@
 import re
 
 import grouped_query_attention
+import pool
 import pytest
 import torch
-import warm
 from arguments import UserError
 from helpers import ROOT
 from torch.nn.functional import cross_entropy
@@ -21,7 +21,7 @@ SIZE = WIDTH // HEADS
 def seen(request, tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("grouped") / "seen.pt"
     worker = ROOT / "tests/workers/parallel_grouped.py"
-    warm.run(worker, path, ranks=request.param, timeout=400).check()
+    pool.run(worker, path, ranks=request.param, timeout=400).check()
     return torch.load(path, weights_only=False)
 
 
@@ -122,7 +122,7 @@ def test_ranks_that_share_a_head_keep_the_same_bits(seen, optimizer, kv_heads):
 
 def test_fewer_key_heads_than_ranks():
     """The script shows the error of ColwiseParallel and what is right, next to one process."""
-    output = warm.run(SCRIPT, "--steps", 2, ranks=4).check().output
+    output = pool.run(SCRIPT, "--steps", 2, ranks=4).check().output
     error = r"RuntimeError: shape '\[2, 3, -1, 8\]' is invalid for input of size"
     assert re.search(rf"^1 key/value heads, ColwiseParallel: {error} 12$", output, re.M)
     assert re.search(rf"^2 key/value heads, ColwiseParallel: {error} 24$", output, re.M)
@@ -160,7 +160,7 @@ def test_what_divides_is_not_refused(heads, kv_heads, ranks):
 
 
 def test_heads_that_do_not_fit_are_one_sentence():
-    result = warm.run(SCRIPT, "--heads", 6, "--dim", 24, "--kv-heads", 3, ranks=2)
+    result = pool.run(SCRIPT, "--heads", 6, "--dim", 24, "--kv-heads", 3, ranks=2)
     assert result.returncode == 2
     sentence = "error: 3 key/value heads do not fit 2 tensor-parallel ranks: one number must divide"
     assert result.output.count(sentence) == 1, result.output

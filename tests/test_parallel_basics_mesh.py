@@ -4,9 +4,9 @@ import importlib
 import re
 import sys
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT, python, torchrun
 from workers.parallel_mesh import EACH, SHAPES, SMALL_X, SMALL_Y, TRAINED, inputs
 
@@ -22,7 +22,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("mesh") / "results.pt"
-    warm.run(ROOT / "tests/workers/parallel_mesh.py", path, ranks=4, timeout=240).check()
+    pool.run(ROOT / "tests/workers/parallel_mesh.py", path, ranks=4, timeout=240).check()
     return torch.load(path, weights_only=False)
 
 
@@ -149,7 +149,7 @@ def test_mesh_under_torchrun():
 
 @pytest.mark.parametrize("script", [MESH, DTENSOR, STRATEGIES], ids=lambda path: path.stem)
 def test_a_world_of_one(script):
-    output = warm.run(script).check().output
+    output = pool.run(script).check().output
     assert "1 rank(s) on cpu" in output
     assert "WRONG" not in output
 
@@ -279,7 +279,7 @@ def check_counted(rows: list[list[str]]) -> None:
 
 
 def test_dtensor_prints_what_is_true():
-    printed = warm.run(DTENSOR, ranks=2).check().output
+    printed = pool.run(DTENSOR, ranks=2).check().output
     tables = re.split(r"\n\d\. ", printed)[1:]
     assert len(tables) == 3
     for table, count in zip(tables, (9, 16, 17), strict=True):
@@ -294,7 +294,7 @@ def test_dtensor_prints_what_is_true():
 
 
 def test_strategies_print_what_is_true():
-    printed = warm.run(STRATEGIES, ranks=2).check().output
+    printed = pool.run(STRATEGIES, ranks=2).check().output
     lines = printed[printed.index("strategy ") :].splitlines()
     rows = [re.split(r" {2,}", line.strip()) for line in lines]
     assert [row[0] for row in rows[1:]] == [name.strip() for name in CALLS]
@@ -346,7 +346,7 @@ def test_bad_arguments(monkeypatch, capsys, script, arguments, message):
 
 
 def test_a_mesh_of_another_size_is_reported_once_per_job():
-    result = warm.run(MESH, "--shape", 3, 2, ranks=2)
+    result = pool.run(MESH, "--shape", 3, 2, ranks=2)
     assert result.returncode == 2
     message = "device_mesh.py: error: --shape 3 x 2 is for 6 ranks, this job has 2"
     assert result.output.count(message) == 1, result.output

@@ -2,10 +2,10 @@
 
 import re
 
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from helpers import REPEAT, ROOT, python, torchrun
 from sklearn.datasets import load_digits
 from torch import nn
@@ -40,7 +40,7 @@ def ordinary() -> list[dict]:
 def test_equals_one_process(ordinary, tmp_path, ranks):
     """Tolerance: fp32 sums in another order, some 1e-7 for numbers of order one, over 40 steps."""
     worker = ROOT / "tests/workers/parallel_minimal.py"
-    result = warm.run(worker, tmp_path / "steps", "--steps", STEPS, ranks=ranks).check()
+    result = pool.run(worker, tmp_path / "steps", "--steps", STEPS, ranks=ranks).check()
     for rank in range(ranks):
         steps = torch.load(tmp_path / f"steps.{rank}")
         assert len(steps) == STEPS

@@ -9,9 +9,9 @@ import compare_pipelines
 import pipeline_from_scratch as by_hand
 import pipeline_stages
 import pipeline_timelines as timelines_of
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT, python
 from workers.parallel_pipeline import BY_HAND, BY_TORCH, CONFIG, SECONDS, STEPS
 
@@ -122,7 +122,7 @@ def test_stages_have_all_blocks():
 def results(tmp_path_factory):
     """case -> what each rank found, in rank order."""
     path = tmp_path_factory.mktemp("pipeline") / "results"
-    warm.run(ROOT / "tests/workers/parallel_pipeline.py", path, ranks=4, timeout=400).check()
+    pool.run(ROOT / "tests/workers/parallel_pipeline.py", path, ranks=4, timeout=400).check()
     of_ranks = [torch.load(f"{path}.{rank}", weights_only=False) for rank in range(4)]
     return {key: [found[key] for found in of_ranks if key in found] for key in of_ranks[0]}
 
@@ -276,7 +276,7 @@ def test_measured_idle_share(results, name):
 
 @pytest.fixture(scope="module")
 def scratch():
-    return warm.run(SCRATCH, ranks=2).check().output
+    return pool.run(SCRATCH, ranks=2).check().output
 
 
 @slow
@@ -311,7 +311,7 @@ def test_from_scratch_prints_what_is_true(scratch):
 
 @pytest.fixture(scope="module")
 def parallel():
-    return warm.run(PARALLEL, ranks=2).check().output
+    return pool.run(PARALLEL, ranks=2).check().output
 
 
 @slow
@@ -345,7 +345,7 @@ def test_pipeline_parallel_prints_what_is_true(parallel):
 @slow
 def test_from_scratch_as_one_process():
     args = ("--steps", 1, "--microbatches", 1, 2, "--optimizer", "sgd")  # AdamW magnifies rounding
-    output = warm.run(SCRATCH, *args).check().output
+    output = pool.run(SCRATCH, *args).check().output
     assert output.startswith("1 rank(s) on ")
     for values in table(output, "largest difference").values():
         assert max(values) < 2e-6
@@ -393,7 +393,7 @@ def test_what_does_not_fit_is_refused_before_a_rank_waits(script, arguments, mes
     ],
 )
 def test_it_is_reported_once_per_job(script, ranks, arguments, message):
-    result = warm.run(script, *arguments, ranks=ranks, timeout=60)
+    result = pool.run(script, *arguments, ranks=ranks, timeout=60)
     assert result.returncode == 2
     assert result.output.count(f"{script.name}: error: {message}") == 1, result.output
 

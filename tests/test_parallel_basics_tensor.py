@@ -2,9 +2,9 @@
 
 import re
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT
 from sequence_parallel import formula as sequence_formula
 from sequence_parallel import kept_by_formula
@@ -22,7 +22,7 @@ BATCH, RANKS = 3, 4
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("tensor") / "results.pt"
-    warm.run(ROOT / "tests/workers/parallel_tensor.py", path, ranks=RANKS, timeout=400).check()
+    pool.run(ROOT / "tests/workers/parallel_tensor.py", path, ranks=RANKS, timeout=400).check()
     return torch.load(path, weights_only=False)
 
 
@@ -197,7 +197,7 @@ def check_output(output: str, rows: int) -> None:
 
 
 def test_from_scratch_script():
-    output = warm.run(HERE / "tensor_parallel_from_scratch.py", ranks=2).check().output
+    output = pool.run(HERE / "tensor_parallel_from_scratch.py", ranks=2).check().output
     assert "Warning" not in output
     check_output(output, rows=1)
     assert "token_embedding.weight            (256, 128)    (128, 128)   dim 0" in output
@@ -210,7 +210,7 @@ def test_from_scratch_script():
 
 
 def test_tensor_parallel_script():
-    output = warm.run(HERE / "tensor_parallel.py", ranks=2).check().output
+    output = pool.run(HERE / "tensor_parallel.py", ranks=2).check().output
     assert "Warning" not in output
     check_output(output, rows=2)
     assert "blocks.0.attention.query    Shard(0)       (128, 128)    (64, 128)" in output
@@ -222,7 +222,7 @@ def test_tensor_parallel_script():
 
 
 def test_sequence_parallel_script():
-    output = warm.run(HERE / "sequence_parallel.py", ranks=2).check().output
+    output = pool.run(HERE / "sequence_parallel.py", ranks=2).check().output
     assert "Warning" not in output
     check_output(output, rows=2)
     assert "without sum_gradients(), adamw calls all_reduce 30 times" in output
@@ -250,7 +250,7 @@ def test_sequence_parallel_script():
     ],
 )
 def test_wrong_arguments(ranks, script, options, says):
-    result = warm.run(HERE / f"{script}.py", *options.split(), ranks=ranks, timeout=60)
+    result = pool.run(HERE / f"{script}.py", *options.split(), ranks=ranks, timeout=60)
     assert result.returncode == 2, result.output
     assert result.output.count(f"{script}.py: error: {says}") == 1
     assert "Traceback" not in result.output
@@ -260,11 +260,11 @@ def test_wrong_arguments(ranks, script, options, says):
     ("script", "rows"), [("tensor_parallel_from_scratch", 1), ("sequence_parallel", 2)]
 )
 def test_one_process_is_a_world_of_one(script, rows):
-    check_output(warm.run(HERE / f"{script}.py", "--steps", 1).check().output, rows)
+    check_output(pool.run(HERE / f"{script}.py", "--steps", 1).check().output, rows)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    output = warm.run(HERE / "tensor_parallel_from_scratch.py", "--device", "cuda").check().output
+    output = pool.run(HERE / "tensor_parallel_from_scratch.py", "--device", "cuda").check().output
     assert "1 rank(s) on cuda, cpu:gloo,cuda:nccl" in output
     check_output(output, rows=1)

@@ -3,10 +3,10 @@
 import re
 from types import SimpleNamespace
 
+import pool
 import pytest
 import tied_stages
 import torch
-import warm
 from arguments import UserError
 from helpers import ROOT
 from torch.nn.functional import cross_entropy, gelu, layer_norm
@@ -22,7 +22,7 @@ LAYERS, HEADS = 3, 4
 def seen(request, tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("tied") / "seen.pt"
     worker = ROOT / "tests/workers/parallel_tied.py"
-    warm.run(worker, path, ranks=request.param, timeout=400).check()
+    pool.run(worker, path, ranks=request.param, timeout=400).check()
     return torch.load(path, weights_only=False)
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_holds_the_matrix_once(seen):
 
 def test_copies_that_train_alone_drift_apart():
     """The script shows the mistake and the cure: differences to one process, and of the copies."""
-    output = warm.run(SCRIPT, "--steps", 2, ranks=2).check().output
+    output = pool.run(SCRIPT, "--steps", 2, ranks=2).check().output
     alone, _, tied = output.partition("two copies, each trains alone")[2].partition("tied: ")
 
     def rows(text: str) -> list[list[float]]:
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused(stages, changes, says):
 
 
 def test_one_rank_is_one_sentence():
-    result = warm.run(SCRIPT)
+    result = pool.run(SCRIPT)
     assert result.returncode == 2
     assert "error: one rank holds both uses of the matrix" in result.output
     assert "Traceback" not in result.output

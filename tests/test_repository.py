@@ -20,8 +20,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import copies
+import pool
 import pytest
-import warm
 from helpers import ROOT, Job, clean_environment, python
 
 from check_environment import read_pins
@@ -556,7 +556,7 @@ def test_runs_alone_and_offline(script, helps, tmp_path):
     options = short_run(script, help_text)
     if "--device" in help_text:
         options += ["--device", "cpu"]
-    warm.run(alone / script.name, *options, ranks=2, cwd=alone, timeout=240, **environment).check()
+    pool.run(alone / script.name, *options, ranks=2, cwd=alone, timeout=240, **environment).check()
     started, refused = attempts(environment)
     assert {"on, rank 0", "on, rank 1"} <= set(started)
     assert not refused, f"{script} looks for the network: {refused}"

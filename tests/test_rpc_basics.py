@@ -2,8 +2,8 @@
 
 import re
 
+import pool
 import pytest
-import warm
 from helpers import REPEAT, ROOT
 
 SCRIPTS = ROOT / "rpc_basics"
@@ -16,13 +16,13 @@ SCRIPTS = ROOT / "rpc_basics"
 def test_every_run_ends():
     """REPEAT=100 is the proof: what is left of a job when all have left aborts no process."""
     for turn in range(REPEAT):
-        result = warm.run(SCRIPTS / "minimal.py", ranks=2 + turn % 2, timeout=60)
+        result = pool.run(SCRIPTS / "minimal.py", ranks=2 + turn % 2, timeout=60)
         assert result.returncode == 0, f"run {turn}: {result.output}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_minimal(ranks):
-    output = warm.run(SCRIPTS / "minimal.py", ranks=ranks, timeout=60).check().output
+    output = pool.run(SCRIPTS / "minimal.py", ranks=ranks, timeout=60).check().output
     caller = re.search(r"worker0 is process (\d+)", output)[1]
     callees = re.findall(r": +process (\d+) ", output)
     assert len(callees) == 3
@@ -37,7 +37,7 @@ def test_minimal(ranks):
 
 @pytest.fixture(scope="module")
 def calls() -> str:
-    return warm.run(SCRIPTS / "calls.py", "--repeats", 1, ranks=2, timeout=60).check().output
+    return pool.run(SCRIPTS / "calls.py", "--repeats", 1, ranks=2, timeout=60).check().output
 
 
 def test_calls_run_at_the_callee(calls):
@@ -94,7 +94,7 @@ def test_costs_are_printed(calls):
 def test_gradients_over_three_workers_are_those_of_one_process(optimizer):
     """The tolerance: fp32 sums over 120 images in another order. What moved, moved far more."""
     script = SCRIPTS / "distributed_autograd.py"
-    output = warm.run(script, "--optimizer", optimizer, ranks=3, timeout=60).check().output
+    output = pool.run(script, "--optimizer", optimizer, ranks=3, timeout=60).check().output
     found = re.search(r"one process: gradient ([\d.e+-]+), parameter ([\d.e+-]+)", output)
     assert all(float(number) < 1e-6 for number in found.groups()), output
     tensors, moved = re.search(r"(\d+) parameter tensors .* up to ([\d.e+-]+)", output).groups()
@@ -105,7 +105,7 @@ def test_gradients_over_three_workers_are_those_of_one_process(optimizer):
 
 
 def test_too_few_workers_is_one_sentence():
-    result = warm.run(SCRIPTS / "distributed_autograd.py", ranks=2, timeout=60)
+    result = pool.run(SCRIPTS / "distributed_autograd.py", ranks=2, timeout=60)
     assert result.returncode == 2
     assert result.output.count("needs 3 workers or more, not 2: --nproc_per_node=3") == 1
     assert "Traceback" not in result.output

@@ -7,10 +7,10 @@ import time
 from contextlib import ExitStack
 
 import cartpole
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from batched_inference import Agent
 from batched_server import BatchedServer
 from helpers import ROOT
@@ -20,7 +20,7 @@ INFERENCE = ROOT / "rpc_basics/batched_inference.py"
 
 
 def run(script, *args, ranks: int) -> str:
-    return warm.run(script, *args, ranks=ranks).check().output
+    return pool.run(script, *args, ranks=ranks).check().output
 
 
 # ---- updates
@@ -170,7 +170,7 @@ def test_answers_are_measured():
     ],
 )
 def test_a_mistake_is_one_sentence(script, args, says):
-    result = warm.run(script, *args, timeout=30)
+    result = pool.run(script, *args, timeout=30)
     assert result.returncode == 2, result.output
     assert result.output.count(says) == 1
     assert "Traceback" not in result.output
@@ -181,7 +181,7 @@ def kill_one(script, *args, says: str, ranks: int = 4) -> tuple[list, float]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack:
         jobs = [
-            stack.enter_context(warm.Rank(script, *args, **warm.environment(rank, ranks, store)))
+            stack.enter_context(pool.Rank(script, *args, **pool.environment(rank, ranks, store)))
             for rank in range(ranks)
         ]
         jobs[0].wait_until(lambda: says in jobs[0].output, 90)

@@ -7,9 +7,9 @@ import re
 import socket
 from contextlib import ExitStack
 
+import pool
 import pytest
 import torch.distributed as dist
-import warm
 from helpers import ROOT, Result, torchrun
 
 pytestmark = pytest.mark.slow  # each launch of workers takes some seconds
@@ -20,13 +20,13 @@ WORKER = ROOT / "tests/workers/rpc_faults.py"
 def run(what: str, timeout: float, ranks: int = 3) -> list[Result]:
     """timeout: of each call, in seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return start(what, timeout, [warm.environment(rank, ranks, store) for rank in range(ranks)])
+    return start(what, timeout, [pool.environment(rank, ranks, store) for rank in range(ranks)])
 
 
 def start(what: str, timeout: float, environments: list[dict]) -> list[Result]:
     with ExitStack() as stack:
         command = (WORKER, what, timeout, 16)
-        jobs = [stack.enter_context(warm.Rank(*command, **told)) for told in environments]
+        jobs = [stack.enter_context(pool.Rank(*command, **told)) for told in environments]
         return [job.wait(60) for job in jobs]
 
 
@@ -53,7 +53,7 @@ def test_a_worker_that_does_not_come():
 
 def test_two_workers_of_one_name():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    hosts = [warm.environment(rank, 2, store) | {"LOCAL_RANK": "0"} for rank in (0, 1, 1)]
+    hosts = [pool.environment(rank, 2, store) | {"LOCAL_RANK": "0"} for rank in (0, 1, 1)]
     first, *twins = start("joins", 20, hosts)
     assert first.returncode == 0, first.output
     joined, refused = sorted(twins, key=lambda result: result.returncode)
@@ -106,10 +106,10 @@ def test_a_mistake_of_the_users():
 
 
 def test_a_call_that_calls_back_needs_a_second_thread():
-    output = warm.run(WORKER, "nested", 20, 2, timeout=60).check().output
+    output = pool.run(WORKER, "nested", 20, 2, timeout=60).check().output
     assert "the answer is 42\nleft\n" in output
     with pytest.raises(TimeoutError, match="in call_back"):  # its own time-out is one second
-        warm.run(WORKER, "nested", 2, 1, timeout=12)
+        pool.run(WORKER, "nested", 2, 1, timeout=12)
 
 
 def test_under_torchrun_a_failure_ends_the_job():

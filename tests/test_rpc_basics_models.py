@@ -2,8 +2,8 @@
 
 import re
 
+import pool
 import pytest
-import warm
 from helpers import ROOT
 
 SCRIPTS = ROOT / "rpc_basics"
@@ -45,7 +45,7 @@ TOLERANCE = {"sgd": (1e-6, 1e-6), "adamw": (1e-6, 1e-5)}
 def test_table_on_servers_and_dense_layers_under_ddp(ranks, servers, optimizer):
     """5 ranks, two servers: three trainers. Three servers: 1,088 rows do not divide by three."""
     command = (SCRIPTS / "ddp_with_rpc.py", "--servers", servers, "--optimizer", optimizer)
-    output = warm.run(*command, ranks=ranks, timeout=90).check().output
+    output = pool.run(*command, ranks=ranks, timeout=90).check().output
     check_training(output, tensors=5)
     check_equals_one_process(output, optimizer)
     sums = servers * 120 * 24 * 4  # of each server for each image a row of 24 fp32 numbers
@@ -60,7 +60,7 @@ def test_table_on_servers_and_dense_layers_under_ddp(ranks, servers, optimizer):
     ],
 )
 def test_ddp_with_rpc_says_what_does_not_work(ranks, arguments, says):
-    result = warm.run(SCRIPTS / "ddp_with_rpc.py", *arguments, ranks=ranks, timeout=90)
+    result = pool.run(SCRIPTS / "ddp_with_rpc.py", *arguments, ranks=ranks, timeout=90)
     assert result.returncode == 2, result.output
     assert result.output.count(says) == 1
     assert "Traceback" not in result.output
@@ -73,7 +73,7 @@ def test_ddp_with_rpc_says_what_does_not_work(ranks, arguments, says):
 def test_table_cut_over_the_ranks(ranks, optimizer):
     """1,088 rows do not divide by three."""
     command = (SCRIPTS / "sharded_embedding.py", "--optimizer", optimizer)
-    output = warm.run(*command, ranks=ranks, timeout=60).check().output
+    output = pool.run(*command, ranks=ranks, timeout=60).check().output
     check_training(output, tensors=5)
     check_equals_one_process(output, optimizer)
 
@@ -84,12 +84,12 @@ def test_table_cut_over_the_ranks(ranks, optimizer):
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "adamw"), (3, "sgd")])
 def test_lstm_between_remote_embedding_and_decoder(ranks, optimizer):
     command = (SCRIPTS / "rnn_over_workers.py", "--optimizer", optimizer)
-    output = warm.run(*command, ranks=ranks, timeout=60).check().output
+    output = pool.run(*command, ranks=ranks, timeout=60).check().output
     check_training(output, tensors=7)
     check_equals_one_process(output, optimizer)
 
 
 def test_rnn_needs_two_workers():
-    result = warm.run(SCRIPTS / "rnn_over_workers.py", timeout=60)
+    result = pool.run(SCRIPTS / "rnn_over_workers.py", timeout=60)
     assert result.returncode == 2
     assert result.output.count("needs 2 workers or more, not 1: --nproc_per_node=2") == 1

@@ -6,11 +6,11 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pool
 import pytest
 import server_checkpoint
 import torch
 import torch.distributed as dist
-import warm
 from compression import KINDS, Compressor, decompress, size_of
 from helpers import ROOT, Job, torchrun_command
 from parameter_shard import Settings, Shard
@@ -19,7 +19,7 @@ SCRIPT = ROOT / "rpc_basics/parameter_server.py"
 
 
 def run(*args, ranks: int = 4) -> str:
-    return warm.run(SCRIPT, *args, ranks=ranks).check().output
+    return pool.run(SCRIPT, *args, ranks=ranks).check().output
 
 
 def rows(output: str) -> list[dict]:
@@ -174,7 +174,7 @@ def test_servers_continue_from_a_version_that_all_have(tmp_path):
     ],
 )
 def test_a_mistake_is_one_sentence(ranks, args, says, tmp_path):
-    result = warm.run(SCRIPT, *args, ranks=ranks, timeout=30, cwd=tmp_path)
+    result = pool.run(SCRIPT, *args, ranks=ranks, timeout=30, cwd=tmp_path)
     assert result.returncode == 2, result.output
     assert result.output.count(says) == 1
     assert "Traceback" not in result.output
@@ -189,7 +189,7 @@ def started_by_hand(*args, ranks: int = 4):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack:
         yield [
-            stack.enter_context(warm.Rank(SCRIPT, *args, **warm.environment(rank, ranks, store)))
+            stack.enter_context(pool.Rank(SCRIPT, *args, **pool.environment(rank, ranks, store)))
             for rank in range(ranks)
         ]
 
@@ -261,9 +261,9 @@ def test_torchrun_restarts_a_killed_server_and_nothing_else_differs(tmp_path):
 def test_a_save_that_is_broken_or_of_another_run(tmp_path):
     args = ("--steps", 3, "--save-every", 3, "--save", tmp_path)
     run(*args, ranks=2)
-    result = warm.run(SCRIPT, *args, "--lr", 0.5, ranks=2, timeout=30)
+    result = pool.run(SCRIPT, *args, "--lr", 0.5, ranks=2, timeout=30)
     assert "is of a run with lr 0.1, not 0.5" in result.output
     path = tmp_path / "version_00000003.server0"
     path.write_bytes(path.read_bytes()[:100])
-    result = warm.run(SCRIPT, *args, ranks=2, timeout=30)
+    result = pool.run(SCRIPT, *args, ranks=2, timeout=30)
     assert "version_00000003.server0 is no readable save" in result.output

@@ -2,8 +2,8 @@
 
 import re
 
+import pool
 import pytest
-import warm
 from helpers import ROOT
 
 SCRIPTS = ROOT / "rpc_basics"
@@ -18,7 +18,7 @@ def test_an_object_lives_as_long_as_the_references_to_it(tmp_path):
     """The script itself waits for the counts that it prints, and fails where they never come."""
     picture = tmp_path / "lifetime.png"
     command = (SCRIPTS / "rref_lifetime.py", "--rounds", 5, "--plot", picture)
-    output = warm.run(*command, ranks=3).check().output
+    output = pool.run(*command, ranks=3).check().output
     found = re.findall(LINE, output, re.MULTILINE)
     told = [(what.strip(), int(references), int(objects)) for what, references, objects in found]
     assert told == [
@@ -39,7 +39,7 @@ def test_an_object_lives_as_long_as_the_references_to_it(tmp_path):
 
 
 def test_lifetime_needs_three_workers():
-    result = warm.run(SCRIPTS / "rref_lifetime.py", ranks=2, timeout=60)
+    result = pool.run(SCRIPTS / "rref_lifetime.py", ranks=2, timeout=60)
     assert result.returncode == 2
     assert result.output.count("needs 3 workers or more, not 2: --nproc_per_node=3") == 1
 
@@ -52,7 +52,7 @@ def test_lifetime_needs_three_workers():
 def test_both_pipelines_have_the_gradients_of_one_process(microbatches):
     """The tolerance: fp32 sums over micro-batches; the largest gradient is some 1e-1."""
     command = (SCRIPTS / "pipeline_with_rpc.py", "--microbatches", microbatches, "--repeats", 2)
-    output = warm.run(*command, ranks=2, timeout=60).check().output
+    output = pool.run(*command, ranks=2, timeout=60).check().output
     assert float(re.search(r"largest gradient ([\d.e+-]+)", output)[1]) > 1e-2
     found = dict(re.findall(r"^(\w+) .*to one process ([\d.e+-]+)$", output, re.MULTILINE))
     assert found.keys() == {"calls", "pipelining"}
@@ -69,6 +69,6 @@ def test_both_pipelines_have_the_gradients_of_one_process(microbatches):
 )
 def test_pipeline_says_what_does_not_work(ranks, microbatches, says):
     command = (SCRIPTS / "pipeline_with_rpc.py", "--microbatches", microbatches)
-    result = warm.run(*command, ranks=ranks, timeout=60)
+    result = pool.run(*command, ranks=ranks, timeout=60)
     assert result.returncode == 2, result.output
     assert result.output.count(says) == 1

@@ -12,10 +12,10 @@ import textwrap
 from types import SimpleNamespace
 
 import config
+import pool
 import pytest
 import torch
 import train
-import warm
 from arguments import UserError
 from data import (
     JsonLines,
@@ -65,7 +65,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(files):
-    warm.run(ROOT / "tests/workers/t5_cases.py", files, ranks=2, timeout=480).check()
+    pool.run(ROOT / "tests/workers/t5_cases.py", files, ranks=2, timeout=480).check()
     return torch.load(files / "results.pt", weights_only=False)
 
 
@@ -305,12 +305,12 @@ def test_another_file_on_one_host_is_named(tmp_path):
         pair = json.dumps({"text": f"def {name}(file)", "summary": f"{name} a file."})
         (folder / "pairs.jsonl").write_text(f"{pair}\n" * 30)
     flags = ("--train-file", "pairs.jsonl", "--eval-file", "pairs.jsonl")
-    result = warm.run(SCRIPT, *flags, ranks=2, nodes=2, cwd=hosts)
+    result = pool.run(SCRIPT, *flags, ranks=2, nodes=2, cwd=hosts)
     assert result.returncode == 2
     sentence = f"error: pairs.jsonl on {platform.node()} (rank 1) differs from the file that rank 0"
     assert sentence in result.output
     (hosts[1] / "pairs.jsonl").unlink()
-    result = warm.run(SCRIPT, *flags, ranks=2, nodes=2, cwd=hosts)
+    result = pool.run(SCRIPT, *flags, ranks=2, nodes=2, cwd=hosts)
     assert result.returncode == 2
     assert "(rank 1) cannot be read: No such file or directory: copy the same" in result.output
 
@@ -324,7 +324,7 @@ MINIMAL = ROOT / "t5_finetuning/minimal.py"
 @pytest.fixture(scope="module")
 def minimal_notes(tmp_path_factory):
     file = tmp_path_factory.mktemp("minimal") / "notes.pt"
-    result = warm.run(ROOT / "tests/workers/t5_minimal.py", file, ranks=2).check()
+    result = pool.run(ROOT / "tests/workers/t5_minimal.py", file, ranks=2).check()
     return torch.load(file), result.output
 
 
@@ -398,7 +398,7 @@ def test_minimal_leaves_in_order(minimal_notes):
 
 
 def test_minimal_runs_as_one_process(minimal_notes):
-    alone = warm.run(MINIMAL).check().output
+    alone = pool.run(MINIMAL).check().output
     losses = [
         re.findall(r"^step \d   loss .*", output, re.M) for output in (alone, minimal_notes[1])
     ]
@@ -509,7 +509,7 @@ def test_script(files, script_run):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bad_model_is_reported_once(files, ranks):
     data = ("--train-file", files / "train.jsonl", "--eval-file", files / "eval.jsonl")
-    result = warm.run(SCRIPT, "--model", "nobody/no-such-t5", *data, ranks=ranks)
+    result = pool.run(SCRIPT, "--model", "nobody/no-such-t5", *data, ranks=ranks)
     assert result.returncode == 2
     message = "train.py: error: --model nobody/no-such-t5: no Config to be had (OSError): "
     assert result.output.count(message) == 1
@@ -519,7 +519,7 @@ def test_bad_model_is_reported_once(files, ranks):
 def test_bad_line_ends_one_process_with_status_2(files, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a", "summary": "b"}\n{"text": "a"}\n')
-    result = warm.run(SCRIPT, "--train-file", bad, "--eval-file", files / "eval.jsonl")
+    result = pool.run(SCRIPT, "--train-file", bad, "--eval-file", files / "eval.jsonl")
     assert result.returncode == 2
     message = f'train.py: error: {bad}, line 2: expected {{"text": ..., "summary": ...}} with texts'
     assert result.output.splitlines()[-1].startswith(message)

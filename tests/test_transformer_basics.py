@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import config
 import data
 import numpy as np
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from arguments import UserError
 from config import AXES, Settings
 from data import Batches, bigram_loss
@@ -56,7 +56,7 @@ def reference():
 
 def on_meshes(folder, ranks: int, cases: str, timeout: float = 240) -> dict:
     script = ROOT / "tests/workers/gpt_equivalence.py"
-    said = warm.run(script, folder / "found", cases, ranks=ranks, timeout=timeout).check().output
+    said = pool.run(script, folder / "found", cases, ranks=ranks, timeout=timeout).check().output
     assert "Warning" not in said
     return torch.load(folder / "found")
 
@@ -234,7 +234,7 @@ def test_init_from_on_meshes(hugging_face, pretrained_folder, tmp_path):
     tokens = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(1))
     torch.save(tokens, tmp_path / "tokens")
     script = ROOT / "tests/workers/gpt_pretrained.py"
-    warm.run(script, pretrained_folder, tmp_path, ranks=2).check()
+    pool.run(script, pretrained_folder, tmp_path, ranks=2).check()
     on_meshes = torch.load(tmp_path / "logits")
     assert on_meshes.keys() == {"--tp 2", "--dp-shard 2", "--pp 2"}
     for logits in on_meshes.values():
@@ -524,7 +524,7 @@ def corpus(tmp_path_factory):
 def run(corpus, folder, flags: str, ranks: int, stop: int = 0) -> str:
     script = ROOT / "tests/workers/gpt_resume.py"
     args = (*TINY, "--output-dir", folder, "--data", *corpus, *flags.split())
-    return warm.run(script, stop, *args, ranks=ranks).check().output
+    return pool.run(script, stop, *args, ranks=ranks).check().output
 
 
 def losses(folder) -> list[float]:
@@ -584,7 +584,7 @@ def test_speed_is_of_training_alone(corpus, tmp_path):
     script = ROOT / "tests/workers/gpt_clock.py"
     flags = ("--log-every", 3, "--eval-every", 2, "--checkpoint-every", 4)
     args = (*TINY, *flags, "--output-dir", tmp_path, "--data", *corpus)
-    output = warm.run(script, *args, ranks=2).check().output
+    output = pool.run(script, *args, ranks=2).check().output
     measured = [line for line in read_metrics(tmp_path) if "tokens_per_second" in line]
     assert [line["step"] for line in measured] == [2, 3, 4, 6, 8]
     assert [line["tokens_per_second"] for line in measured] == [8 * 16] * 5
@@ -613,12 +613,12 @@ def test_a_run_is_its_text_and_can_be_made_longer(corpus, straight, tmp_path):
     for old, new in zip(corpus, moved, strict=True):
         new.write_bytes(old.read_bytes())
     common = (*TINY, "--output-dir", folder)
-    warm.run(TRAIN, *common, "--steps", 4, "--data", *corpus).check()
-    refused = warm.run(TRAIN, *common, "--data", other)
+    pool.run(TRAIN, *common, "--steps", 4, "--data", *corpus).check()
+    refused = pool.run(TRAIN, *common, "--data", other)
     assert refused.returncode == 2
     assert "was trained with data = " in refused.output
     # The same text, wherever it lies, and more steps of it.
-    said = warm.run(TRAIN, *common, "--data", *moved).check().output
+    said = pool.run(TRAIN, *common, "--data", *moved).check().output
     assert "planned for 4 steps, now for 8: from here on the learning rate follows" in said
     assert [line["step"] for line in read_metrics(folder) if "loss" in line] == [*range(1, 9)]
     rates = [[m["lr"] for m in read_metrics(run) if "lr" in m] for run in (folder, straight[0])]
@@ -629,7 +629,7 @@ def test_a_run_is_its_text_and_can_be_made_longer(corpus, straight, tmp_path):
 @pytest.mark.slow
 def test_loss_that_is_no_number_stops_the_run(corpus, tmp_path):
     args = (*TINY, "--lr", 1e30, "--clip", 0, "--output-dir", tmp_path, "--data", *corpus)
-    result = warm.run(TRAIN, *args)
+    result = pool.run(TRAIN, *args)
     assert result.returncode == 2
     assert re.search(r"error: step [2-4]: the loss is .*: try a smaller --lr", result.output)
     assert not list((tmp_path / "checkpoints").glob("step_*"))
@@ -651,12 +651,12 @@ def test_export_generate_and_start_again(corpus, straight, tmp_path):
 
     folder, _ = straight
     exported = tmp_path / "exported"
-    said = warm.run(FOLDER / "export.py", folder, exported).check().output
+    said = pool.run(FOLDER / "export.py", folder, exported).check().output
     assert float(re.search(r"differ by (\S+) at most", said)[1]) < 1e-5
     # Another run starts from it: with the loss with which this one ended.
     flags = ("--init-from", exported, "--tp", 2, "--steps", 1, "--lr", 1e-9)
     args = (*TINY, *flags, "--output-dir", tmp_path / "again", "--data", *corpus)
-    warm.run(TRAIN, *args, ranks=2).check()
+    pool.run(TRAIN, *args, ranks=2).check()
     assert held_out(tmp_path / "again") == pytest.approx(held_out(folder)[-1:], abs=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported)
@@ -666,9 +666,9 @@ def test_export_generate_and_start_again(corpus, straight, tmp_path):
     expected = tokenizer.decode(tokens[0])
     options = (folder, "--prompt", "def \u00e4", "--tokens", 9, "--temperature", 0)
     for mesh, ranks in (("", 1), ("--tp 2", 2), ("--pp 2", 2)):
-        result = warm.run(FOLDER / "generate.py", *options, *mesh.split(), ranks=ranks).check()
+        result = pool.run(FOLDER / "generate.py", *options, *mesh.split(), ranks=ranks).check()
         assert result.output.rstrip("\n").endswith(expected), (mesh, result.output)
-    again = warm.run(FOLDER / "export.py", folder, exported)
+    again = pool.run(FOLDER / "export.py", folder, exported)
     assert again.returncode == 2
     assert "is not empty" in again.output
 
@@ -702,7 +702,7 @@ def test_it_learns_more_than_pairs(corpus, tmp_path):
     sizes = ("--layers", 2, "--heads", 2, "--dim", 64, "--block-size", 32, "--batch-size", 16)
     steps = ("--steps", 300, "--eval-every", 300, "--eval-batches", 4, "--lr", 5e-3, "--sample", 0)
     args = (*sizes, *steps, "--output-dir", tmp_path, "--data", *corpus)
-    said = warm.run(TRAIN, *args).check().output
+    said = pool.run(TRAIN, *args).check().output
     bigram = float(re.search(r"a bigram model has a loss of ([\d.]+)", said)[1])
     assert held_out(tmp_path)[-1] < bigram - 0.1
 
@@ -718,9 +718,9 @@ def test_tokenizer_of_a_directory(corpus, tmp_path):
     own = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<end>")
     own.save_pretrained(tmp_path / "tokenizer")
     args = (*TINY, "--tokenizer", tmp_path / "tokenizer", "--prompt", "import ")
-    said = warm.run(TRAIN, *args, "--output-dir", tmp_path / "run", "--data", *corpus).check()
+    said = pool.run(TRAIN, *args, "--output-dir", tmp_path / "run", "--data", *corpus).check()
     assert "---- 12 tokens after 'import ':\nimport " in said.output
-    exported = warm.run(FOLDER / "export.py", tmp_path / "run", tmp_path / "exported")
+    exported = pool.run(FOLDER / "export.py", tmp_path / "run", tmp_path / "exported")
     assert exported.check()
     config = json.loads((tmp_path / "exported/config.json").read_text())
     assert config["eos_token_id"] == own.eos_token_id == 1
@@ -732,16 +732,16 @@ def test_tokenizer_of_a_directory(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_broken_checkpoints(straight, tmp_path):
-    missing = warm.run(FOLDER / "generate.py", tmp_path)
+    missing = pool.run(FOLDER / "generate.py", tmp_path)
     assert missing.returncode == 2
     assert "there is no checkpoint in" in missing.output
     shutil.copytree(straight[0], tmp_path / "broken")
     older, newer = sorted((tmp_path / "broken").rglob("*.distcp"))  # of steps 4 and 8
     flip_a_bit(newer)
-    flipped = warm.run(FOLDER / "generate.py", tmp_path / "broken", "--tokens", 1).check()
+    flipped = pool.run(FOLDER / "generate.py", tmp_path / "broken", "--tokens", 1).check()
     assert "is broken" in flipped.output
     flip_a_bit(older)
-    flipped = warm.run(FOLDER / "generate.py", tmp_path / "broken")
+    flipped = pool.run(FOLDER / "generate.py", tmp_path / "broken")
     assert flipped.returncode == 2
     assert "is broken" in flipped.output
 
@@ -756,7 +756,7 @@ def flip_a_bit(file: Path) -> None:
 def test_script(corpus, tmp_path):
     flags = ("--profile", "--steps", 14, "--tensorboard", "--output-dir", tmp_path)
     flags += ("--timeout", 120, "--keep", 1)
-    result = warm.run(TRAIN, *TINY, *flags, "--data", *corpus, timeout=240, ranks=2).check()
+    result = pool.run(TRAIN, *TINY, *flags, "--data", *corpus, timeout=240, ranks=2).check()
     assert "pp 1   dp_replicate 2   dp_shard 1   tp 1" in result.output
     assert re.search(
         r"\na bigram model has a loss of [\d.]+ on the held-out windows\n", result.output
@@ -792,7 +792,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes_and_no_more(matrix):
 
 @pytest.mark.slow
 def test_tp_fsdp_counts_what_the_formula_says():
-    output = warm.run(FOLDER / "tp_fsdp.py", ranks=4, timeout=240).check().output
+    output = pool.run(FOLDER / "tp_fsdp.py", ranks=4, timeout=240).check().output
     rows = re.findall(r"^(\d) x (\d) +([\d, ]+)$", output, flags=re.MULTILINE)
     assert [row[:2] for row in rows] == [("4", "1"), ("2", "2"), ("1", "4")]
     for shards, tp, numbers in rows:
@@ -810,7 +810,7 @@ def test_tp_fsdp_counts_what_the_formula_says():
 
 @pytest.mark.slow
 def test_three_dimensions():
-    output = warm.run(FOLDER / "three_dimensions.py", ranks=8, timeout=280).check().output
+    output = pool.run(FOLDER / "three_dimensions.py", ranks=8, timeout=280).check().output
     assert_differences(output, rows=1)
     places = re.findall(r"^ +(\d) +(\d) +(\d) +(\d)   (\S.*?)  ", output, flags=re.MULTILINE)
     assert [tuple(map(int, place[1:4])) for place in places] == [
@@ -835,7 +835,7 @@ def assert_differences(output: str, rows: int) -> None:
 def test_benchmark():
     script = FOLDER / "benchmark.py"
     args = ("--size", "tiny", "--repeats", 1, "--steps", 1)
-    output = warm.run(script, *args, ranks=4, timeout=200).check().output
+    output = pool.run(script, *args, ranks=4, timeout=200).check().output
     rows = re.findall(
         r"^(\S+=4|dp_shard=2 tp=2) .* (\d+)% +(\d+) +([\d.]+) +([\d.]+)$", output, re.M
     )

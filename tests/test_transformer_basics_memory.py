@@ -1,8 +1,8 @@
 """transformer_basics: what a rank holds while it trains and evaluates, in bytes."""
 
+import pool
 import pytest
 import torch
-import warm
 from helpers import ROOT
 
 
@@ -10,7 +10,7 @@ from helpers import ROOT
 def ranks(tmp_path_factory) -> dict[int, dict]:
     """What the first and the last of four ranks held."""
     folder = tmp_path_factory.mktemp("bytes")
-    warm.run(ROOT / "tests/workers/gpt_bytes.py", folder, ranks=4).check()
+    pool.run(ROOT / "tests/workers/gpt_bytes.py", folder, ranks=4).check()
     return {rank: torch.load(folder / str(rank)) for rank in (0, 3)}
 
 

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import minimal
+import pool
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from helpers import REPEAT, ROOT, torchrun
 from torch import nn
 
@@ -66,7 +66,7 @@ def one_process() -> dict:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_minimal_equals_one_process(one_process, tmp_path, ranks):
     script = ROOT / "tests/workers/gpt_minimal.py"
-    said = warm.run(script, tmp_path / "found", STEPS, ranks=ranks, timeout=240).check().output
+    said = pool.run(script, tmp_path / "found", STEPS, ranks=ranks, timeout=240).check().output
     assert float(re.search(r"^step 10   loss (\S+)$", said, re.M)[1]) == pytest.approx(
         one_process["loss"], abs=1e-4
     )  # four digits are printed

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import parallelize
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from arguments import UserError
 from config import Settings
 from helpers import ROOT, python, read_metrics
@@ -196,7 +196,7 @@ def two_languages(tmp_path_factory) -> Path:
 
 def test_the_validation_loss_is_that_of_held_out_text(two_languages, tmp_path):
     args = (*SIZES, *STEPS, "--lr", 0.01, "--output-dir", tmp_path, "--data", two_languages)
-    said = warm.run(TRAIN, *args).check().output
+    said = pool.run(TRAIN, *args).check().output
     (logged,) = [line for line in read_metrics(tmp_path) if "validation_loss" in line]
     # By hand: lines of the last twentieth and the byte that ends a document, in windows of 16.
     text = two_languages.read_bytes()
@@ -243,10 +243,10 @@ def test_a_run_that_goes_on_draws_and_reads_no_first_values(two_languages, tmp_p
     args = (*SIZES, *STEPS, "--init-from", theirs, "--data", two_languages)
     args = (*args, "--output-dir", tmp_path / "run")
     script = ROOT / "tests/workers/gpt_resume.py"
-    first = warm.run(script, 0, *args).check().output
+    first = pool.run(script, 0, *args).check().output
     assert "read weights: 1, drew first values: 0" in first
     shutil.rmtree(theirs)
-    longer = warm.run(script, 0, *args, "--steps", 6).check().output
+    longer = pool.run(script, 0, *args, "--steps", 6).check().output
     assert "read weights: 0, drew first values: 0" in longer
     assert "planned for 4 steps, now for 6" in longer
     steps = [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line]
@@ -263,7 +263,7 @@ def test_dropout_differs_where_the_data_do_and_goes_on_after_a_stop(two_language
     args = (*args, "--sample", 0, "--tp", 2, "--data", two_languages)
     for stop, folder in ((0, "straight"), (3, "stopped"), (0, "stopped")):
         run = (stop, tmp_path / folder, *args, "--output-dir", tmp_path / folder)
-        warm.run(script, *run, ranks=4).check()
+        pool.run(script, *run, ranks=4).check()
     masks = [torch.load(tmp_path / f"straight/masks_{rank}") for rank in range(4)]
     assert masks[0].keys() == {"first step", "evaluation"}
     first = [m["first step"] for m in masks]
@@ -283,7 +283,7 @@ def test_the_others_wait_for_a_text_that_takes_longer_than_the_timeout(tmp_path)
     text.write_bytes(b"text of its own\n" * 2000)
     script, timeout = ROOT / "tests/workers/gpt_slow_text.py", 10
     args = (*SIZES, *STEPS, "--timeout", timeout, "--data", text)
-    said = warm.run(script, timeout + 3, *args, ranks=2).check().output
+    said = pool.run(script, timeout + 3, *args, ranks=2).check().output
     assert re.search(r"^tokenising: [\d.]+ of [\d.]+ MB$", said, re.M)
     assert "rank 0 is counting pairs of tokens, for the loss of a bigram model ..." in said
     assert "step 4/4" in said
@@ -294,7 +294,7 @@ def test_what_cannot_be_tokenised_is_an_error_on_every_rank(tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(b"another text\n" * 500)
     script = ROOT / "tests/workers/gpt_slow_text.py"
-    result = warm.run(script, "full", *SIZES, *STEPS, "--data", text, ranks=2, timeout=60)
+    result = pool.run(script, "full", *SIZES, *STEPS, "--data", text, ranks=2, timeout=60)
     assert result.returncode == 2
     assert "error: [Errno 28] No space left on device" in result.output
     assert "Traceback" not in result.output
@@ -307,7 +307,7 @@ def test_another_text_on_one_host_is_named(tmp_path):
         folder.mkdir()
         (folder / "text.txt").write_bytes(text * 500)
     args = (*SIZES, *STEPS, "--data", "text.txt")
-    result = warm.run(TRAIN, *args, ranks=2, nodes=2, cwd=hosts, timeout=60)
+    result = pool.run(TRAIN, *args, ranks=2, nodes=2, cwd=hosts, timeout=60)
     assert result.returncode == 2
     host = platform.node()
     sentence = f"error: rank 1 on {host} has another text than rank 0 on {host}: copy the same"

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pool
 import psutil
 import pytest
-import warm
 from helpers import ROOT, Job, clean_environment, parent_of, python, torchrun, warm_folder
 
 pytestmark = [
@@ -24,7 +24,7 @@ def test_warm_ranks_print_whole_lines(tmp_path):
     script.write_text(
         "import os\nfor number in range(5000):\n    print('rank', os.environ['RANK'], number)\n"
     )
-    lines = warm.run(script, ranks=2).check().output.splitlines()
+    lines = pool.run(script, ranks=2).check().output.splitlines()
     assert sorted(lines) == sorted(f"rank {r} {i}" for r in (0, 1) for i in range(5000))
 
 
@@ -34,7 +34,7 @@ def test_warm_ranks_print_whole_lines(tmp_path):
 def test_warm_ranks_do_not_see_the_tests(tmp_path, name):
     script = tmp_path / "imports.py"
     script.write_text(f"import torch\nimport {name}\n")
-    result = warm.run(script)
+    result = pool.run(script)
     assert result.returncode == 1
     assert f"No module named '{name}'" in result.output
 
@@ -59,7 +59,7 @@ def test_a_rank_that_bears_no_mark_is_killed_too(tmp_path):
     """As for a moment one does that is being started: who looks for the mark does not find it."""
     script, pid = tmp_path / "hides.py", tmp_path / "pid"
     script.write_text(HIDES)
-    assert warm.run(script, pid, ranks=2, timeout=30).returncode == 2
+    assert pool.run(script, pid, ranks=2, timeout=30).returncode == 2
     assert not psutil.pid_exists(int(pid.read_text()))
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from cases import SAMPLES, Case
 from helpers import ROOT
+from pool import environment
 from records import Record
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from warm import environment
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 300  # seconds for one training; the machine may be busy

@@ -338,7 +338,7 @@ def measure(worker) -> dict:
 
 def main() -> None:
     logging.disable_progress_bar()
-    # As where torchrun starts the ranks: from tests/warm.py's they would inherit a forkserver.
+    # As where torchrun starts the ranks: from tests/pool.py's they would inherit a forkserver.
     multiprocessing.set_start_method("fork", force=True)
     with distributed_worker("cpu") as worker:
         results = measure(worker)
