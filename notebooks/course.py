@@ -4,7 +4,6 @@ start_ranks(2)    two processes that wait for %%px cells, joined in one Gloo pro
 gather("x")       what each rank calls `x`: a list in rank order
 stop_ranks()      end the processes; the end of the kernel, of whatever kind, does that too
 run_script("ddp_basics/train.py", "--epochs", 2, ranks=2)    runs a script of this repository
-quick_start()     from now on scripts need not import PyTorch: for pages that start many
 check(right, answer)    whether an exercise is solved: see exercises.py. Pictures: see figures/.
 """
 
@@ -24,7 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNEL = uuid.uuid4().hex  # marks, in the environment, every process that this kernel starts
 FOLDER = Path(tempfile.gettempdir(), f"course_{KERNEL}")  # for files that nobody needs later
 _client = None  # ipyparallel's connection to the ranks, while there are any
-_server = None  # of quick_start(): it ends when nobody holds the pipe to it
 
 
 def start_ranks(n: int = 2, timeout: float = 20) -> None:
@@ -149,24 +147,6 @@ def run_script(
     if not show:
         return text["stdout"]
     print(text["stdout"], end="")
-
-
-def quick_start() -> None:
-    """From now on each `python` that the page starts is a fork of one that has imported PyTorch.
-
-    So are torchrun's ranks. Returns at once. Nothing changes where there is no Linux, or where the
-    folder of temporary files has too long a name for a socket, or may not hold programs.
-    """
-    global _server
-    folder = FOLDER / "warm"
-    possible = sys.platform == "linux" and len(str(folder)) < 90
-    if possible and "WARM_PYTHON" not in os.environ:  # there it is in the tests
-        import warm_server
-
-        _server = warm_server.start(folder, os.environ)
-        if os.access(folder / "python", os.X_OK):
-            os.environ["WARM_PYTHON"] = str(folder)
-            sys.executable = str(folder / "python")
 
 
 def end_processes(mark: str) -> None:

@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: as in every job, see helper
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
+pytest_plugins = ["processor_time"]
 NOTEBOOK = "test_runs_again_with_the_same_outputs"
 TESTS = Path(__file__).parent
 EXAMPLES = sorted(path.parent for path in TESTS.parent.glob("*/runtime.py"))
@@ -39,10 +40,12 @@ def use(test_file: Path) -> None:
 def pytest_addoption(parser):
     says = "what the ranks talk through, where a script does not name it"
     parser.addoption("--backend", choices=("gloo", "shm"), default="gloo", help=says)
+    parser.addoption("--cold", action="store_true", help="start new processes, fork none")
 
 
 def pytest_configure(config):
-    os.environ["TEST_BACKEND"] = config.getoption("backend")  # helpers.py reads it
+    os.environ["TEST_BACKEND"] = config.getoption("backend")  # helpers.py reads these
+    os.environ["TEST_COLD"] = str(int(config.getoption("cold")))
 
 
 def pytest_collectstart(collector):

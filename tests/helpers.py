@@ -1,17 +1,13 @@
 """Run real jobs: start a script under torchrun, watch it, stop it, and leave no process behind.
 
-Python, where a job starts it (as torchrun starts its ranks), is spared its seconds of imports:
-warm_python.py stands in for it and has it forked from a process that has PyTorch loaded. What first
-imports do, and how an interpreter ends, is tested with jobs that are cold.
+A Job is a new process, with all that it starts. python() here and all of pool.py fork their
+processes from one that has imported PyTorch (forks.py), unless they are told to be cold.
 """
 
-import atexit
 import contextlib
-import functools
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,14 +19,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import forks
 import psutil
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "notebooks"))
-import warm_server  # noqa: E402
-
 REPEAT = int(os.environ.get("REPEAT", "1"))  # how often what once failed rarely is tried
+COLD = os.environ.get("TEST_COLD") == "1"  # pytest --cold: nothing is forked
+PROGRAMS = Path(sys.executable).parent  # where this Python and its torchrun lie
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 # For Ray on a busy machine. Its first process ends when two others have not begun within 15 s
@@ -55,29 +50,14 @@ def before_others(*command) -> list:
     return ["setsid", "--wait", "sh", "-c", weigh, "sh", *command]
 
 
-@functools.cache
-def warm_folder() -> Path:
-    """The folder of a warm_server.py that lives as long as this process."""
-    folder = Path(tempfile.mkdtemp(prefix="warm"))
-    server = warm_server.start(folder, clean_environment())
-    deadline = time.monotonic() + 120
-    while not (folder / "server.json").exists():
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("warm_server.py did not start")
-        time.sleep(0.02)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(server.communicate)  # first: closes the pipe, which ends it
-    return folder
+def keeper(number: int) -> forks.Keeper:
+    """Forks processes for as long as this one lives. Each number has a hash seed of its own."""
+    if number not in KEEPERS:
+        KEEPERS[number] = forks.Keeper(number, clean_environment())
+    return KEEPERS[number]
 
 
-def warm_executable(patch: pytest.MonkeyPatch) -> None:
-    """What starts this Python from here on, by sys.executable, starts what stands in for it."""
-    patch.setattr(sys, "executable", f"{warm_folder()}/python")
-    environment = clean_environment(WARM_PYTHON=str(warm_folder()))
-    for name in os.environ.keys() - environment:
-        patch.delenv(name)
-    for name, value in environment.items():
-        patch.setenv(name, value)
+KEEPERS: dict[int, forks.Keeper] = {}
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
@@ -112,33 +92,42 @@ class Job:
 
     with Job(command) as job: ... ; on leaving the block whatever still runs is killed. Descendants
     are found by a mark in their environment, because torchrun puts its workers in sessions of their
-    own and a killed torchrun leaves them without a parent.
+    own and a killed torchrun leaves them without a parent. A fork shows the environment of its
+    keeper: it leads a session instead.
     """
 
     def __init__(
-        self, command, cwd: Path = ROOT, cold: bool = False, beside=None, **environment: str
+        self,
+        command,
+        cwd: Path = ROOT,
+        fork: int | None = None,
+        beside: "Job | None" = None,
+        **environment: str,
     ):
-        """beside: another job; this one then shares its mark and its log."""
+        """command: what to run; with `fork`, a script and its arguments.
+
+        fork: None starts a new process; a rank is forked from its keeper: ranks 0 and 1 have
+        different ones. beside: another job; this one then shares its mark and its log.
+        """
         self.mark = beside.mark if beside else uuid.uuid4().hex
-        command = [str(part) for part in command]
-        if not cold and sys.platform == "linux":  # warm_server.py reads /proc
-            folder = warm_folder()
-            # torchrun starts its ranks by PYTHON_EXEC.
-            stand_in = {"PYTHON_EXEC": f"{folder}/python", "WARM_PYTHON": str(folder)}
-            environment = stand_in | environment
-            # Not only the first word: a command that runs in a host of a lab names another Python.
-            command = [f"{folder}/python" if part == sys.executable else part for part in command]
+        self.leaders = beside.leaders if beside else set()  # of the sessions of forks
         # A file, not a pipe: an orphan would hold the pipe open. Opened for appending, so that no
         # process writes over what another has written.
-        self.log = beside.log if beside else tempfile.TemporaryFile(mode="a+b")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=clean_environment(**environment, TEST_JOB_MARK=self.mark),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
+        self.log = beside.log if beside else tempfile.NamedTemporaryFile(mode="a+b")  # noqa: SIM115
+        command = [str(part) for part in command]
+        environment = clean_environment(**environment, TEST_JOB_MARK=self.mark)
+        if fork is not None and not COLD and keeper(fork % 2).may_fork(environment):
+            self.process = forks.Fork(keeper(fork % 2), command, cwd, environment, self.log.name)
+            self.leaders.add(self.process.pid)
+        else:
+            self.process = subprocess.Popen(
+                command if fork is None else [sys.executable, *command],
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=subprocess.STDOUT,
+            )
 
     def __enter__(self) -> "Job":
         return self
@@ -159,6 +148,9 @@ class Job:
         return read.decode(errors="replace")  # a character may be half written
 
     def processes(self) -> list[psutil.Process]:
+        """Those in the sessions of its forks; else those with the mark in their environment."""
+        if self.leaders:
+            return those(lambda p: os.getsid(p.pid) in self.leaders)
         return those(lambda p: p.environ().get("TEST_JOB_MARK") == self.mark)
 
     def ranks(self) -> list[psutil.Process]:
@@ -206,15 +198,17 @@ class Job:
         return []
 
     def wait(self, timeout: float = 300) -> Result:
-        """Wait for the end; on time-out kill everything and raise with the output so far.
+        """Wait for the end; without progress for `timeout` seconds, kill everything and raise.
 
-        The output then ends with what each process was doing, the stacks of all its threads.
+        The error has the output so far, which then ends with what each process was doing, the
+        stacks of all its threads.
         """
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.abort()
-            raise TimeoutError(f"no end within {timeout} s\n{self.output[-20_000:]}") from None
+        patience = Patience([self], timeout)
+        while not self.has_ended():
+            if patience.is_over():
+                self.abort()
+                raise TimeoutError(f"{patience}\n{self.output[-20_000:]}")
+            time.sleep(0.01)
         return Result(self.process.returncode, self.output)
 
     def abort(self) -> None:
@@ -230,20 +224,61 @@ class Job:
         return self.process.poll() is not None
 
     def wait_until(self, condition: Callable[[], object], timeout: float = 300) -> object:
-        """Return the first true value of `condition()`; raise if the job ends or time runs out."""
-        deadline = time.monotonic() + timeout
+        """Return the first true value of `condition()`.
+
+        Raises AssertionError if the job ends before, or makes no progress for `timeout` seconds.
+        """
+        patience = Patience([self], timeout)
         while True:
+            ended = self.has_ended()
             asked = time.monotonic()
             if value := condition():
                 return value
-            now = time.monotonic()
-            if self.has_ended() or now > deadline:
-                raise AssertionError(f"the job ended or {timeout} s passed\n{self.output[-6000:]}")
-            time.sleep(max(0.005, 4 * (now - asked)))  # the job needs the processors itself
+            if ended or patience.is_over():
+                why = "the job has ended" if ended else patience
+                raise AssertionError(f"{why}\n{self.output[-6000:]}")
+            time.sleep(max(0.005, 4 * (time.monotonic() - asked)))  # the job needs the processors
+
+
+class Patience:
+    """Over when jobs have printed nothing and computed next to nothing for so many seconds.
+
+    A limit on the wall clock would fail on a busy machine, where a job gets little of a processor;
+    it gets some. A job that waits for what will not come uses less than 5 % of one.
+    """
+
+    def __init__(self, jobs: list[Job], seconds: float):
+        self.jobs, self.seconds = jobs, seconds
+        self.since, self.size, self.used = time.monotonic(), self.printed(), 0.0
+
+    def is_over(self) -> bool:
+        if time.monotonic() < self.since + self.seconds:
+            return False
+        size, used = self.printed(), self.computed()
+        idle = size == self.size and used - self.used < 0.05 * self.seconds
+        self.since, self.size, self.used = time.monotonic(), size, used
+        return idle
+
+    def printed(self) -> int:
+        return sum(os.stat(job.log.name).st_size for job in self.jobs)
+
+    def computed(self) -> float:
+        """Seconds of a processor, of the processes that run and of those that they waited for."""
+        found = set()
+        for job in self.jobs:
+            found.update(job.processes())
+        seconds = 0.0
+        for process in found:
+            with contextlib.suppress(*GONE):
+                seconds += sum(process.cpu_times()[:4])
+        return seconds
+
+    def __str__(self) -> str:
+        return f"no progress for {self.seconds:g} s: nothing printed, next to nothing computed"
 
 
 # What psutil raises about a process that ends while it is asked, or is another user's.
-GONE = (psutil.Error, FileNotFoundError)
+GONE = (psutil.Error, FileNotFoundError, ProcessLookupError)
 
 
 def those(
@@ -263,17 +298,14 @@ def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return those(lambda p: p.status() != psutil.STATUS_ZOMBIE, processes)
 
 
-def parent_of(process: psutil.Process) -> psutil.Process:
-    """Who has started it; or who has started what stands in for it."""
-    stand_in = process.environ().get("WARM_STAND_IN")
-    return (psutil.Process(int(stand_in)) if stand_in else process).parent()
-
-
 def python(
     script, *args, timeout: float = 300, cwd: Path = ROOT, cold: bool = False, **environment: str
 ) -> Result:
-    """Run `script` as one plain process."""
-    with Job([sys.executable, *on_backend(script, *args)], cwd, cold, **environment) as job:
+    """Run `script` as one plain process: a fork, or a new one if it is to be cold."""
+    command = on_backend(script, *args)
+    with Job(
+        [sys.executable, *command] if cold else command, cwd, None if cold else 0, **environment
+    ) as job:
         return job.wait(timeout)
 
 
@@ -289,12 +321,11 @@ def torchrun(
     options=(),
     timeout=300,
     cwd: Path = ROOT,
-    cold: bool = False,
     **environment: str,
 ) -> Result:
     """Run `script` on `ranks` ranks of this machine; also asserts that no process is left."""
     command = torchrun_command(script, *args, ranks=ranks, options=options)
-    with Job(command, cwd, cold, **environment) as job:
+    with Job(command, cwd, **environment) as job:
         result = job.wait(timeout)
         left = job.left_running()
         assert not left, f"left running: {left}\n{result.output[-3000:]}"

@@ -1,11 +1,10 @@
 """Ranks without torchrun: for tests of what a script computes, and of one rank that dies alone."""
 
-import sys
 import time
 from pathlib import Path
 
 import torch.distributed as dist
-from helpers import ROOT, Job, Result, clean_environment, on_backend
+from helpers import ROOT, Job, Patience, Result, clean_environment, on_backend
 
 
 class Rank(Job):
@@ -15,7 +14,7 @@ class Rank(Job):
     """
 
     def __init__(self, script, *args, **told):
-        super().__init__([sys.executable, *on_backend(script, *args)], **told)
+        super().__init__(on_backend(script, *args), fork=int(told.get("RANK", 0)), **told)
 
 
 def run(
@@ -45,7 +44,7 @@ def run(
         status = first_failure(jobs, timeout)
         if status is None:
             jobs[0].abort()
-            raise TimeoutError(f"no end within {timeout} s\n{jobs[0].output[-20_000:]}")
+            raise TimeoutError(f"no progress for {timeout} s\n{jobs[0].output[-20_000:]}")
         if status == 0:
             left = jobs[0].left_running()
     finally:
@@ -58,9 +57,9 @@ def run(
 
 
 def first_failure(jobs: list[Job], timeout: float) -> int | None:
-    """The first exit status that is not 0; 0 if all jobs end so; None if they do not in time."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    """The first exit status that is not 0; 0 if all jobs end so; None without progress so long."""
+    patience = Patience(jobs, timeout)
+    while not patience.is_over():
         statuses = [job.process.poll() for job in jobs]
         if any(statuses):
             return next(filter(None, statuses))

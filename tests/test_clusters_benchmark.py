@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, warm_executable
+from helpers import ROOT
 
 
 @pytest.fixture
@@ -41,7 +41,6 @@ def test_bytes_that_cross_the_slow_link(module, monkeypatch):
     if reason := module("clusters").why_no_lab():
         pytest.skip(reason)
     links = module("clusters_links")
-    warm_executable(monkeypatch)
     found = links.run("hsdp", repeats=1)
     for name, per_parameter in links.CROSSING.items():
         ((_, sent),) = found[name]

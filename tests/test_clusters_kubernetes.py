@@ -17,7 +17,7 @@ import lab_hosts
 import pool
 import pytest
 import torch
-from helpers import ROOT, Job, installed, learned, parent_of, warm_folder
+from helpers import PROGRAMS, ROOT, Job, installed, learned
 from lab_hosts import Lab, name_of
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
@@ -302,7 +302,7 @@ class Hosts(Lab):
 
     def start_pod(self, pod: Pod, app: Path) -> Job:
         # The hosts share two processors: each pod is given one, whatever its limit.
-        path = os.pathsep.join([str(warm_folder()), os.environ["PATH"]])
+        path = os.pathsep.join([str(PROGRAMS), os.environ["PATH"]])
         environment = pod.environment() | {"OMP_NUM_THREADS": "1", "PATH": path}
         return Job(self.command(pod.index, *pod.command()), app, **environment)
 
@@ -414,7 +414,7 @@ def test_a_preempted_pod_takes_the_others_along_and_all_continue(hosts, app, who
     with ExitStack() as stack:
         jobs = hosts.start_all(these, app, stack)
         jobs[1].wait_until(lambda: "at step 30" in jobs[1].output, 60)
-        agents = [p for p in jobs[1].processes() if parent_of(p).name() == "nsenter"]
+        agents = [p for p in jobs[1].processes() if p.parent().name() == "nsenter"]
         assert len(agents) == 1, jobs[1].processes()
         agents[0].send_signal(signal.SIGTERM)  # as the kubelet does, to a container's process 1
         statuses = [job.wait(60).returncode for job in jobs]

@@ -11,7 +11,7 @@ from pathlib import Path
 import lab_hosts
 import psutil
 import pytest
-from helpers import ROOT, Job, Result, parent_of, those
+from helpers import ROOT, Job, Result, those
 from lab_hosts import LAB, Lab, name_of
 
 LAUNCH = ROOT / "clusters/torchrun/launch.py"
@@ -275,7 +275,7 @@ def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
             lab("cut", 1, name=hosts).check()
         else:
             rank1 = next(p for p in job.ranks() if p.environ()["RANK"] == "1")
-            parent_of(rank1).kill()
+            rank1.parent().kill()
         result = job.wait(120)
         assert not job.kill()
     assert result.returncode == status

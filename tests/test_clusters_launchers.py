@@ -126,7 +126,7 @@ def test_what_cannot_be_is_one_sentence(env, says):
 def test_the_script_is_the_same_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys; print(os.getpid(), os.environ['RANK'], *sys.argv[1:])")
-    with Job([sys.executable, SCRIPT, script, "--epochs", "5"], cold=True, **MPICH) as job:
+    with Job([sys.executable, SCRIPT, script, "--epochs", "5"], **MPICH) as job:
         said = job.wait(30).check().output
         assert said == f"{job.process.pid} 1 --epochs 5\n"
     with Job([sys.executable, SCRIPT, tmp_path / "none.py"]) as job:

@@ -108,7 +108,7 @@ class Hosts(Lab):
     def preflight(self, *args, **environment: str):
         command = [sys.executable, CLUSTERS / "preflight.py", "--lab", 3, *args]
         # A fork would not see another version of torch, which is mounted over the files.
-        with Job(command, cold=True, LAB=self.name, **environment) as job:
+        with Job(command, LAB=self.name, **environment) as job:
             result = job.wait(120)
             assert not job.kill()
         stages = ("pairs ...", "all_reduce ...", "matmul ...")

@@ -13,7 +13,7 @@ import pool
 import psutil
 import pytest
 import torch
-from helpers import ROOT, Job, Result, clean_environment, learned, those, warm_folder
+from helpers import PROGRAMS, ROOT, Job, Result, clean_environment, learned, those
 
 SLURM = ROOT / "clusters/slurm"
 LAB = ROOT / "clusters/lab.py"
@@ -35,9 +35,7 @@ class Cluster:
 
     def __init__(self, name: str, conf: str, folder: Path):
         self.name, self.folder = name, folder
-        self.environment = clean_environment(
-            LAB=name, SLURM_CONF=conf, PATH=path(), WARM_PYTHON=str(warm_folder())
-        )
+        self.environment = clean_environment(LAB=name, SLURM_CONF=conf, PATH=path())
 
     def run(self, *command, timeout: float = 60, cwd: Path = ROOT) -> Result:
         done = subprocess.run(
@@ -81,8 +79,8 @@ class Cluster:
 
 
 def path() -> str:
-    """Where the jobs find what stands in for this Python as "python", and its torchrun."""
-    return os.pathsep.join([str(warm_folder()), os.environ["PATH"]])
+    """Where the jobs find this Python and its torchrun."""
+    return os.pathsep.join([str(PROGRAMS), os.environ["PATH"]])
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import ROOT, Job, free_port, still_running, torchrun, torchrun_command, warm_folder
+from helpers import PROGRAMS, ROOT, Job, free_port, still_running, torchrun, torchrun_command
 
 pytestmark = pytest.mark.slow
 README = (ROOT / "collectives/README.md").read_text()
@@ -47,12 +47,7 @@ def test_each_command_is_tried():
 def here(tmp_path, monkeypatch) -> Path:
     """A directory above collectives/, with torchrun on PATH."""
     (tmp_path / "collectives").symlink_to(ROOT / "collectives")
-    (tmp_path / "bin").mkdir()
-    python = f"{warm_folder()}/python" if sys.platform == "linux" else sys.executable
-    script = f'#!/bin/sh\nexec "{python}" -m torch.distributed.run "$@"\n'
-    (tmp_path / "bin/torchrun").write_text(script)
-    (tmp_path / "bin/torchrun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{PROGRAMS}:{os.environ['PATH']}")
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     return tmp_path
 
@@ -200,10 +195,9 @@ def look(printed: str, port: str) -> str:
 
 
 def test_ranks_that_are_left(here):
-    """Without warm_python.py: its stand-ins would be in the list, too."""
     needs("pgrep")
     start = torchrun_command("collectives/debugging.py", "--steps", 600)
-    with Job(start, cwd=here, cold=True) as job:
+    with Job(start, cwd=here) as job:
         job.wait_until(lambda: "step 3" in job.output)
         ranks = job.ranks()
         assert len(ranks) == 2
@@ -234,9 +228,7 @@ def wait_until(condition: Callable[[], object], timeout: float = 60) -> None:
 
 
 def closed(here: Path, start: str) -> Job:
-    """The job, typed into a terminal that closes at step 3. (torchrun itself is not a warm one.)"""
-    (here / "bin/torchrun").unlink()
-    (here / "bin/torchrun").symlink_to(Path(sys.executable).with_name("torchrun"))
+    """The job, typed into a terminal that closes at step 3."""
     return terminal(here, ("ready> ", start), ("step 3", ""))
 
 
@@ -321,7 +313,7 @@ def limited():
 
 def test_a_rank_that_the_kernel_ends(here, limited):
     (here / "limited.py").write_text(LIMITED)
-    with Job(torchrun_command(here / "limited.py", limited), cold=True) as job:
+    with Job(torchrun_command(here / "limited.py", limited)) as job:
         output = job.wait(120).output
     cause = output.rpartition("Root Cause (first observed failure)")[2]
     assert "exitcode  : -9" in cause

@@ -198,7 +198,7 @@ def handles_sigterm(process) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads signal masks from /proc")
 def test_sigterm_without_output_dir_says_that_nothing_is_saved():
-    with Job([sys.executable, TRAIN, "--epochs", 500], cold=True) as job:
+    with Job([sys.executable, TRAIN, "--epochs", 500]) as job:
         job.wait_until(lambda: handles_sigterm(job.process))
         job.process.terminate()
         result = job.wait(60)

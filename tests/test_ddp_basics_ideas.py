@@ -135,7 +135,7 @@ def test_minimal_as_its_first_lines_say_ends_with_status_0():
     assert first == "1 rank(s) on cpu, gloo"
     assert re.fullmatch(r"epoch 1: test accuracy \d\d\.\d\d%\n", result)
     for _ in range(REPEAT):
-        output = torchrun(MINIMAL, "--epochs", 1, cold=True).check().output
+        output = torchrun(MINIMAL, "--epochs", 1).check().output
         assert f"2 rank(s) on cpu, gloo\n{result}" in output
 
 

@@ -431,7 +431,7 @@ def test_restarts_join_every_time(tmp_path):
     script = tmp_path / "die.py"
     script.write_text(DIE.format(directory=str(HERE), repeat=REPEAT))
     options = (f"--max-restarts={REPEAT}", "--monitor-interval=0.1")
-    torchrun(script, options=options, timeout=60 + 10 * REPEAT, cold=True).check()
+    torchrun(script, options=options, timeout=60 + 10 * REPEAT).check()
 
 
 @pytest.mark.slow
@@ -442,7 +442,7 @@ def test_runs_end_with_status_0():
     test_leaving_joins_the_threads_of_the_group looks at its cause; for its frequency set REPEAT.
     """
     with ThreadPoolExecutor(2) as threads:
-        run = partial(torchrun, TRAIN, "--epochs", 1, cold=True)
+        run = partial(torchrun, TRAIN, "--epochs", 1)
         for running in [threads.submit(run) for _ in range(REPEAT)]:
             running.result().check()
 

@@ -458,6 +458,6 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
 def test_runs_end_with_status_0():
     """REPEAT=100 repeats the proof for sharded models: see test_ddp_basics_faults.py."""
     with ThreadPoolExecutor(2) as threads:
-        run = partial(torchrun, TRAIN, *SMALL, "--epochs", 1, cold=True)
+        run = partial(torchrun, TRAIN, *SMALL, "--epochs", 1)
         for running in [threads.submit(run) for _ in range(REPEAT)]:
             running.result().check()

@@ -492,34 +492,6 @@ def test_ranks_start_again_after_a_hang_and_die_with_their_kernel(tmp_path):
         wait_until_gone(job.processes)
 
 
-QUICK = """
-import signal, sys
-sys.path.insert(0, {folder!r})
-from course import quick_start, run_script
-run_script({script!r}, ranks=1)
-quick_start()
-run_script({script!r}, ranks=1)
-run_script({script!r}, ranks=2)
-print("alive", flush=True)
-signal.pause()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there are no forks elsewhere")
-@pytest.mark.slow
-def test_scripts_start_quickly_and_nothing_outlives_the_kernel(tmp_path):
-    script, page = tmp_path / "script.py", tmp_path / "page.py"
-    script.write_text("import sys\nprint('torch' in sys.modules)\n")
-    page.write_text(QUICK.format(folder=str(FOLDER), script=str(script)))
-    with Job([sys.executable, page], cwd=tmp_path, cold=True) as job:
-        job.wait_until(lambda: "\nalive" in job.output, timeout=200)
-        assert job.output.split() == ["False", "True", "True", "True", "alive"]
-        assert those(lambda p: "warm_server.py" in " ".join(p.cmdline()), job.processes())
-        job.process.kill()
-        job.process.wait()
-        wait_until_gone(job.processes)
-
-
 def test_should_print():
     assert should_print("%%px\nx = 1\nprint(x)")
     assert should_print("x")

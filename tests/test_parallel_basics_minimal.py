@@ -68,7 +68,7 @@ def check_output(output: str, ordinary: list[dict], ranks: int) -> None:
 def test_both_commands_of_its_docstring_end_with_status_0(ordinary):
     check_output(python(MINIMAL, "--steps", STEPS, cold=True).check().output, ordinary, 1)
     for _ in range(REPEAT):
-        check_output(torchrun(MINIMAL, "--steps", STEPS, cold=True).check().output, ordinary, 2)
+        check_output(torchrun(MINIMAL, "--steps", STEPS).check().output, ordinary, 2)
 
 
 def test_it_is_minimal():

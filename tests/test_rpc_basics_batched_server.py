@@ -192,7 +192,8 @@ def kill_one(script, *args, says: str, ranks: int = 4) -> tuple[list, float]:
 
 @pytest.mark.slow
 def test_an_observer_that_is_killed_and_the_others_go_on():
-    results, _ = kill_one(INFERENCE, "--games", 2, "--rounds", 15, says="round   5")
+    args = ("--games", 2, "--rounds", 15, "--timeout", 20)
+    results, _ = kill_one(INFERENCE, *args, says="round   5")
     assert results[-1].returncode == -9
     for result in results[:-1]:
         result.check()

@@ -1,0 +1,193 @@
+"""Processes that need no `import torch`: they are forked from one that has imported it.
+
+The import costs 2 to 5 seconds of a processor. A *keeper* pays them once: it imports what scripts
+import, then waits, with one thread, and forks a process for each script that it is asked to run.
+The fork runs the script by runpy, and ends. Keepers have different hash seeds, as new processes
+have: ranks that iterate over a set of strings do so in different orders.
+
+A fork has imported more than its script did, and its environment comes too late for what Python
+and PyTorch read at their start: see Keeper.may_fork(). New processes are started by the tests that
+read commands from the READMEs, and by all tests with `pytest --cold`.
+"""
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+IMPORTED = (
+    "torch._dynamo",  # what optimizers and DDP import at their first use
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.rpc",
+    "torch.distributed.tensor.parallel",
+    "sklearn.datasets",
+    "transformers.models.t5.modeling_t5",
+)
+# A process with another value of these is a new one: Python and its libraries read them at start.
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_", "HF_", "CUDA_")
+READ_AT_START += ("HOME", "XDG_")  # where caches lie
+
+
+def keep(requests: Connection) -> None:
+    """Fork a process for each request; when the other end is closed, end them and return.
+
+    requests: receives the arguments of `play`; sends ("started", pid) for each and, once it has
+    ended, ("ended", pid, exit status).
+    """
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # collections in forks need not look at, and so copy, what was there before
+    fork = get_context("fork")
+    running = {}  # what is ready when a process has ended -> the process
+    while True:
+        for ready in wait([requests, *running]):
+            if ready is not requests:
+                process = running.pop(ready)
+                process.join()
+                requests.send(("ended", process.pid, process.exitcode))
+                continue
+            try:
+                told = requests.recv()
+            except EOFError:
+                for process in running.values():
+                    end_session(process.pid)
+                return
+            process = fork.Process(target=play, args=(requests, *told))
+            process.start()
+            running[process.sentinel] = process
+            requests.send(("started", process.pid))
+
+
+def play(requests: Connection, command: list[str], cwd: str, environment: dict, log: str) -> None:
+    """In a fork: run `command`, a script and its arguments, as `python` would.
+
+    It ends as multiprocessing's processes end: without what atexit has noted (Python 3.11), and
+    without the half second that it takes to free all modules.
+    """
+    requests.close()
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    # Whole lines: unbuffered, print() would write "a", " ", "b", and another rank in between.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    os.environ.clear()
+    os.environ.update(environment)
+    faulthandler.enable()  # SIGABRT shows where it is
+    os.chdir(cwd)
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).resolve().parent)  # no longer the tests: a reader has none
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except Exception as error:
+        frames = error.__traceback__
+        while frames and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        sys.exit(1)
+
+
+def end_session(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+class Keeper:
+    """The tests' end of a keeper: asks it for processes, and hears how they have ended."""
+
+    def __init__(self, seed: int, environment: dict[str, str]):
+        self.environment = environment
+        self.connection, other = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(other.fileno())],
+            env=environment | {"PYTHONHASHSEED": str(seed)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[other.fileno()],
+            start_new_session=True,
+        )
+        other.close()
+        self.statuses = {}  # of those who have ended, by process
+        self.lock = threading.Lock()
+        atexit.register(self.process.wait)
+        atexit.register(self.connection.close)  # first: this ends it
+
+    def may_fork(self, environment: dict[str, str]) -> bool:
+        """Whether a fork is like a new process with this environment."""
+        names = {n for n in environment | self.environment if n.startswith(READ_AT_START)}
+        return all(environment.get(name) == self.environment.get(name) for name in names)
+
+    def start(self, *told) -> int:
+        with self.lock:
+            self.connection.send(told)
+            while True:
+                said, *about = self.connection.recv()  # EOFError: the keeper has ended
+                if said == "started":
+                    return about[0]
+                self.note(*about)
+
+    def status(self, pid: int) -> int | None:
+        """The exit status of this process; None: it runs."""
+        with self.lock:
+            while pid not in self.statuses and self.connection.poll():
+                _, *about = self.connection.recv()
+                self.note(*about)
+            return self.statuses.get(pid)
+
+    def note(self, pid: int, status: int) -> None:
+        self.statuses[pid] = status
+
+
+class Fork:
+    """A process of a keeper, with the methods of subprocess.Popen that the tests use."""
+
+    def __init__(
+        self, keeper: Keeper, command: list[str], cwd: Path, environment: dict[str, str], log: str
+    ):
+        """command: a script and its arguments. log: a file that exists, for all that it prints."""
+        self.keeper = keeper
+        self.pid = keeper.start(command, str(cwd), environment, log)
+
+    def poll(self) -> int | None:
+        return self.keeper.status(self.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (status := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("fork", timeout)
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it ends in this moment
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    keep(Connection(int(sys.argv[1])))
+    os._exit(0)  # to free what was imported takes a second

@@ -1,0 +1,156 @@
+"""tests/forks.py: a fork runs a script as a new process does, and what differs is known."""
+
+import os
+import signal
+import sys
+import time
+
+import pool
+import psutil
+import pytest
+from helpers import COLD, Job, keeper, python
+
+pytestmark = pytest.mark.skipif(COLD, reason="nothing is forked")
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_ranks_print_whole_lines(script):
+    """Also with PYTHONUNBUFFERED, where print() of two values writes them one after the other."""
+    text = "import os\nfor number in range(5000):\n    print('rank', os.environ['RANK'], number)\n"
+    lines = pool.run(script(text), ranks=2).check().output.splitlines()
+    assert sorted(lines) == sorted(f"rank {r} {i}" for r in (0, 1) for i in range(5000))
+
+
+@pytest.mark.parametrize("name", ["helpers", "forks", "copies", "check_environment", "course"])
+def test_a_fork_does_not_see_the_tests(script, name):
+    result = python(script(f"import torch\nimport {name}\n"))
+    assert result.returncode == 1
+    assert f"No module named '{name}'" in result.output
+
+
+def test_ranks_iterate_over_a_set_in_different_orders(script):
+    """The classic bug: collectives in the order of a set of strings. Hash seeds differ."""
+    text = "print(*{f'axis {number}' for number in range(20)})\n"
+    first, second = pool.run(script(text), ranks=2).check().output.splitlines()
+    assert first != second
+    assert sorted(first.split()) == sorted(second.split())
+
+
+ENDS = {
+    "pass": (0, ""),
+    "sys.exit(7)": (7, ""),
+    "sys.exit('a mistake')": (1, "a mistake\n"),
+    "sys.exit()": (0, ""),
+    "threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()": (0, "late\n"),
+    "os._exit(3)": (3, ""),
+    "os.kill(os.getpid(), signal.SIGTERM)": (-15, ""),
+    "os.kill(os.getpid(), signal.SIGKILL)": (-9, ""),
+    "print('no newline', end='')": (0, "no newline"),
+}
+
+
+def test_a_fork_ends_as_a_new_process_does(script):
+    for statement, (status, output) in ENDS.items():
+        result = python(script(f"import os, signal, sys, threading, time\n{statement}\n"))
+        assert (result.returncode, result.output) == (status, output), statement
+
+
+def test_a_fork_shows_the_traceback_of_a_new_process(script):
+    path = script("def fail():\n    raise ValueError('so')\nfail()\n")
+    fork, process = python(path), python(path, cold=True)
+    assert fork == process
+    assert process.returncode == 1
+    assert process.output.count("\n  File") == 2
+
+
+def test_a_fork_is_told_its_arguments_folder_and_environment(script, tmp_path):
+    path = script("import os, sys\nprint(sys.argv[1:], os.getcwd(), os.environ.get('COLOUR'))\n")
+    for cold in (False, True):
+        output = python(path, "a b", 3, cwd=tmp_path, cold=cold, COLOUR="red").check().output
+        assert output == f"['a b', '3'] {tmp_path} red\n"
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_LOGS", "HOME", "PYTHONHASHSEED"])
+def test_what_python_and_torch_read_at_their_start_is_for_a_new_process(name):
+    environment = dict(keeper(0).environment)
+    assert keeper(0).may_fork(environment | {"COLOUR": "red"})
+    assert not keeper(0).may_fork(environment | {name: "3"})
+
+
+WAIT = "import time\nprint('ready', flush=True)\ntime.sleep(100)\n"
+
+
+def test_a_fork_is_killed_with_its_children(script):
+    with Job([script("import os\nos.fork()\n" + WAIT)], fork=0) as job:
+        job.wait_until(lambda: job.output.count("ready") == 2)
+        processes = job.processes()
+        assert len(processes) == 2
+    assert not any(process.is_running() for process in processes)
+
+
+def test_signals_reach_the_fork(script):
+    text = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit('stopped'))\n"
+    with Job([script(text + WAIT)], fork=0) as job:
+        job.wait_until(lambda: "ready" in job.output)
+        job.process.terminate()
+        result = job.wait(10)
+    assert (result.returncode, result.output) == (1, "ready\nstopped\n")
+
+
+OWNER = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from helpers import Job
+with Job([{script!r}], fork=0) as job:
+    job.wait_until(lambda: "ready" in job.output)
+    print(job.process.pid, job.process.keeper.process.pid, flush=True)
+    time.sleep(100)
+"""
+
+
+def test_forks_end_with_the_process_that_asked_for_them(script, tmp_path):
+    """As when pytest is killed: nothing is left."""
+    owner = tmp_path / "owner.py"
+    owner.write_text(OWNER.format(tests=os.path.dirname(__file__), script=str(script(WAIT))))
+    with Job([sys.executable, owner]) as job:
+        pids = job.wait_until(lambda: job.output.endswith("\n") and job.output.split())
+        left = [psutil.Process(int(pid)) for pid in pids]
+        job.process.kill()
+        psutil.wait_procs(left, timeout=10)
+        assert not any(process.is_running() for process in left)
+
+
+def test_a_job_that_waits_for_what_will_not_come_has_no_progress(script):
+    """Also if it is busy at first. What it was doing is said."""
+    text = "import time\nwhile time.process_time() < 1: pass\ntime.sleep(1000)\n"
+    with (
+        Job([sys.executable, script(text)]) as job,
+        pytest.raises(TimeoutError, match=r'no progress for 1 s(?s:.*)script.py", line 3'),
+    ):
+        job.wait(1)
+
+
+def test_a_job_that_computes_or_prints_has_time(script):
+    """Both go on for longer than the limit."""
+    computes = "import time\nwhile time.process_time() < 3: pass\n"
+    prints = "import time\nfor _ in range(20):\n    time.sleep(0.1)\n    print(1)\n"
+    for text in (computes, prints):
+        begun = time.monotonic()
+        python(script(text), timeout=1).check()
+        assert time.monotonic() - begun > 1  # or nothing was tried
+
+
+def test_a_rank_that_is_killed(script):
+    with Job([script(WAIT)], fork=1) as job:
+        job.wait_until(lambda: "ready" in job.output)
+        job.process.kill()
+        assert job.wait(10).returncode == -signal.SIGKILL
