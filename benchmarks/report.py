@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -105,16 +106,37 @@ def ratio_of_pairs(a: list[float], b: list[float]) -> list[float]:
 
 def machine() -> str:
     """Processor, number of cores, GPU if there is one, and versions."""
-    name = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as info:
-            names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
-        name = names[0] if names else name
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     return (
-        f"{name}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, "
+        f"{processor()}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, "
         f"torch {torch.__version__}"
     )
+
+
+def processor() -> str:
+    """Its name with family and model, as clouds hide the product's; vector instructions; caches."""
+    found = {}
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as info:
+            found = dict(re.findall(r"^([^\t\n]+?)\t*: (.*)$", info.read(), re.M))
+    if "model name" not in found:  # not x86, or not Linux
+        return platform.processor() or platform.machine()
+    model = f"family {found['cpu family']} model {found['model']}"
+    sets = [name for name in VECTORS if name in found["flags"].split()]
+    caches = ", ".join(f"{name} {size}" for name, size in cache_sizes())
+    return f"{found['model name']} ({model}; {' '.join(sets)}; {caches})"
+
+
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # what a multiplication's speed depends on
+
+
+def cache_sizes() -> list[tuple[str, str]]:
+    """("L2", "2048K") for each level of data cache of the first core."""
+    levels = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        if (index / "type").read_text().strip() != "Instruction":
+            levels["L" + (index / "level").read_text().strip()] = (index / "size").read_text()
+    return [(name, size.strip()) for name, size in levels.items()]
 
 
 def table(rows: list[tuple]) -> str:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -44,14 +45,18 @@ def start_ranks(n: int = 2, timeout: float = 20) -> None:
     )
     try:
         cluster.start_controller_sync()
-        patience = "--IPEngine.wait_for_url_file=60"  # for the controller's address
+        patience = "--IPEngine.wait_for_url_file=600"  # for the controller's address
         ranks = [ROOT / "notebooks/ranks.py", str(n), profile, f"--cluster-id={cluster.cluster_id}"]
         with open(FOLDER / "ranks.log", "ab") as log:  # what they say beside the page
-            subprocess.Popen(
+            started = subprocess.Popen(
                 [sys.executable, *ranks, patience], stdout=log, stderr=log, start_new_session=True
             )
         _client = cluster.connect_client_sync()
-        _client.wait_for_engines(n, timeout=60, interactive=False)
+        while len(_client.ids) < n:  # however long it takes a busy machine to import PyTorch
+            if started.poll() is not None:
+                said = (FOLDER / "ranks.log").read_text()[-2000:]
+                raise RuntimeError(f"the ranks have ended before they were ready:\n{said}")
+            time.sleep(0.05)
         ranks = _client[:]
         ranks.block = True  # before activate(), or %%px would not wait for the ranks
         ranks.scatter("rank", range(n), flatten=True)

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import forks
@@ -81,10 +82,19 @@ def on_backend(script, *args) -> list:
 class Result:
     returncode: int
     output: str  # stdout and stderr of all ranks and of torchrun
+    command: str = field(default="", compare=False)  # what to type to run it again
 
     def check(self) -> "Result":
-        assert self.returncode == 0, f"exit status {self.returncode}\n{self.output[-6000:]}"
+        ended = f"exit status {self.returncode} of\n{self.command}"
+        assert self.returncode == 0, f"{ended}\n{self.output[-6000:]}"
         return self
+
+
+def typed(command: list, cwd: Path, **environment: str) -> str:
+    """A line for a shell that runs this command as a test has run it."""
+    variables = {"OMP_NUM_THREADS": "1", **environment}
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return f"cd {cwd} && {' '.join(words)} {shlex.join(map(str, command))}"
 
 
 class Job:
@@ -115,6 +125,7 @@ class Job:
         # process writes over what another has written.
         self.log = beside.log if beside else tempfile.NamedTemporaryFile(mode="a+b")  # noqa: SIM115
         command = [str(part) for part in command]
+        self.command = typed(command if fork is None else ["python", *command], cwd, **environment)
         environment = clean_environment(**environment, TEST_JOB_MARK=self.mark)
         if fork is not None and not COLD and keeper(fork % 2).may_fork(environment):
             self.process = forks.Fork(keeper(fork % 2), command, cwd, environment, self.log.name)
@@ -207,9 +218,9 @@ class Job:
         while not self.has_ended():
             if patience.is_over():
                 self.abort()
-                raise TimeoutError(f"{patience}\n{self.output[-20_000:]}")
+                raise TimeoutError(f"{patience}\n{self.command}\n{self.output[-20_000:]}")
             time.sleep(0.01)
-        return Result(self.process.returncode, self.output)
+        return Result(self.process.returncode, self.output, self.command)
 
     def abort(self) -> None:
         """Kill whatever still runs, once it has said what it was doing."""

@@ -4,7 +4,16 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from helpers import ROOT, Job, Patience, Result, clean_environment, on_backend
+from helpers import (
+    ROOT,
+    Job,
+    Patience,
+    Result,
+    clean_environment,
+    on_backend,
+    torchrun_command,
+    typed,
+)
 
 
 class Rank(Job):
@@ -35,16 +44,19 @@ def run(
     changes: of the environment.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folders = cwd if isinstance(cwd, list) else [cwd] * ranks
+    command = typed(torchrun_command(script, *args, ranks=ranks), folders[0], **changes)
     jobs, left = [], []
     try:
         for rank in range(ranks):
             told = environment(rank, ranks, store, nodes, **changes)
-            folder = cwd[rank] if isinstance(cwd, list) else cwd
-            jobs.append(Rank(script, *args, cwd=folder, beside=jobs[0] if jobs else None, **told))
+            first = jobs[0] if jobs else None
+            jobs.append(Rank(script, *args, cwd=folders[rank], beside=first, **told))
         status = first_failure(jobs, timeout)
         if status is None:
             jobs[0].abort()
-            raise TimeoutError(f"no progress for {timeout} s\n{jobs[0].output[-20_000:]}")
+            said = f"no progress for {timeout} s\n{command}\n{jobs[0].output[-20_000:]}"
+            raise TimeoutError(said)
         if status == 0:
             left = jobs[0].left_running()
     finally:
@@ -53,7 +65,7 @@ def run(
     output = jobs[0].output
     jobs[0].log.close()
     assert not left, f"processes were left running: {left}\n{output[-3000:]}"
-    return Result(status, output)
+    return Result(status, output, command)
 
 
 def first_failure(jobs: list[Job], timeout: float) -> int | None:

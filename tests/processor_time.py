@@ -1,4 +1,4 @@
-"""A pytest plugin: the processor time of each test file, of all processes that it started.
+"""A pytest plugin: the processor time of each test and each file, of all processes they started.
 
 pytest's --durations are wall time, which says little where tests run side by side, and where some
 of them mostly wait.
@@ -35,7 +35,7 @@ def pytest_runtest_protocol(item):
     try:
         return (yield)
     finally:
-        item.config.stash[SPENT][item.path.name] += used() - before
+        item.config.stash[SPENT][item.nodeid] += used() - before
 
 
 SPENT = pytest.StashKey[Counter]()
@@ -56,7 +56,11 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    spent = config.stash[SPENT]
-    terminalreporter.section(f"{NAME} by file: {sum(spent.values()):,.0f}")
-    for name, seconds in spent.most_common(20):
-        terminalreporter.line(f"{seconds:7.1f}  {name}")
+    tests, files = config.stash[SPENT], Counter()
+    for name, seconds in tests.items():
+        files[name.partition("::")[0]] += seconds
+    terminalreporter.section(f"{NAME}: {files.total():,.0f}")
+    for spent in (files, tests):
+        for name, seconds in spent.most_common(25):
+            terminalreporter.line(f"{seconds:7.1f}  {name}")
+        terminalreporter.line("")

@@ -449,7 +449,7 @@ def test_run_script_reads_what_a_killed_process_left_unfinished(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "timeout"), [(1, 4), (2, 15)])
+@pytest.mark.parametrize(("ranks", "timeout"), [(1, 10), (2, 30)])
 def test_run_script_ends_a_hang(script, ranks, timeout):
     # Enough for the ranks to start on a busy machine, so that there is something to end
     with pytest.raises(TimeoutError, match=rf"did not end within {timeout} s\nhere is"):
@@ -490,6 +490,30 @@ def test_ranks_start_again_after_a_hang_and_die_with_their_kernel(tmp_path):
         job.process.kill()  # no chance to clean up: what a Jupyter server does to a stuck kernel
         job.process.wait()
         wait_until_gone(job.processes)
+
+
+BROKEN = """
+import os, sys
+sys.path.insert(0, {folder!r})
+from IPython.core.interactiveshell import InteractiveShell
+InteractiveShell.instance()
+from course import start_ranks
+os.environ["PYTHONPATH"] = {broken!r}
+start_ranks(2)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_start_say_why_at_once(tmp_path):
+    """Not after a minute, and not only that there are none."""
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    page = tmp_path / "page.py"
+    page.write_text(BROKEN.format(folder=str(FOLDER), broken=str(tmp_path)))
+    with Job([sys.executable, page], cwd=FOLDER) as job:
+        result = job.wait(60)
+    assert result.returncode == 1
+    says = r"RuntimeError: the ranks have ended before they were ready:\n(?s:.*)no torch here\n"
+    assert re.search(says, result.output)
 
 
 def test_should_print():
