@@ -174,8 +174,12 @@ class Job:
 
     def agents(self) -> list[psutil.Process]:
         """torchrun's own processes, one a host."""
-        started_as = ["-m", "torch.distributed.run"]
-        return those(lambda p: p.cmdline()[1:3] == started_as, self.processes())
+
+        def is_agent(process: psutil.Process) -> bool:
+            words = process.cmdline()[1:3]  # -m torch.distributed.run, or the script torchrun
+            return words == [*TORCHRUN[1:]] or Path(*words[:1]).name == "torchrun"
+
+        return those(is_agent, self.processes())
 
     def kill(self) -> list[psutil.Process]:
         """Kill whatever still runs; return what that was.

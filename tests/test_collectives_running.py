@@ -103,6 +103,8 @@ def test_the_filter_shows_one_rank(here):
 
 
 def terminal(here: Path, *steps: tuple[str, str], **options) -> Job:
+    """A terminal in which this is typed: (what it shows, what is typed then). Python buffers."""
+    options = {"PYTHONUNBUFFERED": ""} | options
     return Job([sys.executable, TERMINAL, json.dumps(steps)], cwd=here, **options)
 
 
