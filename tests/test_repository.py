@@ -741,6 +741,9 @@ case "$*" in
 "-c import sys"*) test ! -e too_old; exit ;;
 esac
 echo "$(basename $0) $* (threads $OMP_NUM_THREADS)" >>calls
+echo "output of $*"
+case "$*" in "-m uv "*) test ! -e fail_uv || exit 1 ;; esac
+case "$*" in *clusters.txt) test ! -e fail_clusters || exit 1 ;; esac
 test ! -e "fail_$(basename $0)"
 """
 
@@ -767,42 +770,99 @@ def make(project: Path, *arguments: str) -> tuple[int, list[str], str]:
     return result.returncode, [line.removesuffix(" (threads 1)") for line in lines], result.output
 
 
-def install(requirements: str) -> str:
-    return f"python -m pip install -r {requirements}"
+UV = re.search(r"uv==\S+", (ROOT / "Makefile").read_text())[0]
 
 
-EXTRA = install("requirements-clusters.txt")
-CHECK = "python check_environment.py"
+def install(what: str) -> list[str]:
+    return [f"python -m pip install {UV}", f"python -m uv pip install {what}"]
+
+
+def install_file(name: str) -> list[str]:
+    return install(f"-r {name}")
+
+
+FOR_TESTS = [*install_file("requirements-test.txt"), *install_file("requirements-clusters.txt")]
+CHECK = "python check_environment.py --brief"
 PYTEST = "python -m pytest -n 3"
-TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
+TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5"
 
 
 def test_make_demo(project):
     status, calls, output = make(project, "demo")
-    first = ["python_stand_in -m venv .venv", install("requirements.txt"), EXTRA, CHECK, TRAIN]
-    assert (status, calls) == (0, first)
+    full, small = map(install_file, ("requirements.txt", "requirements-cpu.txt"))
+    assert (status, calls) == (0, ["python_stand_in -m venv .venv", *full, CHECK, TRAIN])
     assert "00_start_here.ipynb" in output.splitlines()[-3]
     assert make(project, "demo")[1] == [CHECK, TRAIN]  # nothing is installed twice
     os.utime(project / "requirements-common.txt")
-    assert make(project, "demo")[1] == [install("requirements.txt"), EXTRA, CHECK, TRAIN]
-    small = [install("requirements-cpu.txt"), EXTRA, CHECK, TRAIN]
-    assert make(project, "demo", "REQUIREMENTS=requirements-cpu.txt")[1] == small
+    assert make(project, "demo")[1] == [*full, CHECK, TRAIN]
+    other = "REQUIREMENTS=requirements-cpu.txt"
+    assert make(project, "demo", other)[1] == [*small, CHECK, TRAIN]
     assert make(project, "demo")[1] == [CHECK, TRAIN]  # the choice is remembered
-    back = [install("requirements.txt"), EXTRA, CHECK, TRAIN]
-    assert make(project, "demo", "REQUIREMENTS=requirements.txt")[1] == back
+    assert make(project, "demo", "REQUIREMENTS=requirements.txt")[1] == [*full, CHECK, TRAIN]
+
+
+def test_make_installs_what_a_target_needs(project):
+    full = install_file("requirements.txt")
+    venv = ["python_stand_in -m venv .venv"]
+    assert make(project, "quick")[1][:-2] == [*venv, *full, *FOR_TESTS]
+    assert make(project, "test")[1] == [CHECK, PYTEST]
+    os.utime(project / "requirements-test.txt")
+    assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
+    assert make(project, "lint")[1][:-2] == FOR_TESTS
+    os.utime(project / "requirements.txt")
+    assert make(project, "bench")[1][:6] == [*full, *FOR_TESTS]
+
+
+def test_an_installation_is_one_line_and_a_log(project):
+    printed = make(project, "check")[2].splitlines()
+    assert "installing requirements.txt (progress: tail -f .venv/install.log)" in printed
+    assert not any("pip install" in line for line in printed)
+    assert "output of -m uv pip install" in (project / ".venv/install.log").read_text()
+
+
+def test_pip_installs_where_uv_fails(project):
+    (project / "fail_uv").touch()
+    status, calls, output = make(project, "demo")
+    plain = "python -m pip install -r requirements.txt"
+    assert calls[1:] == [*install_file("requirements.txt"), plain, CHECK, TRAIN]
+    assert status == 0
+    assert "could not" not in output
+
+
+def test_make_shows_the_end_of_the_log_of_what_fails(project):
+    make(project, "check")
+    os.utime(project / "requirements.txt")
+    (project / "fail_python").touch()
+    for _ in range(2):  # an installation that failed is tried again
+        status, calls, output = make(project, "demo")
+        assert status == 2
+        assert calls == [  # without uv, pip
+            f"python -m pip install {UV}",
+            "python -m pip install -r requirements.txt",
+        ]
+        end = output.index("output of -m pip install -r requirements.txt")
+        says = "could not install requirements.txt: above is the end of .venv/install.log"
+        assert output.index(says) > end
+
+
+def test_make_test_goes_on_without_the_extras(project):
+    make(project, "check")
+    (project / "fail_clusters").touch()
+    status, calls, output = make(project, "test")
+    plain = "python -m pip install -r requirements-clusters.txt"
+    assert (status, calls) == (0, [*FOR_TESTS, plain, CHECK, PYTEST])
+    assert "could not install requirements-clusters.txt" in output
+    assert make(project, "test")[1] == [CHECK, PYTEST]  # not tried again each time
 
 
 def test_make_stops_at_what_fails(project):
-    assert make(project, "check")[0] == 0
+    assert make(project, "lint")[0] == 0
     (project / "fail_torchrun").touch()
     status, calls, output = make(project, "demo")
     assert (status, calls) == (2, [CHECK, TRAIN])
     assert "open next" not in output
     (project / "fail_python").touch()
     assert make(project, "test")[:2] == (2, [CHECK])
-    os.utime(project / "requirements.txt")
-    for _ in range(2):  # an installation that failed is tried again
-        assert make(project, "test")[:2] == (2, [install("requirements.txt")])
 
 
 @pytest.mark.parametrize(("what", "says"), [("too_old", "not Python 3.11"), ("no_venv", "apt")])
@@ -814,8 +874,9 @@ def test_make_says_what_is_missing(project, what, says):
 
 
 def test_make_other_targets(project):
-    make(project, "check")
+    make(project, "lint")
     assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
+    assert make(project, "check")[1] == ["python check_environment.py"]
     assert make(project, "test")[1] == [CHECK, PYTEST]
     assert make(project, "quick")[1] == [CHECK, f"{PYTEST} -m not slow"]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
@@ -832,9 +893,10 @@ def test_make_other_targets(project):
 
 def test_make_test_with_another_torch(project):
     tests = f"{PYTEST} --ignore=tests/test_notebooks.py"
+    files = "-r requirements-common.txt -r requirements-test.txt"
     environment = [
         "python_stand_in -m venv .venv-2.13.0",
-        "python -m pip install torch===2.13.0 torchvision -r requirements-common.txt",
+        *install(f"torch===2.13.0 torchvision {files}"),
     ]
     assert make(project, "test-torch", "TORCH=2.13.0")[1] == [*environment, tests]
     assert not (project / ".venv").exists()
@@ -845,7 +907,7 @@ def test_make_test_with_another_torch(project):
 
 def test_ci_runs_lint_and_test_from_anywhere(project):
     shutil.copytree(ROOT / ".ci", project / ".ci")
-    make(project, "check")
+    make(project, "lint")
     (project / "calls").unlink()
     (project / "deep").mkdir()
     result = subprocess.run(
