@@ -21,6 +21,10 @@ install = echo "installing $(subst -r ,,$(2)) (progress: tail -f $(1)/install.lo
 	$(1)/bin/python -m pip install $(2); } >$(1)/install.log 2>&1 || { tail -n 15 $(1)/install.log; \
 	echo "could not install $(subst -r ,,$(2)): above is the end of $(1)/install.log"; false; }; }
 
+# uv leaves bytecode to the first import, which is quicker for one demo, but not for thousands of tests
+# where PYTHONDONTWRITEBYTECODE is set. (Some packages hold files that are no Python.)
+compile = echo "compiling bytecode"; $(1)/bin/python -m compileall -qq -j 0 $(1)/lib || true
+
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 	@echo "Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) REQUIREMENTS=$(REQUIREMENTS) (small CPU builds: requirements-cpu.txt)"
@@ -81,15 +85,14 @@ $(INSTALLED): $(REQUIREMENTS) requirements-common.txt | .venv/bin/pip
 $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 	@$(call install,.venv,-r requirements-test.txt)
 	-@$(call install,.venv,-r requirements-clusters.txt)
+	@$(call compile,.venv)
 	@touch $@
 
 # uv finds the torchvision that was made for this torch.
 .venv-$(TORCH)/installed: requirements-common.txt requirements-test.txt | .venv-$(TORCH)/bin/pip
 	@$(call install,.venv-$(TORCH),torch===$(TORCH) torchvision -r requirements-common.txt -r requirements-test.txt)
+	@$(call compile,.venv-$(TORCH))
 	@touch $@
-
-# The tests import the packages thousands of times: compile them now. (make demo compiles as it imports.)
-$(TESTS) .venv-$(TORCH)/installed: export UV_COMPILE_BYTECODE = 1
 
 %/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

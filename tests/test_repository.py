@@ -781,7 +781,12 @@ def install_file(name: str) -> list[str]:
     return install(f"-r {name}")
 
 
-FOR_TESTS = [*install_file("requirements-test.txt"), *install_file("requirements-clusters.txt")]
+COMPILE = "python -m compileall -qq -j 0 .venv/lib"
+FOR_TESTS = [
+    *install_file("requirements-test.txt"),
+    *install_file("requirements-clusters.txt"),
+    COMPILE,
+]
 CHECK = "python check_environment.py --brief"
 PYTEST = "python -m pytest -n 3"
 TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5"
@@ -810,7 +815,7 @@ def test_make_installs_what_a_target_needs(project):
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
     assert make(project, "lint")[1][:-2] == FOR_TESTS
     os.utime(project / "requirements.txt")
-    assert make(project, "bench")[1][:6] == [*full, *FOR_TESTS]
+    assert make(project, "bench")[1][:7] == [*full, *FOR_TESTS]
 
 
 def test_an_installation_is_one_line_and_a_log(project):
@@ -850,7 +855,7 @@ def test_make_test_goes_on_without_the_extras(project):
     (project / "fail_clusters").touch()
     status, calls, output = make(project, "test")
     plain = "python -m pip install -r requirements-clusters.txt"
-    assert (status, calls) == (0, [*FOR_TESTS, plain, CHECK, PYTEST])
+    assert (status, calls) == (0, [*FOR_TESTS[:-1], plain, COMPILE, CHECK, PYTEST])
     assert "could not install requirements-clusters.txt" in output
     assert make(project, "test")[1] == [CHECK, PYTEST]  # not tried again each time
 
@@ -897,6 +902,7 @@ def test_make_test_with_another_torch(project):
     environment = [
         "python_stand_in -m venv .venv-2.13.0",
         *install(f"torch===2.13.0 torchvision {files}"),
+        COMPILE.replace(".venv", ".venv-2.13.0"),
     ]
     assert make(project, "test-torch", "TORCH=2.13.0")[1] == [*environment, tests]
     assert not (project / ".venv").exists()
