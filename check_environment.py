@@ -1,12 +1,13 @@
 """Say what this machine has, what is wrong, and what to do about it.
 
-    python3 check_environment.py
+    python3 check_environment.py            # one line per item: "ok", or "!!" and advice below
+    python3 check_environment.py --brief    # the "!!" lines, their advice and the verdict
 
-Needs nothing installed, on Linux and macOS. One line per item: "ok", or "!!" and advice below. Exit
-status 1 if something is wrong that the examples cannot do without, else 0: a machine without a GPU
-is fine.
+Needs nothing installed, on Linux and macOS. Exit status 1 if something is wrong that the examples
+cannot do without, else 0: a machine without a GPU is fine.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -32,10 +33,15 @@ class Check(NamedTuple):
 
 
 def main():
+    parser = argparse.ArgumentParser(description="Say what this machine has and what is wrong.")
+    parser.add_argument("--brief", action="store_true", help="leave out what is right")
+    brief = parser.parse_args().brief
     checks = [ask("system", check_system, sys.platform)]
     if not checks[0].stops:  # the other checks are for the systems that PyTorch's jobs run on
         checks += check_all()
     for check in checks:
+        if brief and not check.advice:
+            continue
         print("{}  {:<12} {}".format("!!" if check.advice else "ok", check.name, check.found))
     for advice in dict.fromkeys(check.advice for check in checks if check.advice):
         print("->  " + advice)

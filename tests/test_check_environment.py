@@ -229,7 +229,8 @@ for name in ("sysconf", "sched_getaffinity", "fork", "uname", "getuid"):
 for name in ("resource", "fcntl", "pwd", "grp", "termios"):
     sys.modules[name] = None
 sys.platform = "win32"
-runpy.run_path(sys.argv[1], run_name="__main__")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

@@ -54,13 +54,13 @@ def aligned(paths: list[Path]) -> tuple[list, list]:
     return traces, merge_traces.align(traces)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_offset_of_a_clock_is_found(tmp_path, seed):
-    _, clocks = aligned(made(tmp_path, seed))
-    for host, clock in zip(HOSTS, clocks, strict=True):
-        assert abs(clock.offset - OFFSETS[host]) <= clock.error
-    assert clocks[0] == clocks[1] == merge_traces.Clock(0, 0)
-    assert 0 < clocks[2].error < 3000
+def test_the_offset_of_a_clock_is_found(tmp_path):
+    for seed in range(20):
+        _, clocks = aligned(made(tmp_path, seed))
+        for host, clock in zip(HOSTS, clocks, strict=True):
+            assert abs(clock.offset - OFFSETS[host]) <= clock.error, f"seed {seed}"
+        assert clocks[0] == clocks[1] == merge_traces.Clock(0, 0), f"seed {seed}"
+        assert 0 < clocks[2].error < 3000, f"seed {seed}"
 
 
 def test_a_late_rank_is_named(tmp_path):

@@ -1,8 +1,10 @@
 """all_reduce_algorithms.py equals dist.all_reduce in groups of 1 to 6 ranks and sends exactly what
 the formulas say; point_to_point.py keeps what it prints."""
 
+import itertools
 import re
 import sys
+from collections import Counter
 from contextlib import nullcontext
 
 import all_reduce_algorithms as algorithms
@@ -45,24 +47,25 @@ def log2(world_size: int) -> int:
 # ---- all_reduce_algorithms.py
 
 
-@each_name
-@each_world
-def test_sum_is_that_of_all_reduce(seen, name, world_size):
-    records = records_of(seen, "algorithms", name=name, world_size=world_size)
-    assert len(records) == world_size * (len(SIZES) + len(DTYPES))
-    assert {r["rank"] for r in records} == set(range(world_size))
-    for record in records:
-        assert record["like_plain_sum"], record
-        assert record["like_all_reduce"], record
+def test_sums_are_those_of_all_reduce(seen):
+    records = records_of(seen, "algorithms")
+    count = len(SIZES) + len(DTYPES)
+    cases = [(name, n, rank) for name in NAMES for n in WORLDS for rank in range(n)]
+    found = Counter((r["name"], r["world_size"], r["rank"]) for r in records)
+    assert found == dict.fromkeys(cases, count)
+    wrong = [r for r in records if not (r["like_plain_sum"] and r["like_all_reduce"])]
+    assert not wrong, "\n" + "\n".join(map(str, wrong))
 
 
-@each_name
-@each_world
-def test_traffic_is_that_of_the_formula(seen, name, world_size):
-    for r in records_of(seen, "algorithms", name=name, world_size=world_size):
-        formula = expected_traffic(name, r["numel"], r["itemsize"], world_size, r["rank"])
-        assert (r["bytes"], r["steps"]) == (formula.bytes, formula.steps), r
-        assert (r["wire_bytes"], r["wire_messages"]) == (r["bytes"], r["steps"]), r
+def test_traffic_is_that_of_the_formula(seen):
+    wrong = []
+    for r in records_of(seen, "algorithms"):
+        case = (r["name"], r["numel"], r["itemsize"], r["world_size"], r["rank"])
+        formula = expected_traffic(*case)
+        on_the_wire = r["wire_bytes"], r["wire_messages"]
+        if not on_the_wire == (r["bytes"], r["steps"]) == (formula.bytes, formula.steps):
+            wrong.append(f"{r}: {formula}")
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 @each_world
@@ -92,22 +95,26 @@ def test_every_rank_has_the_same_bits(seen, name, world_size):
     assert (results[0] - exact).abs().max() < 1e-6 * world_size  # fp32, values of order 1
 
 
-@each_world
-@pytest.mark.parametrize("numel", [0, 1, 5, 720, 1001])
-def test_formulas_add_up(world_size, numel):
-    """All ranks together, in units of the tensor: known without cutting it up."""
+def sent_by_all(name: str, world_size: int) -> int:
+    """In units of the tensor: known without cutting it up."""
     power = 1 << log2(world_size)
     pairs = world_size - power
-    total = {
+    return {
         "naive": 2 * (world_size - 1),
         "tree": 2 * (world_size - 1),
         "ring": 2 * (world_size - 1),
         "recursive_doubling": power * log2(world_size) + 2 * pairs,
         "recursive_halving_doubling": 2 * (power - 1) + 2 * pairs,
-    }
-    for name in NAMES:
-        sent = [expected_traffic(name, numel, 8, world_size, rank) for rank in range(world_size)]
-        assert sum(s.bytes for s in sent) == total[name] * 8 * numel, name
+    }[name]
+
+
+def test_formulas_add_up():
+    wrong = []
+    for name, n, numel in itertools.product(NAMES, WORLDS, (0, 1, 5, 720, 1001)):
+        sent = sum(expected_traffic(name, numel, 8, n, rank).bytes for rank in range(n))
+        if sent != sent_by_all(name, n) * 8 * numel:
+            wrong.append(f"{name}, {n} ranks, {numel} numbers: {sent} bytes")
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 64])

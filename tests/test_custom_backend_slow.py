@@ -95,12 +95,12 @@ def test_messages_wait_for_those_before_them_on_the_same_link_only():
     assert schedule.book(0, 1, 10**6, now=0.0) == pytest.approx((0.1, 0.101))  # another link
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("nbytes", [0, 1000, 10**7])
-def test_ring_of_equal_links(size, nbytes):
+def test_rings_of_equal_links():
     alpha, beta = 2e-3, 5e6
-    formula = 2 * (size - 1) * (alpha + nbytes / (size * beta))
-    assert ring_seconds(Links(Speed(alpha, beta)), size, nbytes) == pytest.approx(formula)
+    cases = [(size, nbytes) for size in (1, 2, 3, 4, 7) for nbytes in (0, 1000, 10**7)]
+    found = {case: ring_seconds(Links(Speed(alpha, beta)), *case) for case in cases}
+    formula = {(n, b): 2 * (n - 1) * (alpha + b / (n * beta)) for n, b in cases}
+    assert found == pytest.approx(formula)
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():

@@ -3,10 +3,12 @@ whose checks tell right from wrong, and leaves no process behind. New notebooks 
 
 import ast
 import base64
+import functools
 import json
 import re
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import nbformat
@@ -26,14 +28,32 @@ SHOWS |= {"ranks", "curves", "bars", "timeline", "movie"}  # of figures
 VOLATILE = re.compile(r"engine_uuid|msg_id|iopub|/home/|/Users/|/tmp/|" + re.escape(str(ROOT)))
 
 
-@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
-def path(request) -> Path:
-    return request.param
-
-
-@pytest.fixture
-def notebook(path) -> nbformat.NotebookNode:
+@functools.cache
+def read(path: Path) -> nbformat.NotebookNode:
     return nbformat.read(path, as_version=4)
+
+
+def assert_clean(look: Callable[[nbformat.NotebookNode], Iterable[str]]) -> None:
+    """Fail with a line "notebook: what" for everything that `look` finds in the notebooks."""
+    found = [f"{path.name}: {what}" for path in NOTEBOOKS for what in look(read(path))]
+    assert not found, "\n" + "\n".join(found)
+
+
+def each_cell(look: Callable[[nbformat.NotebookNode], Iterable[str]]) -> Callable:
+    """A look at a notebook that says "code cell [number]: what" for what `look` finds in a cell."""
+    return lambda notebook: [
+        f"code cell [{number}]: {what}"
+        for number, cell in enumerate(code_cells(notebook), 1)
+        for what in look(cell)
+    ]
+
+
+def prose(notebook) -> str:
+    return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
 def tags(cell) -> list[str]:
@@ -75,56 +95,83 @@ def test_there_are_notebooks():
     assert [path.name for path in NOTEBOOKS][:1] == ["00_start_here.ipynb"]
 
 
-def test_title(notebook):
+def test_titles():
+    assert_clean(wrong_title)
+
+
+def wrong_title(notebook) -> list[str]:
     first = notebook.cells[0]
-    assert first.cell_type == "markdown"
-    assert first.source.startswith("# ")
-    text = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    assert len(re.findall(r"^# ", text, flags=re.MULTILINE)) == 1
+    begins = first.cell_type == "markdown" and first.source.startswith("# ")
+    count = len(re.findall(r"^# ", without_code(prose(notebook)), flags=re.MULTILINE))
+    return [] if begins and count == 1 else [f"{count} titles, or none in the first cell"]
 
 
-def test_saved_as_executed_from_top_to_bottom(notebook):
-    cells = code_cells(notebook)
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+def test_saved_as_executed_from_top_to_bottom():
+    assert_clean(wrong_order)
 
 
-def test_outputs_are_there(notebook):
-    missing = [c.source for c in code_cells(notebook) if should_print(c.source) and not c.outputs]
-    assert not missing, "saved without its output:\n" + "\n---\n".join(missing)
+def wrong_order(notebook) -> list[str]:
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    return [] if counts == [*range(1, len(counts) + 1)] else [f"cells were run as {counts}"]
 
 
-def test_errors_are_meant(notebook):
-    for cell in code_cells(notebook):
-        raised = any(output.output_type == "error" for output in cell.outputs)
-        assert raised == ("raises-exception" in tags(cell)), cell.source
+def test_outputs_are_there():
+    says = "saved without its output:\n{}"
+    assert_clean(
+        each_cell(
+            lambda c: [says.format(c.source)] if should_print(c.source) and not c.outputs else []
+        )
+    )
 
 
-def test_outputs_are_small_and_plain(notebook):
-    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
-    size = len(json.dumps(outputs))
-    assert size < 1_500_000, f"{size:,} bytes of outputs"
-    for output in outputs:
-        assert not [mime for mime in output.get("data", {}) if "widget" in mime]
-        assert not output.get("metadata")
-    texts = [json.dumps({**output, "data": text_of(output)}) for output in outputs]
-    found = [VOLATILE.search(text) for text in texts]
-    assert not any(found), [match[0] for match in found if match]
-    for cell in notebook.cells:
-        assert set(cell.metadata) <= {"tags", "jupyter"}
-    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+def test_errors_are_meant():
+    assert_clean(each_cell(other_than_meant))
+
+
+def other_than_meant(cell) -> list[str]:
+    raised = any(output.output_type == "error" for output in cell.outputs)
+    meant = "raises-exception" in tags(cell)
+    return [] if raised == meant else [f"raised: {raised}, meant to: {meant}\n{cell.source}"]
+
+
+def test_outputs_are_small_and_plain():
+    looks = (large_outputs, each_cell(not_plain), other_metadata)
+    assert_clean(lambda notebook: [what for look in looks for what in look(notebook)])
+
+
+def large_outputs(notebook) -> list[str]:
+    size = len(json.dumps([output for cell in code_cells(notebook) for output in cell.outputs]))
+    return [f"{size:,} bytes of outputs"] if size >= 1_500_000 else []
+
+
+def not_plain(cell) -> list[str]:
+    found = []
+    for output in cell.outputs:
+        found += [mime for mime in output.get("data", {}) if "widget" in mime]
+        found += [f"metadata {output.metadata}"] if output.get("metadata") else []
+        text = json.dumps({**output, "data": text_of(output)})
+        found += [match[0] for match in VOLATILE.finditer(text)]
+    return found
+
+
+def other_metadata(notebook) -> list[str]:
+    found = {key for cell in notebook.cells for key in cell.metadata} - {"tags", "jupyter"}
+    found |= set(notebook.metadata) ^ {"kernelspec", "language_info"}
+    return [f"metadata, too much or too little: {sorted(found)}"] if found else []
 
 
 def text_of(output) -> dict:
     return {k: v for k, v in output.get("data", {}).items() if not k.startswith("image/")}
 
 
-def test_links(path, notebook):
-    text = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#\s]+)", text):
-        if not target.startswith(("http://", "https://")):
-            assert (path.parent / target).exists(), f"dead link: {target}"
+def test_links():
+    assert_clean(dead_links)
+
+
+def dead_links(notebook) -> list[str]:
+    targets = re.findall(r"\]\(([^)#\s]+)", without_code(prose(notebook)))
+    local = [target for target in targets if not target.startswith(("http://", "https://"))]
+    return [f"dead link: {target}" for target in local if not (FOLDER / target).exists()]
 
 
 # Words of the glossary that stand in no sentence of their chapter, only in headings or code.
@@ -146,9 +193,7 @@ def glossary() -> list[tuple[str, str, list[str]]]:
 
 def linked_words(path: Path) -> list[tuple[str, str]]:
     """(text, anchor) of each link into the glossary."""
-    cells = nbformat.read(path, as_version=4).cells
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    return re.findall(r"\[`?([^\]`]+)`?\]\(GLOSSARY\.md#([a-z-]+)\)", text)
+    return re.findall(r"\[`?([^\]`]+)`?\]\(GLOSSARY\.md#([a-z-]+)\)", prose(read(path)))
 
 
 def means(text: str, word: str) -> bool:
@@ -165,15 +210,19 @@ def means(text: str, word: str) -> bool:
     return False
 
 
-def test_links_into_the_glossary(path):
+def test_links_into_the_glossary():
     """Each leads to the section of a word which is first used in this chapter."""
-    for text, anchor in linked_words(path):
-        here = [
-            word
-            for word, a, chapters in glossary()
-            if (a, path.name[:2] in chapters) == (anchor, True)
-        ]
-        assert any(means(text, word) for word in here), f"{text} in #{anchor}"
+    words = glossary()
+    wrong = [
+        f"{path.name}: {text} in #{anchor}"
+        for path in NOTEBOOKS
+        for text, anchor in linked_words(path)
+        if not any(
+            a == anchor and path.name[:2] in chapters and means(text, word)
+            for word, a, chapters in words
+        )
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_words_of_the_glossary_are_linked():
@@ -200,12 +249,11 @@ def chapters_named(text: str) -> list[tuple[int, str]]:
     return found
 
 
+@functools.cache
 def subjects_of(number: int) -> set[str]:
     """The beginnings of the words of a chapter's name, headings and line in the course's README."""
     (file,) = FOLDER.glob(f"{number:02d}_*.ipynb")
-    cells = nbformat.read(file, as_version=4).cells
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", prose(read(file)), flags=re.MULTILINE)
     row = re.search(rf"^.*\({file.name}\).*$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     return {word[:5] for word in re.findall(r"[a-z]{3,}", " ".join([*headings, row[0]]).lower())}
 
@@ -225,14 +273,16 @@ def wrong_references(text: str) -> list[str]:
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("*/README.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_pages_name_the_right_chapters(page):
-    assert not wrong_references(page.read_text(encoding="utf-8"))
+def test_pages_name_the_right_chapters():
+    wrong = {
+        page.relative_to(ROOT).as_posix(): wrong_references(page.read_text(encoding="utf-8"))
+        for page in PAGES
+    }
+    assert not {page: found for page, found in wrong.items() if found}
 
 
-def test_chapters_name_the_right_chapters(notebook):
-    text = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
-    assert not wrong_references(text)
+def test_chapters_name_the_right_chapters():
+    assert_clean(lambda notebook: wrong_references(prose(notebook)))
 
 
 def test_wrong_references_are_caught():
@@ -247,36 +297,51 @@ WIDEST = 100  # letters of a line of code or output: more, and a page has to be 
 PICTURE_WIDTH = 1200  # dots: 8 inches at 150
 
 
-def test_nothing_is_wider_than_the_page(notebook):
-    lines = [line for cell in code_cells(notebook) for line in cell.source.splitlines()]
-    for cell in code_cells(notebook):
-        for output in cell.outputs:
-            lines += output.get("text", "").splitlines()
-            lines += text_of(output).get("text/plain", "").splitlines()
-    assert not [line for line in lines if len(line) > WIDEST]
+def test_nothing_is_wider_than_the_page():
+    assert_clean(each_cell(wide_lines))
 
 
-def test_pictures_fill_the_page_and_are_small(notebook):
-    for cell in code_cells(notebook):
-        assert "matplotlib" not in cell.source, "drawing belongs in figures/"
-        for output in cell.outputs:
-            if png := output.get("data", {}).get("image/png"):
-                picture = base64.b64decode(png)
-                assert len(picture) < 150_000
-                assert int.from_bytes(picture[16:20]) == PICTURE_WIDTH
+def wide_lines(cell) -> list[str]:
+    lines = cell.source.splitlines()
+    for output in cell.outputs:
+        lines += output.get("text", "").splitlines()
+        lines += text_of(output).get("text/plain", "").splitlines()
+    return [line for line in lines if len(line) > WIDEST]
 
 
-def test_a_cell_that_draws_is_short(notebook):
+def test_pictures_fill_the_page_and_are_small():
+    assert_clean(each_cell(wrong_pictures))
+
+
+def wrong_pictures(cell) -> list[str]:
+    found = (
+        ["draws with matplotlib: that belongs in figures/"] if "matplotlib" in cell.source else []
+    )
+    for output in cell.outputs:
+        if png := output.get("data", {}).get("image/png"):
+            picture = base64.b64decode(png)
+            width = int.from_bytes(picture[16:20])
+            if len(picture) >= 150_000 or width != PICTURE_WIDTH:
+                found.append(f"a picture of {len(picture):,} bytes, {width} dots wide")
+    return found
+
+
+def test_a_cell_that_draws_is_short():
     """Six lines for the picture; what is computed for it does not count."""
-    for cell in code_cells(notebook):
-        draws = re.findall(r"^.*\b(?:ax|axes|fig|figures?|pictures|plt)\b.*$", cell.source, re.M)
-        assert len(draws) <= 6, cell.source
+    assert_clean(each_cell(long_drawing))
+
+
+def long_drawing(cell) -> list[str]:
+    draws = re.findall(r"^.*\b(?:ax|axes|fig|figures?|pictures|plt)\b.*$", cell.source, re.M)
+    return [f"{len(draws)} lines draw:\n{cell.source}"] if len(draws) > 6 else []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_runs_again_with_the_same_outputs(path, notebook, tmp_path):
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_again_with_the_same_outputs(path, tmp_path):
     """nbval on a copy with one cell more per exercise: it tries the solution, then a mistake."""
+    notebook = nbformat.read(path, as_version=4)
     exercises, checks = tagged(notebook, "exercise"), tagged(notebook, "check")
     solutions = tagged(notebook, "solution")
     assert len(exercises) == len(checks) == len(solutions) > 0

@@ -19,7 +19,6 @@ HERE = ROOT / "parallel_basics"
 SCRATCH, PARALLEL = (HERE / f"pipeline_{name}.py" for name in ("from_scratch", "parallel"))
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 7, 8, 32)]
 slow = pytest.mark.slow  # each launch of ranks takes some seconds
-BOTH = pytest.mark.parametrize("schedule", [by_hand.gpipe, by_hand.one_f_one_b])
 
 
 def numbers(line: str) -> list[float]:
@@ -40,21 +39,38 @@ def orders(schedule, p: int, m: int) -> list[list[tuple]]:
     return [[(kind, stage, i) for kind, i in schedule(stage, p, m)] for stage in range(p)]
 
 
-@BOTH
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_a_schedule_does_everything_once_and_its_idle_share_is_the_formula(schedule, p, m):
+def wrong_actions(schedule, p: int, m: int) -> list[str]:
+    found = []
     for stage in range(p):
         actions = schedule(stage, p, m)
-        assert sorted(actions) == sorted((kind, i) for kind in "FB" for i in range(m))
-        assert all(actions.index(("F", i)) < actions.index(("B", i)) for i in range(m))
-        kept = m if schedule is by_hand.gpipe else min(p - stage, m)
-        assert by_hand.alive(actions) == kept
+        if sorted(actions) != sorted((kind, i) for kind in "FB" for i in range(m)):
+            found.append(f"stage {stage} does not do everything once: {actions}")
+        elif any(actions.index(("F", i)) > actions.index(("B", i)) for i in range(m)):
+            found.append(f"stage {stage} has a backward before its forward: {actions}")
+        elif by_hand.alive(actions) != (m if schedule is by_hand.gpipe else min(p - stage, m)):
+            found.append(f"stage {stage} keeps {by_hand.alive(actions)} micro-batches")
+    return found
+
+
+def wrong_times(schedule, p: int, m: int) -> list[str]:
+    found, idle = [], (p - 1) / (m + p - 1)
     for backward in (1.0, 2.0, 3.0):  # the formula holds for any, if all stages need as long
         seconds = lambda kind, stage, b=backward: 1.0 if kind == "F" else b  # noqa: E731
         timelines = timelines_of.simulate(orders(schedule, p, m), seconds)
-        assert timelines_of.span(timelines) == pytest.approx((m + p - 1) * (1 + backward))
-        assert timelines_of.idle_share(timelines) == pytest.approx((p - 1) / (m + p - 1))
-        assert timelines_of.expected_idle(p, m) == (p - 1) / (m + p - 1)
+        measured = timelines_of.span(timelines), timelines_of.idle_share(timelines)
+        if measured != pytest.approx(((m + p - 1) * (1 + backward), idle)):
+            found.append(f"a backward of {backward}: span and idle share are {measured}")
+    return found if timelines_of.expected_idle(p, m) == idle else [*found, "expected_idle()"]
+
+
+def test_schedules_do_everything_once_and_their_idle_share_is_the_formula():
+    wrong = [
+        f"{schedule.__name__}, p = {p}, m = {m}: {what}"
+        for schedule in (by_hand.gpipe, by_hand.one_f_one_b)
+        for p, m in SIZES
+        for what in wrong_actions(schedule, p, m) or wrong_times(schedule, p, m)
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 def test_a_slow_stage_sets_the_pace():
@@ -175,13 +191,23 @@ def test_gradients_are_added_until_zero_grad(results):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
 
 
+def ranks_of_each(results):
+    """(how, p, name, m), rank, what it found: for each rank of each case."""
+    for *case, _ in EACH:
+        for rank, result in enumerate(results[tuple(case)]):
+            yield tuple(case), rank, result
+
+
 @slow
-@pytest.mark.parametrize(("p", "name", "m", "_"), BY_TORCH)
-def test_the_schedule_gets_contiguous_micro_batches(results, p, name, m, _):
+def test_the_schedule_gets_contiguous_micro_batches(results):
     """Also of a batch that is a window of longer sequences: torch 2.11 refuses those."""
-    for result in results["by torch", p, name, m]:
-        assert len(result["contiguous"]) >= m
-        assert all(result["contiguous"])
+    wrong = [
+        f"{case}, rank {rank}: {result['contiguous']}"
+        for case, rank, result in ranks_of_each(results)
+        if case[0] == "by torch"
+        and not (len(result["contiguous"]) >= case[-1] and all(result["contiguous"]))
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 def test_batches_are_contiguous():
@@ -192,37 +218,41 @@ def test_batches_are_contiguous():
 
 
 @slow
-@pytest.mark.parametrize(("p", "name", "m", "_"), BY_HAND)
-def test_ranks_follow_the_schedule(results, p, name, m, _):
-    for rank, result in enumerate(results["by hand", p, name, m]):
+def test_ranks_follow_the_schedule(results):
+    """By torch, too, where it has a schedule of that name."""
+    wrong = []
+    for (how, p, name, m), rank, result in ranks_of_each(results):
         found = [(kind, i) for kind, _, i, _, _ in result["timeline"]]
-        assert found == by_hand.SCHEDULES[name](rank, p, m)
+        if name in by_hand.SCHEDULES and found != by_hand.SCHEDULES[name](rank, p, m):
+            wrong.append(f"{how}, {p} ranks, {name}, {m} micro-batches, rank {rank}: {found}")
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 @slow
-@pytest.mark.parametrize(("p", "name", "m"), [c[:3] for c in BY_TORCH if c[1] in by_hand.SCHEDULES])
-def test_torch_has_the_same_order(results, p, name, m):
-    for rank, result in enumerate(results["by torch", p, name, m]):
-        found = [(kind, i) for kind, _, i, _, _ in result["timeline"]]
-        assert found == by_hand.SCHEDULES[name](rank, p, m)
-
-
-@slow
-@pytest.mark.parametrize(("how", "p", "name", "m", "optimizer"), EACH)
-def test_every_action_came_after_what_it_needs(results, how, p, name, m, optimizer):
+def test_every_action_came_after_what_it_needs(results):
     """All ranks read the clock of this machine."""
+    wrong = [f"{case[:4]}: {what}" for case in EACH for what in too_early(results, *case[:4])]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def too_early(results, how: str, p: int, name: str, m: int) -> list[str]:
     events = [event for result in results[how, p, name, m] for event in result["timeline"]]
     ends = {("G" if kind in "BI" else kind, s, i): end for kind, s, i, _, end in events}
     starts = {("G" if kind in "BI" else kind, s, i): start for kind, s, i, start, _ in events}
-    stages = max(stage for _, stage, *_ in events) + 1
-    assert stages == p * (1 if name in ("GPipe", "1F1B") else 2)
-    assert sum(kind == "F" for kind, *_ in events) == stages * m
+    stages, found = max(stage for _, stage, *_ in events) + 1, []
+    if stages != p * (1 if name in ("GPipe", "1F1B") else 2):
+        found.append(f"{stages} stages")
+    if sum(kind == "F" for kind, *_ in events) != stages * m:
+        found.append("not one forward per stage and micro-batch")
     for kind, stage, i in starts:
         needs = {"F": ("F", stage - 1, i), "G": ("G", stage + 1, i), "W": ("G", stage, i)}[kind]
-        if needs in ends:
-            assert ends[needs] <= starts[kind, stage, i]
-        assert kind == "W" or needs in ends or stage in (0, stages - 1)
-    assert any(kind in "IW" for kind, *_ in events) == ("Zero" in name)
+        if needs in ends and ends[needs] > starts[kind, stage, i]:
+            found.append(f"{kind, stage, i} began before the end of {needs}")
+        if not (kind == "W" or needs in ends or stage in (0, stages - 1)):
+            found.append(f"{kind, stage, i} began without {needs}")
+    if any(kind in "IW" for kind, *_ in events) != ("Zero" in name):
+        found.append("split backwards, or none")
+    return found
 
 
 @slow
@@ -238,11 +268,13 @@ def test_1f1b_keeps_p_micro_batches_where_gpipe_keeps_all(results, p):
 
 
 @slow
-@pytest.mark.parametrize(("how", "p", "name", "m", "_"), EACH)
-def test_nothing_is_kept_after_the_step(results, how, p, name, m, _):
-    for result in results[how, p, name, m]:
-        assert result["kept"] > 0
-        assert result["left"] == 0
+def test_nothing_is_kept_after_the_step(results):
+    wrong = [
+        f"{case}, rank {rank}: {result['kept']} bytes kept, {result['left']} of them at the end"
+        for case, rank, result in ranks_of_each(results)
+        if not (result["kept"] > 0 and result["left"] == 0)
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 @slow

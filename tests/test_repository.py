@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 import tokenize
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
@@ -35,8 +36,16 @@ MINIMAL_LINES = 66  # of a minimal.py, with its docstring; 40 to 60 are wanted
 GPT_LINES = 80  # of that of transformer_basics, which has a model whose attention it cuts by heads
 NOT_OURS = {"runs", "data"}  # ignored by git
 
-each_example = pytest.mark.parametrize("directory", EXAMPLES, ids=lambda path: path.name)
-each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+
+@functools.cache
+def parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def assert_clean(paths: list[Path], look: Callable[[Path], Iterable[str]]) -> None:
+    """Fail with a line "path: what" for everything that `look` finds."""
+    found = [f"{path.relative_to(ROOT)}: {what}" for path in paths for what in look(path)]
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_there_is_something_to_check():
@@ -44,11 +53,16 @@ def test_there_is_something_to_check():
     assert {path.relative_to(ROOT).parts[0] for path in SCRIPTS} == {d.name for d in FOLDERS}
 
 
-@each_example
-def test_directory_has_what_it_needs(directory):
-    for name in ("README.md", "runtime.py", "arguments.py"):
-        assert (directory / name).is_file(), f"{directory.name}/{name} is missing"
-    assert entry(directory).is_file(), f"{directory.name} has no script to begin with"
+def test_directories_have_what_they_need():
+    assert_clean(EXAMPLES, lacks)
+
+
+def lacks(directory: Path) -> list[str]:
+    names = [
+        n for n in ("README.md", "runtime.py", "arguments.py") if not (directory / n).is_file()
+    ]
+    found = [f"{name} is missing" for name in names]
+    return found if entry(directory).is_file() else [*found, "no script to begin with"]
 
 
 def entry(directory: Path) -> Path:
@@ -62,13 +76,16 @@ def entry(directory: Path) -> Path:
 
 def test_copies_are_equal():
     assert len(copies.EXAMPLES) == len(EXAMPLES)
-    for original, copy in copies.outdated(ROOT, copies.COPIES):
-        pytest.fail(f"{copy} is not {original}: change it there, then: make copies")
+    found = copies.outdated(ROOT, copies.COPIES)
+    says = [
+        f"{copy} is not {original}: change it there, then: make copies" for original, copy in found
+    ]
+    assert not says, "\n".join(says)
 
 
 def test_equal_files_are_listed():
-    for paths in copies.unlisted(SOURCES, copies.COPIES):
-        pytest.fail(f"equal, so tests/copies.py should name them (or one is too many): {paths}")
+    found = copies.unlisted(SOURCES, copies.COPIES)
+    assert not found, f"equal, so tests/copies.py should name them (or one is too many): {found}"
 
 
 def test_copies_that_differ_are_caught(tmp_path, monkeypatch):
@@ -117,7 +134,7 @@ def normal(distribution: str) -> str:
 
 def imported_modules(source: str) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -125,13 +142,16 @@ def imported_modules(source: str) -> set[str]:
     return found
 
 
-@each_source
-def test_imports_nothing_foreign(path):
+def foreign_imports(path: Path) -> list[str]:
     directory = ROOT / path.relative_to(ROOT).parts[0]
     siblings = {other.stem for other in directory.glob("*.py")}
     siblings |= {package.parent.name for package in directory.glob("*/__init__.py")}
     foreign = imported_modules(path.read_text()) - allowed_modules() - siblings
-    assert not foreign, f"{path.name} imports {foreign}: neither required nor a sibling"
+    return [f"imports {name}, neither required nor a sibling" for name in sorted(foreign)]
+
+
+def test_sources_import_nothing_foreign():
+    assert_clean(SOURCES, foreign_imports)
 
 
 def test_foreign_imports_are_caught():
@@ -147,10 +167,9 @@ def scripts_imported(path: Path, scripts: list[Path]) -> set[str]:
     return imported_modules(path.read_text()) & names
 
 
-@each_source
-def test_imports_no_script(path):
-    found = scripts_imported(path, SCRIPTS)
-    assert not found, f"{path.name} imports {found}: what they share should be a module"
+def test_sources_import_no_script():
+    says = "imports {}, a script: what they share should be a module"
+    assert_clean(SOURCES, lambda path: map(says.format, scripts_imported(path, SCRIPTS)))
 
 
 def test_an_imported_script_is_caught(tmp_path):
@@ -169,7 +188,7 @@ def private_uses(source: str) -> list[str]:
 
     A comment on the line or on the one above excuses it: it says why there is no other way.
     """
-    tree, tokens = ast.parse(source), tokenize.generate_tokens(io.StringIO(source).readline)
+    tree, tokens = parse(source), tokenize.generate_tokens(io.StringIO(source).readline)
     excused = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
     others, found = set(), []  # others: names bound by imports of modules that are not torch's
 
@@ -202,14 +221,12 @@ def private_uses(source: str) -> list[str]:
     return found
 
 
-@each_source
-def test_uses_public_names_only(path):
-    assert not private_uses(path.read_text())
+def test_sources_use_public_names_only():
+    assert_clean(SOURCES, lambda path: private_uses(path.read_text()))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_private_names_are_caught():
+    for line in (
         "import torch.distributed._tensor",
         "from torch._C import x",
         "from torch.distributed import _functional_collectives",
@@ -218,12 +235,10 @@ def test_uses_public_names_only(path):
         "mesh._flatten()",
         "x = self.group._backend",
         "f(model.layers[0]._parameters)",
-    ],
-)
-def test_private_names_are_caught(line):
-    assert private_uses(f"import os\n{line}\n")
-    assert not private_uses(f"import os\n{line}  # there is no public name for it\n")
-    assert not private_uses(f"import os\n# there is no public name for it\n{line}\n")
+    ):
+        assert private_uses(f"import os\n{line}\n"), line
+        assert not private_uses(f"import os\n{line}  # there is no public name for it\n"), line
+        assert not private_uses(f"import os\n# there is no public name for it\n{line}\n"), line
 
 
 def test_what_is_not_private():
@@ -235,7 +250,7 @@ def test_what_is_not_private():
 
 def flaws(text: str, name: str) -> list[str]:
     """What is wrong with the form of an example; name: "directory/file.py"."""
-    tree, found = ast.parse(text), []
+    tree, found = parse(text), []
     docstring = ast.get_docstring(tree)
     if not docstring:
         found.append("no docstring")
@@ -259,9 +274,8 @@ def imported_names(tree: ast.Module) -> set[str]:
     return {alias.name for node in nodes for alias in node.names}
 
 
-@each_source
-def test_form(path):
-    assert not flaws(path.read_text(), path.relative_to(ROOT).as_posix())
+def test_form_of_the_sources():
+    assert_clean(SOURCES, lambda path: flaws(path.read_text(), path.relative_to(ROOT).as_posix()))
 
 
 def test_flaws_are_caught():
@@ -283,7 +297,7 @@ def test_flaws_are_caught():
 
 def tricks(source: str) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Call):
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
             if any(isinstance(value, ast.NamedExpr) for value in given):
@@ -300,10 +314,8 @@ def tricks(source: str) -> list[str]:
     return found
 
 
-@each_source
-def test_has_no_tricks(path):
-    found = tricks(path.read_text())
-    assert not found
+def test_sources_have_no_tricks():
+    assert_clean(SOURCES, lambda path: tricks(path.read_text()))
 
 
 def test_tricks_are_caught():
@@ -341,9 +353,9 @@ def too_much(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
-def test_minimal_is_minimal(path):
-    assert not too_much(path)
+def test_minimals_are_minimal():
+    assert MINIMAL
+    assert_clean(MINIMAL, too_much)
 
 
 def shows(page: str, source: str) -> bool:
@@ -352,10 +364,14 @@ def shows(page: str, source: str) -> bool:
     return f"{code}```" in page or textwrap.indent(code, "    ") in page
 
 
-@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
-def test_the_first_page_shows_minimal_in_full(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert shows(text, (ROOT / "ddp_basics/minimal.py").read_text())
+def not_in_full(page: Path, minimal: Path) -> list[str]:
+    shown = shows(page.read_text(encoding="utf-8"), minimal.read_text())
+    return [] if shown else [f"{minimal.relative_to(ROOT)} is not shown in full"]
+
+
+def test_the_first_pages_show_minimal_in_full():
+    pages = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+    assert_clean(pages, lambda page: not_in_full(page, ROOT / "ddp_basics/minimal.py"))
 
 
 def facts_of_rows(page: str) -> list[tuple]:
@@ -372,9 +388,9 @@ def test_both_first_pages_say_the_same():
     assert facts_of_rows("README.zh-CN.md") == facts_of_rows("README.md")
 
 
-@pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
-def test_readme_shows_minimal_in_full(path):
-    assert shows((path.parent / "README.md").read_text(encoding="utf-8"), path.read_text())
+def test_readmes_show_minimal_in_full():
+    pages = [path.parent / "README.md" for path in MINIMAL]
+    assert_clean(pages, lambda page: not_in_full(page, page.parent / "minimal.py"))
 
 
 def test_code_that_a_page_lacks_is_caught():
@@ -390,9 +406,9 @@ def leaves_in_order(source: str) -> bool:
     return "init_process_group(" not in source or bool(re.search(end, source, re.MULTILINE))
 
 
-@pytest.mark.parametrize("path", MINIMAL, ids=lambda p: str(p.relative_to(ROOT)))
-def test_minimal_leaves_in_order(path):
-    assert leaves_in_order(path.read_text())
+def test_minimals_leave_in_order():
+    wrong = "ends its group without a barrier right before"
+    assert_clean(MINIMAL, lambda path: [] if leaves_in_order(path.read_text()) else [wrong])
 
 
 def test_leaving_without_a_barrier_is_caught():
@@ -451,19 +467,31 @@ def helps(tmp_path_factory) -> dict[Path, tuple]:
 
 def options_of(source: str) -> set[str]:
     """The options that the code adds to its parser."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(parse(source)) if isinstance(node, ast.Call)]
     texts = [arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)]
     return {t for t in texts if isinstance(t, str) and re.fullmatch(r"--[a-z][a-z0-9-]*", t)}
 
 
-@pytest.mark.parametrize("path", PARSING, ids=lambda p: str(p.relative_to(ROOT)))
+def poor_help(path: Path, status: int | str, text: str) -> list[str]:
+    if status != 0 or not text.startswith(f"usage: {path.name}"):
+        return [f"--help: status {status}, {text[:200]!r}"]
+    missing = sorted(option for option in all_options(path) if option not in text)
+    return [f"--help is silent on {option}" for option in missing]
+
+
 @pytest.mark.slow
-def test_help(path, helps):
-    status, text = helps[path]
-    assert status == 0, f"{path} --help: {status}"
-    assert text.startswith(f"usage: {path.name}"), text
-    missing = {option for option in all_options(path) if option not in text}
-    assert not missing, f"--help is silent on {missing}"
+def test_help_of_the_scripts(helps):
+    assert helps.keys() == set(PARSING)
+    assert_clean(PARSING, lambda path: poor_help(path, *helps[path]))
+
+
+def test_poor_help_is_caught(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text('add("--one"), add("--two")')
+    assert poor_help(script, 0, "usage: script.py --one --two") == []
+    assert poor_help(script, 0, "usage: script.py --one") == ["--help is silent on --two"]
+    assert poor_help(script, 2, "usage: script.py --one --two") != []
+    assert poor_help(script, 0, "usage: other.py --one --two") != []
 
 
 def all_options(path: Path) -> set[str]:
@@ -655,9 +683,12 @@ def beginning(text: str) -> tuple[str, ...]:
     return tuple(re.sub(r"^[-* ]*(.*?:)?.*", r"\1", line) for line in lines[:3])
 
 
-@each_example
-def test_readme_says_where_to_begin(directory):
-    assert beginning((directory / "README.md").read_text(encoding="utf-8")) == FIRST_LINES
+def test_readmes_say_where_to_begin():
+    def other_beginning(page: Path) -> list[str]:
+        found = beginning(page.read_text(encoding="utf-8"))
+        return [] if found == FIRST_LINES else [f"begins with {found}, not with {FIRST_LINES}"]
+
+    assert_clean([directory / "README.md" for directory in EXAMPLES], other_beginning)
 
 
 def test_beginning():
@@ -689,12 +720,12 @@ def not_recorded(text: str, recorded: list[tuple[str, ...]]) -> list[tuple[str, 
 def test_measurements_are_recorded():
     results = ROOT / "benchmarks/results"
     recorded = [m for path in results.glob("*.md") for m in measurements(path.read_text())]
-    for page in documents():
-        if page.parent != results:
-            assert not not_recorded(texts(page), recorded), (
-                f"{page.name} has other numbers than benchmarks/results: after a benchmark write "
-                "the new ones into it, or get the recorded ones back with git"
-            )
+    says = (
+        "{} is not in benchmarks/results: after a benchmark write the new numbers into the page, "
+        "or get the recorded ones back with git"
+    )
+    pages = [page for page in documents() if page.parent != results]
+    assert_clean(pages, lambda page: map(says.format, not_recorded(texts(page), recorded)))
     assert measurements(texts(ROOT / "README.md"))
 
 
@@ -719,9 +750,62 @@ def requirements() -> list[tuple[str, str]]:
 
 def test_requirements_are_pinned():
     assert len(requirements()) > 10
-    for name, rest in requirements():
-        exact = "===" if name in ("torch", "torchvision") else "=="
-        assert re.fullmatch(exact + r"\d[\w.+]*", rest), f"{name}{rest} is not pinned by {exact}"
+    exact = {"torch": "===", "torchvision": "==="}
+    loose = [n + rest for n, rest in requirements() if not pinned(rest, exact.get(n, "=="))]
+    assert not loose, f"not pinned by == (torch and torchvision: by ===): {loose}"
+    assert pinned("==1.2.0", "==")
+    assert not pinned("==1.2.0", "===")
+    assert not pinned(">=1.2.0", "==")
+
+
+def pinned(rest: str, exact: str) -> bool:
+    return bool(re.fullmatch(exact + r"\d[\w.+]*", rest))
+
+
+def test_each_requirement_says_what_it_is_for():
+    """And what it costs, but where another line is said to bring it, or another file says it."""
+    silent = [
+        f"{path.name}: {line}"
+        for path in ROOT.glob("requirements*.txt")
+        for line in path.read_text().splitlines()
+        if line and not line.startswith(("#", "-")) and not says_why(line, path.name)
+    ]
+    assert not silent, "\n".join(silent)
+    assert says_why("a==1 # plots: 20 MB", "requirements.txt")
+    assert not says_why("a==1 # plots", "requirements.txt")
+    assert not says_why("a==1", "requirements-cpu.txt")
+
+
+def says_why(line: str, file: str) -> bool:
+    cost = "" if file == "requirements-cpu.txt" else r"(: [\d.,]+ [kM]B\b|; comes with )"
+    return bool(re.search(r" # .*\w.*" + cost, line))
+
+
+# Started, not imported: as a command, or as a plug-in of one.
+STARTED = {"jupyterlab", "ipykernel", "ninja", "nbval", "pytest-timeout", "pytest-xdist"}
+STARTED |= {"py-spy", "ruff"}
+FOR_RAY = {"pandas", "pyarrow"}  # imported by Ray Train and Ray Tune
+
+
+def test_each_requirement_is_used():
+    files = [path for path in ROOT.rglob("*.py") if not hidden(path.relative_to(ROOT).parts)]
+    sources = [path.read_text() for path in files]
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        sources += [re.sub(r"^\s*[%!].*$", "pass", source, flags=re.MULTILINE) for source in code]
+    modules = set().union(*map(imported_modules, sources))
+    imports = {
+        normal(distribution)
+        for module, distributions in metadata.packages_distributions().items()
+        if module in modules
+        for distribution in distributions
+    }
+    extras = {normal(name) for name in read_pins(ROOT / "requirements-clusters.txt")}
+    installed = {normal(d.metadata["Name"]) for d in metadata.distributions()}
+    unused = {normal(n) for n, _ in requirements()} - imports - STARTED - FOR_RAY
+    unused -= extras - installed  # of these, nothing says which modules they hold
+    assert not unused, f"required, but not imported: {unused}"
 
 
 def test_both_sets_hold_one_release():
@@ -741,6 +825,9 @@ case "$*" in
 "-c import sys"*) test ! -e too_old; exit ;;
 esac
 echo "$(basename $0) $* (threads $OMP_NUM_THREADS)" >>calls
+echo "output of $*"
+case "$*" in "-m uv "*) test ! -e fail_uv || exit 1 ;; esac
+case "$*" in *clusters.txt) test ! -e fail_clusters || exit 1 ;; esac
 test ! -e "fail_$(basename $0)"
 """
 
@@ -767,42 +854,104 @@ def make(project: Path, *arguments: str) -> tuple[int, list[str], str]:
     return result.returncode, [line.removesuffix(" (threads 1)") for line in lines], result.output
 
 
-def install(requirements: str) -> str:
-    return f"python -m pip install -r {requirements}"
+UV = re.search(r"uv==\S+", (ROOT / "Makefile").read_text())[0]
 
 
-EXTRA = install("requirements-clusters.txt")
-CHECK = "python check_environment.py"
+def install(what: str) -> list[str]:
+    return [f"python -m pip install {UV}", f"python -m uv pip install {what}"]
+
+
+def install_file(name: str) -> list[str]:
+    return install(f"-r {name}")
+
+
+COMPILE = "python -m compileall -qq -j 0 .venv/lib"
+FOR_TESTS = [
+    *install_file("requirements-test.txt"),
+    *install_file("requirements-clusters.txt"),
+    COMPILE,
+]
+CHECK = "python check_environment.py --brief"
 PYTEST = "python -m pytest -n 3"
-TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py"
+TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5"
 
 
 def test_make_demo(project):
     status, calls, output = make(project, "demo")
-    first = ["python_stand_in -m venv .venv", install("requirements.txt"), EXTRA, CHECK, TRAIN]
-    assert (status, calls) == (0, first)
+    full, small = map(install_file, ("requirements.txt", "requirements-cpu.txt"))
+    assert (status, calls) == (0, ["python_stand_in -m venv .venv", *full, CHECK, TRAIN])
     assert "00_start_here.ipynb" in output.splitlines()[-3]
     assert make(project, "demo")[1] == [CHECK, TRAIN]  # nothing is installed twice
     os.utime(project / "requirements-common.txt")
-    assert make(project, "demo")[1] == [install("requirements.txt"), EXTRA, CHECK, TRAIN]
-    small = [install("requirements-cpu.txt"), EXTRA, CHECK, TRAIN]
-    assert make(project, "demo", "REQUIREMENTS=requirements-cpu.txt")[1] == small
+    assert make(project, "demo")[1] == [*full, CHECK, TRAIN]
+    other = "REQUIREMENTS=requirements-cpu.txt"
+    assert make(project, "demo", other)[1] == [*small, CHECK, TRAIN]
     assert make(project, "demo")[1] == [CHECK, TRAIN]  # the choice is remembered
-    back = [install("requirements.txt"), EXTRA, CHECK, TRAIN]
-    assert make(project, "demo", "REQUIREMENTS=requirements.txt")[1] == back
+    assert make(project, "demo", "REQUIREMENTS=requirements.txt")[1] == [*full, CHECK, TRAIN]
+
+
+def test_make_installs_what_a_target_needs(project):
+    full = install_file("requirements.txt")
+    venv = ["python_stand_in -m venv .venv"]
+    assert make(project, "quick")[1][:-2] == [*venv, *full, *FOR_TESTS]
+    assert make(project, "test")[1] == [CHECK, PYTEST]
+    os.utime(project / "requirements-test.txt")
+    assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
+    assert make(project, "lint")[1][:-2] == FOR_TESTS
+    os.utime(project / "requirements.txt")
+    assert make(project, "bench")[1][:7] == [*full, *FOR_TESTS]
+
+
+def test_an_installation_is_one_line_and_a_log(project):
+    printed = make(project, "check")[2].splitlines()
+    assert "installing requirements.txt (progress: tail -f .venv/install.log)" in printed
+    assert not any("pip install" in line for line in printed)
+    assert "output of -m uv pip install" in (project / ".venv/install.log").read_text()
+
+
+def test_pip_installs_where_uv_fails(project):
+    (project / "fail_uv").touch()
+    status, calls, output = make(project, "demo")
+    plain = "python -m pip install -r requirements.txt"
+    assert calls[1:] == [*install_file("requirements.txt"), plain, CHECK, TRAIN]
+    assert status == 0
+    assert "could not" not in output
+
+
+def test_make_shows_the_end_of_the_log_of_what_fails(project):
+    make(project, "check")
+    os.utime(project / "requirements.txt")
+    (project / "fail_python").touch()
+    for _ in range(2):  # an installation that failed is tried again
+        status, calls, output = make(project, "demo")
+        assert status == 2
+        assert calls == [  # without uv, pip
+            f"python -m pip install {UV}",
+            "python -m pip install -r requirements.txt",
+        ]
+        end = output.index("output of -m pip install -r requirements.txt")
+        says = "could not install requirements.txt: above is the end of .venv/install.log"
+        assert output.index(says) > end
+
+
+def test_make_test_goes_on_without_the_extras(project):
+    make(project, "check")
+    (project / "fail_clusters").touch()
+    status, calls, output = make(project, "test")
+    plain = "python -m pip install -r requirements-clusters.txt"
+    assert (status, calls) == (0, [*FOR_TESTS[:-1], plain, COMPILE, CHECK, PYTEST])
+    assert "could not install requirements-clusters.txt" in output
+    assert make(project, "test")[1] == [CHECK, PYTEST]  # not tried again each time
 
 
 def test_make_stops_at_what_fails(project):
-    assert make(project, "check")[0] == 0
+    assert make(project, "lint")[0] == 0
     (project / "fail_torchrun").touch()
     status, calls, output = make(project, "demo")
     assert (status, calls) == (2, [CHECK, TRAIN])
     assert "open next" not in output
     (project / "fail_python").touch()
     assert make(project, "test")[:2] == (2, [CHECK])
-    os.utime(project / "requirements.txt")
-    for _ in range(2):  # an installation that failed is tried again
-        assert make(project, "test")[:2] == (2, [install("requirements.txt")])
 
 
 @pytest.mark.parametrize(("what", "says"), [("too_old", "not Python 3.11"), ("no_venv", "apt")])
@@ -814,8 +963,9 @@ def test_make_says_what_is_missing(project, what, says):
 
 
 def test_make_other_targets(project):
-    make(project, "check")
+    make(project, "lint")
     assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
+    assert make(project, "check")[1] == ["python check_environment.py"]
     assert make(project, "test")[1] == [CHECK, PYTEST]
     assert make(project, "quick")[1] == [CHECK, f"{PYTEST} -m not slow"]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
@@ -832,9 +982,11 @@ def test_make_other_targets(project):
 
 def test_make_test_with_another_torch(project):
     tests = f"{PYTEST} --ignore=tests/test_notebooks.py"
+    files = "-r requirements-common.txt -r requirements-test.txt"
     environment = [
         "python_stand_in -m venv .venv-2.13.0",
-        "python -m pip install torch===2.13.0 torchvision -r requirements-common.txt",
+        *install(f"torch===2.13.0 torchvision {files}"),
+        COMPILE.replace(".venv", ".venv-2.13.0"),
     ]
     assert make(project, "test-torch", "TORCH=2.13.0")[1] == [*environment, tests]
     assert not (project / ".venv").exists()
@@ -845,7 +997,7 @@ def test_make_test_with_another_torch(project):
 
 def test_ci_runs_lint_and_test_from_anywhere(project):
     shutil.copytree(ROOT / ".ci", project / ".ci")
-    make(project, "check")
+    make(project, "lint")
     (project / "calls").unlink()
     (project / "deep").mkdir()
     result = subprocess.run(

@@ -4,13 +4,11 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 from helpers import ROOT
 
 TESTS = ROOT / "tests"
 TITLE = "What usually goes wrong"
 READMES = [p for p in sorted(ROOT.glob("*/README.md")) if f"# {TITLE}" in p.read_text()]
-each_readme = pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 
 
 def rows_of(text: str) -> list[str]:
@@ -55,15 +53,22 @@ def complaints(rows: list[str], named: dict[str, tuple[str, ...]]) -> list[str]:
     return found
 
 
-@each_readme
-def test_each_row_is_provoked_and_cured(readme):
+def wrong_rows(readme: Path) -> list[str]:
     path = TESTS / f"test_{readme.parent.name}_rows.py"
     named = registry(path)
-    assert complaints(rows_of(readme.read_text()), named) == []
     tests = {test for of_row in named.values() for test in of_row}
     exist = set().union(*(functions_in(TESTS / test.split("::")[0]) for test in tests))
-    assert not tests - exist, "no such test"
-    assert not functions_in(path) - tests, "a test without a row"
+    return [
+        *complaints(rows_of(readme.read_text()), named),
+        *(f"no such test: {test}" for test in sorted(tests - exist)),
+        *(f"a test without a row: {test}" for test in sorted(functions_in(path) - tests)),
+    ]
+
+
+def test_each_row_is_provoked_and_cured():
+    found = [f"{readme.parent.name}: {what}" for readme in READMES for what in wrong_rows(readme)]
+    assert READMES
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_a_row_without_a_test_is_caught():
