@@ -19,7 +19,7 @@ export UV_INDEX_STRATEGY = unsafe-best-match
 install = echo "installing $(subst -r ,,$(2)) (progress: tail -f $(1)/install.log)"; { { \
 	$(1)/bin/python -m pip install uv==0.13.9 && $(1)/bin/python -m uv pip install $(2) || \
 	$(1)/bin/python -m pip install $(2); } >$(1)/install.log 2>&1 || { tail -n 15 $(1)/install.log; \
-	echo "could not install $(subst -r ,,$(2)): above is the end of $(1)/install.log"; false; }; }
+	echo "could not install $(subst -r ,,$(2)): above is the end of $(1)/install.log, the next make tries again"; false; }; }
 
 # uv leaves bytecode to the first import, which is quicker for one demo, but not for thousands of tests
 # where PYTHONDONTWRITEBYTECODE is set. (Some packages hold files that are no Python.)

@@ -218,6 +218,9 @@ def test_with_nothing_installed():
     assert result.stdout.splitlines()[-1].startswith("not ready: torch, torchvision, packages")
     assert "pip install -r requirements.txt" in result.stdout
     assert "Traceback" not in result.stderr
+    brief = run(sys.executable, "-I", "-S", ROOT / "check_environment.py", "--brief")
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("ok ")]
+    assert (brief.stdout.splitlines(), brief.returncode) == (lines, 1)
 
 
 WINDOWS = """
