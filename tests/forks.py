@@ -23,7 +23,7 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 IMPORTED = (
@@ -51,24 +51,23 @@ def keep(requests: Connection) -> None:
         importlib.import_module(name)
     gc.freeze()  # collections in forks need not look at, and so copy, what was there before
     fork = get_context("fork")
-    running = {}  # what is ready when a process has ended -> the process
+    running = []
     while True:
-        for ready in wait([requests, *running]):
-            if ready is not requests:
-                process = running.pop(ready)
-                process.join()
-                requests.send(("ended", process.pid, process.exitcode))
-                continue
+        # Look every 10 ms: a sentinel would also wait for the children of a process.
+        if requests.poll(0.01 if running else None):
             try:
                 told = requests.recv()
             except EOFError:
-                for process in running.values():
+                for process in running:
                     end_session(process.pid)
                 return
             process = fork.Process(target=play, args=(requests, *told))
             process.start()
-            running[process.sentinel] = process
+            running.append(process)
             requests.send(("started", process.pid))
+        for process in [process for process in running if process.exitcode is not None]:
+            running.remove(process)
+            requests.send(("ended", process.pid, process.exitcode))
 
 
 def play(requests: Connection, command: list[str], cwd: str, environment: dict, log: str) -> None:

@@ -259,7 +259,7 @@ class Patience:
     """Over when jobs have printed nothing and computed next to nothing for so many seconds.
 
     A limit on the wall clock would fail on a busy machine, where a job gets little of a processor;
-    it gets some. A job that waits for what will not come uses less than 5 % of one.
+    it gets some. A job that waits for what will not come uses less than 2 % of one.
     """
 
     def __init__(self, jobs: list[Job], seconds: float):
@@ -270,7 +270,7 @@ class Patience:
         if time.monotonic() < self.since + self.seconds:
             return False
         size, used = self.printed(), self.computed()
-        idle = size == self.size and used - self.used < 0.05 * self.seconds
+        idle = size == self.size and used - self.used < 0.02 * self.seconds
         self.since, self.size, self.used = time.monotonic(), size, used
         return idle
 
