@@ -40,6 +40,7 @@ REASONS = {
     r"|^(\.venv/bin/)?pytest|\.ci/run|benchmarks/\w+\.py|notebooks/execute|foreign/matrix",
     "not on this machine": r"(?!)",  # see `is_missing`
 }
+STATUS = re.compile(r"# .*\bstatus (\d+)")  # how a command ends, where not with 0
 LEFT_OUT = re.compile(r"<!-- make readme leaves this out: (.*) -->")
 TIMEOUT = 600  # seconds for one command, on a busy machine
 PATIENCE = 60  # seconds for commands in the background, once those in front have ended
@@ -51,6 +52,17 @@ class Command:
     line: int
     text: str  # as printed, with its comment and its continuation lines
     reason: str = ""  # why it is left out, a key of REASONS
+
+    @property
+    def typed(self) -> str:
+        """The text without its comments."""
+        return re.sub(r"\s+# .*", "", self.text)
+
+    @property
+    def expected(self) -> int:
+        """The exit status that its comment says."""
+        said = STATUS.search(self.text)
+        return int(said[1]) if said else 0
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {' '.join(self.text.split())}"
@@ -66,6 +78,10 @@ class Outcome:
     seconds: int
     output: str
 
+    @property
+    def as_printed(self) -> bool:
+        return self.status == self.command.expected
+
 
 def tracked() -> list[Path]:
     """The files of the repository, and those that are about to be added to it."""
@@ -75,8 +91,9 @@ def tracked() -> list[Path]:
 
 
 def pages() -> list[Path]:
-    """Markdown files, but not the recorded results, and Python files."""
-    return [p for p in tracked() if p.suffix in (".md", ".py") and p.parent.name != "results"]
+    """Markdown files, but not the recorded results, then Python files."""
+    kinds = [[p for p in tracked() if p.suffix == kind] for kind in (".md", ".py")]
+    return [p for pages in kinds for p in pages if p.parent.name != "results"]
 
 
 @functools.cache
@@ -196,7 +213,7 @@ def run(block: Block, timeout: float = TIMEOUT) -> list[Outcome]:
     script = ["later=()"]
     for number, command in enumerate(block):
         script += [f"echo {mark} {number} begins $SECONDS", command.text]
-        if re.search(r"[^&]&\s*(#.*)?$", command.text):
+        if re.search(r"[^&]&$", command.typed):
             script.append(f"later+=({number}:$!)")
         else:
             script.append(f"printf '\\n{mark} {number} %s %s\\n' $? $SECONDS")
