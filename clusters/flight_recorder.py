@@ -1,6 +1,6 @@
-"""A hang, and what each rank was doing when it began: the flight recorder, read by torchfrtrace.
+r"""A hang, and what each rank was doing when it began: the flight recorder, read by torchfrtrace.
 
-    torchrun --standalone --nproc_per_node=2 clusters/flight_recorder.py \\
+    torchrun --standalone --nproc_per_node=2 clusters/flight_recorder.py \
         --output-dir runs/hang                  # ends with status 1
     torchfrtrace runs/hang --prefix rank_
 

@@ -55,6 +55,25 @@ def test_a_dropped_command_is_caught():
     assert dropped(page, "A=1 python a.py   # why\ntorchrun b.py \\\n    --c") == []
 
 
+def not_in_sight(command: str, source: str) -> list[str]:
+    """Lines of the command that its file does not show as they are typed."""
+    shown = {line.strip().removeprefix("$ ") for line in source.splitlines()}
+    return [line for line in command.split("\n") if line.strip() not in shown]
+
+
+def test_files_show_commands_as_they_are_typed():
+    """A docstring that is not raw shows two backslashes, which continue no line of a shell."""
+    for command in COMMANDS:
+        source = (ROOT / command.file).read_text(encoding="utf-8")
+        assert not not_in_sight(command.text, source), f"{command}: begin the docstring with r"
+
+
+def test_a_docstring_that_is_not_raw_is_caught():
+    command = "make \\\n    a"
+    assert not_in_sight(command, 'r"""\n\n    make \\\n        a\n"""') == []
+    assert not_in_sight(command, '"""\n\n    make \\\\\n        a\n"""') == ["make \\"]
+
+
 def test_the_chinese_page_prints_the_same_commands():
     english, chinese = ([c for b in blocks_of(ROOT / name) for c in b] for name in FIRST_PAGES)
 
