@@ -30,7 +30,7 @@ def main() -> None:
         for block in blocks:
             left_out += say_what_is_left_out(block)
             here = [command for command in block if not printed_commands.left_out(command)]
-            texts = tuple(command.text for command in here)
+            texts = tuple(command.typed for command in here)
             if not here or texts in done:
                 continue
             done |= {texts[: count + 1] for count in range(len(texts))}
