@@ -178,11 +178,28 @@ def unknown_flags(command: Command) -> list[str]:
     return [flag for flag in flags if names and flag not in known]
 
 
+def in_sentences(path: Path) -> list[Command]:
+    """Commands between backquotes."""
+    text = printed_commands.text_of(path)[1]
+    found = re.findall(r"`((?:torchrun|python3?|make) [^`]+)`", text)
+    return [Command(str(path.relative_to(ROOT)), 1, command) for command in found]
+
+
+ALL = COMMANDS + [command for path in PAGES for command in in_sentences(path)]
+
+
 def test_scripts_and_flags_exist():
-    absent = [str(c) for c in COMMANDS for name in scripts(c) if not (ROOT / name).is_file()]
+    absent = [str(c) for c in ALL for name in scripts(c) if not (ROOT / name).is_file()]
     assert absent == []
-    assert sum(len(scripts(command)) for command in COMMANDS) > 300
-    assert [(str(c), flags) for c in COMMANDS if (flags := unknown_flags(c))] == []
+    assert sum(len(scripts(command)) for command in ALL) > 300
+    assert [(str(c), flags) for c in ALL if (flags := unknown_flags(c))] == []
+
+
+def test_targets_of_make_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {match[1] for c in ALL if (match := re.match(r"make ([\w-]+)", c.typed))}
+    assert "demo" in named
+    assert named - set(targets) == set()
 
 
 def test_a_wrong_flag_is_caught():
