@@ -55,8 +55,8 @@ class Command:
 
     @property
     def typed(self) -> str:
-        """The text without its comments."""
-        return re.sub(r"\s+# .*", "", self.text)
+        """The text as one line, without its comments."""
+        return " ".join(re.sub(r"\s+# .*", "", self.text).replace("\\\n", " ").split())
 
     @property
     def expected(self) -> int:
