@@ -31,7 +31,7 @@ BEGINS = re.compile(rf"(\$ )?([A-Z_]+=(\".*?\"|\S*) )*({'|'.join(PROGRAMS.split(
 REASONS = {
     "placeholder": r"\.\.\.|your_train|\b(PID|NAME|COMMAND|FOLDER)\b",
     "cluster manager": r"\b(srun|sbatch|salloc|kubectl|docker|mpirun)\b|mpi/|test_cluster|RAY_ADDR",
-    "several hosts": r"\bHOST\b|hosts\.txt|\$SLURM|^(?!.*lab\.py exec).*host0:",
+    "several hosts": r"\bHOST\b|hosts\.txt|\$SLURM|(?s:^(?!.*lab\.py exec).*host0:)",
     "GPU": r"--device cuda|pytest -m gpu",
     "network": r"--model google",
     "interactive": r"\bjupyter lab|--breakpoint-on",
@@ -208,7 +208,7 @@ def copy_repository(to: Path) -> None:
 
 
 def run(block: Block, timeout: float = TIMEOUT) -> list[Outcome]:
-    """Run the commands in one shell. What runs in the background may go on until it is killed."""
+    """Run the commands in one shell, then kill those that still run in the background."""
     mark = uuid.uuid4().hex
     script = ["later=()"]
     for number, command in enumerate(block):

@@ -131,7 +131,7 @@ def test_a_page_gives_a_reason_for_one_block():
     ("command", "reason"),
     [
         ("torchrun --nnodes=2 --rdzv-endpoint=HOST:29500 a.py", "several hosts"),
-        ("torchrun --rdzv-endpoint=host0:29500 a.py", "several hosts"),
+        ("torchrun --nnodes=1:3 \\\n    --rdzv-endpoint=host0:29500 a.py", "several hosts"),
         ("python clusters/lab.py exec 0 -- torchrun --rdzv-endpoint=host0:29500 a.py", ""),
         ("bash clusters/slurm/train.sbatch a.py", "cluster manager"),
         ("torchrun ... a.py", "placeholder"),
