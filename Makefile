@@ -68,6 +68,9 @@ bench: $(TESTS) ready ## measure, and write benchmarks/results/
 foreign: $(TESTS) ready ## train 49 models of torchvision and transformers, compare: an hour
 	.venv/bin/python tests/foreign/matrix.py --write
 
+readme: check ## run every command of the READMEs and docstrings as printed: an hour
+	.venv/bin/python tests/readme.py --write
+
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py
 
@@ -101,4 +104,8 @@ $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)."; exit 1; }
 	$(PYTHON) -m venv $*
 
+<<<<<<< HEAD
 .PHONY: help demo test quick test-torch copies lint notebooks bench foreign check ready
+=======
+.PHONY: help demo test quick test-torch copies lint notebooks bench foreign readme check
+>>>>>>> cc897da9126296248d3870a63be6fcf56e7c1ed4

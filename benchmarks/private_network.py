@@ -1,6 +1,6 @@
-"""Two ranks with a link of 100 Mbit/s between them, on one machine: each in a network of its own.
+r"""Two ranks with a link of 100 Mbit/s between them, on one machine: each in a network of its own.
 
-    unshare --net --pid --fork --kill-child --mount-proc \\
+    unshare --net --pid --fork --kill-child --mount-proc \
         python benchmarks/private_network.py 1500 COMMAND...    # 1500: bytes of the largest frame
 
 COMMAND runs twice, with what torchrun tells rank 0 and rank 1 of two nodes in its environment.

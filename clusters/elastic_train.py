@@ -1,11 +1,11 @@
-"""Train on the hosts that there are; while they come and go, the result stays what it was.
+r"""Train on the hosts that there are; while they come and go, the result stays what it was.
 
     python clusters/elastic_train.py                                        # one process
     torchrun --standalone --nproc_per_node=3 clusters/elastic_train.py      # the same losses
 
     # on each host that is there now, or comes later (see elastic.md)
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:3 --nproc-per-node=1 --rdzv-id=a \\
-        --rdzv-backend=c10d --rdzv-endpoint=host0:29500 --max-restarts=100 \\
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:3 --nproc-per-node=1 --rdzv-id=a \
+        --rdzv-backend=c10d --rdzv-endpoint=host0:29500 --max-restarts=100 \
         clusters/elastic_train.py --output-dir runs/elastic
 
 A step is PARTS small batches, however many ranks there are. They are dealt out like cards: three

@@ -1,6 +1,7 @@
-"""A hang, and what each rank was doing when it began: the flight recorder, read by torchfrtrace.
+r"""A hang, and what each rank was doing when it began: the flight recorder, read by torchfrtrace.
 
-    torchrun --standalone --nproc_per_node=2 clusters/flight_recorder.py --output-dir runs/hang
+    torchrun --standalone --nproc_per_node=2 clusters/flight_recorder.py \
+        --output-dir runs/hang                  # ends with status 1
     torchfrtrace runs/hang --prefix rank_
 
 After step 5, rank 0 writes a file and all ranks meet in a barrier. But somebody has indented the

@@ -1,6 +1,6 @@
 """The traces of all ranks on one timeline, with their clocks brought in line; and who comes last.
 
-    torchrun --nproc_per_node=2 ddp_basics/train.py --profile --output-dir runs/digits
+    torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --profile --output-dir runs/digits
     python clusters/merge_traces.py runs/digits/trace_*.json --output runs/digits/timeline.json
 
 Opens in https://ui.perfetto.dev: a process for each rank. Look at the table: how sure the clocks

@@ -1,7 +1,7 @@
 """Look at all hosts before a training: which host, link or device is wrong or slow?
 
     python clusters/preflight.py hosts.txt --directory runs        # a name a line, as ssh takes it
-    python clusters/preflight.py --lab 3                           # hosts of lab.py
+    python clusters/lab.py up 3 && python clusters/preflight.py --lab 3    # hosts of lab.py
     python clusters/preflight.py --plan 1000                       # how long would so many take?
 
 Compares versions, clocks, devices, disks, names and a directory that all should share; measures

@@ -1,7 +1,7 @@
-"""Start a collective, go on computing, wait later: Work handles, and what the overlap is worth.
+r"""Start a collective, go on computing, wait later: Work handles, and what the overlap is worth.
 
     torchrun --standalone --nproc_per_node=2 collectives/async_work.py
-    torchrun --standalone --nproc_per_node=2 collectives/async_work.py \\
+    torchrun --standalone --nproc_per_node=2 collectives/async_work.py \
         --buckets 8 --megabytes 2 --repeats 9 --plot overlap.png
     python collectives/async_work.py                # one rank: handles, but nothing to hide
 

@@ -1,8 +1,8 @@
-"""What each byte costs: time and bandwidth of every collective, and of our own all-reduces.
+r"""What each byte costs: time and bandwidth of every collective, and of our own all-reduces.
 
     torchrun --standalone --nproc_per_node=2 collectives/bandwidth.py
     torchrun --standalone --nproc_per_node=2 collectives/bandwidth.py --verify --output-dir runs/bw
-    torchrun --standalone --nproc_per_node=4 collectives/bandwidth.py \\
+    torchrun --standalone --nproc_per_node=4 collectives/bandwidth.py \
         --operations all_reduce ring tree --min-bytes 1K --max-bytes 64M --factor 4 --repeats 9
 
 Look at

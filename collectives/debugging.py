@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 collectives/debugging.py
     torchrun --standalone --nproc_per_node=2 collectives/debugging.py --breakpoint-on=1
-    torchrun --standalone --nproc_per_node=2 collectives/debugging.py --fill-memory-on=1
+    torchrun --standalone --nproc_per_node=2 collectives/debugging.py --fill-memory-on=1  # status 1
     python collectives/debugging.py                                    # a world of one
 
 Each step is one all_reduce and takes 0.1 s; the two faults happen in step 3. The README's section

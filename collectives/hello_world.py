@@ -1,4 +1,4 @@
-"""Hello from every rank: who am I, how many are we, where do I run?
+r"""Hello from every rank: who am I, how many are we, where do I run?
 
     torchrun --standalone --nproc_per_node=2 collectives/hello_world.py
     torchrun --standalone --nproc_per_node=8 collectives/hello_world.py --device cpu

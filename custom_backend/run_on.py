@@ -1,7 +1,7 @@
-"""Run a script of another directory on a backend of this one, or on your own.
+r"""Run a script of another directory on a backend of this one, or on your own.
 
     torchrun --standalone --nproc_per_node=2 custom_backend/run_on.py shm ddp_basics/train.py
-    torchrun --standalone --nproc_per_node=2 custom_backend/run_on.py ring \\
+    torchrun --standalone --nproc_per_node=2 custom_backend/run_on.py ring \
         parallel_basics/tensor_parallel.py --device cpu
 
 The script stays as it is: a script that names no backend asks torch for the default of its device,

@@ -1,11 +1,11 @@
-"""A network that one does not have: latency and bandwidth per link, as told, on one machine.
+r"""A network that one does not have: latency and bandwidth per link, as told, on one machine.
 
     torchrun --standalone --nproc_per_node=2 custom_backend/slow_backend.py
     torchrun --standalone --nproc_per_node=4 custom_backend/slow_backend.py --links two-level
 
 measures the links against the formula. Any script of this repository runs on them (on the CPU):
 
-    torchrun --standalone --nproc_per_node=4 custom_backend/slow_backend.py \\
+    torchrun --standalone --nproc_per_node=4 custom_backend/slow_backend.py \
         --links "default 5ms 100Mbit" ddp_basics/train.py --epochs 1
 
 The table of links is described in links.py; how a message is kept until it is due, in slow_wire.py;

@@ -3,7 +3,7 @@
     python ddp_basics/spawn.py --how spawn --ranks 2
     python ddp_basics/spawn.py --how environment --ranks 2
     torchrun --standalone --nproc_per_node=2 ddp_basics/spawn.py
-    python ddp_basics/spawn.py --how environment --ranks 2 --kill-rank 1     # a rank dies
+    python ddp_basics/spawn.py --how environment --ranks 2 --kill-rank 1     # ends with status 1
 
 Look at the last line: all three ways to start the ranks give the same loss and parameters, on CPUs
 to the last bit. The 60 lines that start them here do only a part of what torchrun does:

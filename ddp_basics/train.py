@@ -1,10 +1,10 @@
-"""Train with DistributedDataParallel on any number of ranks: the template to copy.
+r"""Train with DistributedDataParallel on any number of ranks: the template to copy.
 
     python ddp_basics/train.py                                                # one process
     torchrun --standalone --nproc_per_node=2 ddp_basics/train.py              # two ranks
-    torchrun --standalone --nproc_per_node=2 --max-restarts=3 ddp_basics/train.py \\
+    torchrun --standalone --nproc_per_node=2 --max-restarts=3 ddp_basics/train.py \
         --output-dir runs/digits                              # survives a crash, a kill, a reboot
-    torchrun --nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \\
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \
         --rdzv-id=digits ddp_basics/train.py                  # two nodes: the same line on each
 
 task.py is all you replace for a model of your own. minimal.py has the distributed lines alone.

@@ -1,10 +1,10 @@
-"""ZeroRedundancyOptimizer: each rank keeps the optimizer state of its share of the parameters.
+r"""ZeroRedundancyOptimizer: each rank keeps the optimizer state of its share of the parameters.
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/zero_optimizer.py
     torchrun --standalone --nproc_per_node=4 ddp_basics/zero_optimizer.py --channels 8
 
     # save after 6 steps, then continue to step 12 with another number of ranks
-    torchrun --standalone --nproc_per_node=2 ddp_basics/zero_optimizer.py \\
+    torchrun --standalone --nproc_per_node=2 ddp_basics/zero_optimizer.py \
         --output-dir runs/zero --steps 6
     torchrun --standalone --nproc_per_node=3 ddp_basics/zero_optimizer.py --output-dir runs/zero
 

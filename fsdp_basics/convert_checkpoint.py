@@ -1,5 +1,6 @@
 """Convert a sharded checkpoint to one file for torch.load or safetensors, and back; no torchrun.
 
+    torchrun --standalone --nproc_per_node=2 fsdp_basics/train.py --output-dir runs/vit
     python fsdp_basics/convert_checkpoint.py runs/vit/checkpoints model.safetensors
     python fsdp_basics/convert_checkpoint.py runs/vit/checkpoints model.pt
     python fsdp_basics/convert_checkpoint.py model.safetensors sharded     # and back

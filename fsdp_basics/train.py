@@ -1,10 +1,10 @@
-"""Train a model whose parameters are sharded over the ranks (FSDP): the template to copy.
+r"""Train a model whose parameters are sharded over the ranks (FSDP): the template to copy.
 
     python fsdp_basics/train.py                                               # one process
     torchrun --standalone --nproc_per_node=2 fsdp_basics/train.py             # two ranks
-    torchrun --standalone --nproc_per_node=2 --max-restarts=3 fsdp_basics/train.py \\
+    torchrun --standalone --nproc_per_node=2 --max-restarts=3 fsdp_basics/train.py \
         --output-dir runs/vit                                 # survives a crash, a kill, a reboot
-    torchrun --nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \\
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \
         --rdzv-id=vit fsdp_basics/train.py --dp-replicate 2   # two nodes: the same line on each
 
 For a model of your own, replace task.py. minimal.py has only the distributed lines. Look at the

@@ -1,8 +1,8 @@
-"""Ring attention by hand: context parallelism, each of N ranks has T / N tokens of every sequence.
+r"""Ring attention by hand: context parallelism, each of N ranks has T / N tokens of every sequence.
 
     python parallel_basics/ring_attention.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/ring_attention.py
-    torchrun --standalone --nproc_per_node=4 parallel_basics/ring_attention.py \\
+    torchrun --standalone --nproc_per_node=4 parallel_basics/ring_attention.py \
         --length 1024 --optimizer adamw
 
 A token's query needs the keys and values of all earlier tokens, and most are on other ranks. So the

@@ -1,8 +1,8 @@
-"""Tensor parallelism by hand: plain tensors and two autograd functions, equal to one process.
+r"""Tensor parallelism by hand: plain tensors and two autograd functions, equal to one process.
 
     python parallel_basics/tensor_parallel_from_scratch.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/tensor_parallel_from_scratch.py
-    torchrun --standalone --nproc_per_node=4 parallel_basics/tensor_parallel_from_scratch.py \\
+    torchrun --standalone --nproc_per_node=4 parallel_basics/tensor_parallel_from_scratch.py \
         --tied --heads 4
 
 All ranks work on the same tokens, each with a part of every large matrix. Matrices come in pairs:

@@ -1,10 +1,10 @@
-"""Fine-tune a T5 of the Hugging Face hub, or train a small one, with its parameters sharded.
+r"""Fine-tune a T5 of the Hugging Face hub, or train a small one, with its parameters sharded.
 
-    python t5_finetuning/train.py                                         # one process
-    torchrun --standalone --nproc_per_node=2 t5_finetuning/train.py       # two ranks
-    torchrun --standalone --nproc_per_node=2 t5_finetuning/train.py \\
-        --model google-t5/t5-small --prefix "summarize: " --max-source 512 --max-target 64 \\
-        --epochs 3 --lr 3e-4 --train-file train.jsonl --eval-file eval.jsonl \\
+    python t5_finetuning/train.py --dim 64 --epochs 1 --name-epochs 0 --eval-samples 20   # a minute
+    torchrun --standalone --nproc_per_node=2 t5_finetuning/train.py       # 15 minutes
+    torchrun --standalone --nproc_per_node=2 t5_finetuning/train.py \
+        --model google-t5/t5-small --prefix "summarize: " --max-source 512 --max-target 64 \
+        --epochs 3 --lr 3e-4 --train-file train.jsonl --eval-file eval.jsonl \
         --output-dir runs/t5                                              # your summaries
 
 Without --model, no network is needed: a small T5 starts from random weights and learns from the

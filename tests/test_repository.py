@@ -967,9 +967,20 @@ def test_make_other_targets(project):
     names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc", "clusters")
     benchmarks = [f"python benchmarks/{name}.py" for name in names]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
+    assert make(project, "readme")[1] == [CHECK, "python tests/readme.py --write"]
     status, calls, output = make(project)
     assert (status, calls) == (0, [])
-    targets = ("demo", "test", "quick", "test-torch", "copies", "lint", "notebooks", "bench")
+    targets = (
+        "demo",
+        "test",
+        "quick",
+        "test-torch",
+        "copies",
+        "lint",
+        "notebooks",
+        "bench",
+        "readme",
+    )
     for target in (*targets, "help"):
         assert re.search(rf"^{target} +\w", output, flags=re.MULTILINE)
 

@@ -1,9 +1,9 @@
-"""Measure speed (MFU), traffic and memory of train.py's step on a list of meshes, in one run.
+r"""Measure speed (MFU), traffic and memory of train.py's step on a list of meshes, in one run.
 
     torchrun --standalone --nproc_per_node=2 transformer_basics/benchmark.py
-    torchrun --standalone --nproc_per_node=4 transformer_basics/benchmark.py --size medium \\
+    torchrun --standalone --nproc_per_node=4 transformer_basics/benchmark.py --size medium \
         --mesh dp_shard=4 --mesh "dp_shard=2 tp=2" --mesh "pp=2 tp=2"
-    torchrun --standalone --nproc_per_node=8 transformer_basics/benchmark.py --size 124M \\
+    torchrun --standalone --nproc_per_node=8 transformer_basics/benchmark.py --size 124M \
         --precision bf16 --compile --batch-size 16
 
 Look at MFU (model FLOP/s utilization), the fraction of the device's peak that goes into training.

@@ -1,5 +1,6 @@
 """Export a checkpoint of train.py, from any mesh, as a model of Hugging Face's transformers.
 
+    python transformer_basics/train.py --steps 100 --output-dir runs/gpt
     python transformer_basics/export.py runs/gpt exported
 
 One process reads all shards. This code then works without train.py, and writes text:

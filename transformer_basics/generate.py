@@ -1,5 +1,6 @@
 """Write text with a GPT that train.py has saved, on any mesh, also another than it was trained on.
 
+    python transformer_basics/train.py --steps 100 --output-dir runs/gpt
     python transformer_basics/generate.py runs/gpt --prompt "class "                 # one process
     torchrun --standalone --nproc_per_node=2 transformer_basics/generate.py runs/gpt --tp 2
     torchrun --standalone --nproc_per_node=2 transformer_basics/generate.py runs/gpt --pp 2

@@ -1,9 +1,10 @@
-"""Train a GPT on source code, sharded over a mesh of devices: the template to copy.
+r"""Train a GPT on source code, sharded over a mesh of devices: the template to copy.
 
-    python transformer_basics/train.py                                               # one process
+    python transformer_basics/train.py --steps 100                                   # one process
     torchrun --standalone --nproc_per_node=2 transformer_basics/train.py             # data parallel
-    torchrun --standalone --nproc_per_node=4 transformer_basics/train.py --dp-shard 2 --tp 2
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \\
+    torchrun --standalone --nproc_per_node=4 transformer_basics/train.py --steps 100 \
+        --dp-shard 2 --tp 2
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \
         --rdzv-id=gpt transformer_basics/train.py --tp 8     # two nodes: the same line on each
 
 Look at the loss: it is the same for every mesh. minimal.py has only the distributed lines.

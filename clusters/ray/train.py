@@ -1,9 +1,10 @@
-"""One training as a job of Ray Train: the script that torchrun runs, unchanged. And a sweep.
+r"""One training as a job of Ray Train: the script that torchrun runs, unchanged. And a sweep.
 
     pip install -r requirements-clusters.txt
     python clusters/ray/train.py ddp_basics/train.py --epochs 2 --output-dir runs/digits
-    python clusters/ray/train.py --sweep lr=0.001,0.01 ddp_basics/train.py --output-dir runs/lr
-    RAY_ADDRESS=auto python clusters/ray/train.py --workers 16 --gpu \\
+    python clusters/ray/train.py --sweep lr=0.0005,0.005 ddp_basics/train.py \
+        --epochs 2 --output-dir runs/lr
+    RAY_ADDRESS=auto python clusters/ray/train.py --workers 16 --gpu \
         fsdp_basics/train.py --output-dir /shared/runs/vit      # on any host of a cluster of Ray's
 
 What follows the script are its own arguments. Without RAY_ADDRESS a Ray is started here, and ends

@@ -1,7 +1,7 @@
 """Kill ranks at random, and count what it costs: torchft, and restart from a checkpoint.
 
     python clusters/torchft/kills.py                              # some minutes
-    python clusters/torchft/kills.py --groups 3 --kills 6 --seed 1
+    python clusters/torchft/kills.py --groups 3 --kills 6 --seed 1    # some minutes
 
 The same kills (kill -9, at the same steps, of the same ranks) hit three trainings: train.py with
 torchft; the same with fixed shares of the data; and ../elastic_train.py, where torchrun restarts

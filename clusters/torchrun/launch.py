@@ -1,7 +1,8 @@
 """Start one training on several hosts: an agent of torchrun on each, over ssh or in the lab.
 
     python clusters/torchrun/launch.py hosts.txt ddp_basics/train.py --epochs 5     # over ssh
-    python clusters/torchrun/launch.py --lab 3 ddp_basics/train.py --epochs 5       # see lab.py
+    python clusters/lab.py up 3 --rate 1gbit                                        # or, in the lab
+    python clusters/torchrun/launch.py --lab 3 ddp_basics/train.py --epochs 2 --batch-size 96
 
 hosts.txt has a name a line, as `ssh NAME` takes it; what follows a '#' is a comment. The first host
 is where the agents meet. The script, this directory and Python have the same place on all hosts.
