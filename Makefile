@@ -104,8 +104,4 @@ $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)."; exit 1; }
 	$(PYTHON) -m venv $*
 
-<<<<<<< HEAD
-.PHONY: help demo test quick test-torch copies lint notebooks bench foreign check ready
-=======
-.PHONY: help demo test quick test-torch copies lint notebooks bench foreign readme check
->>>>>>> cc897da9126296248d3870a63be6fcf56e7c1ed4
+.PHONY: help demo test quick test-torch copies lint notebooks bench foreign readme check ready

@@ -149,7 +149,7 @@ def test_reasons(command, reason):
 def scripts(command: Command) -> list[str]:
     """The Python files that it names, but those of a copy that its block has made."""
     names = re.findall(r"(?<![\w./-])[\w./]+\.py\b", command.typed)
-    return [name for name in names if not name.startswith(("my_", "your_", "shm/", "warm_"))]
+    return [name for name in names if not name.startswith(("my_", "your_", "shm/"))]
 
 
 @functools.cache
