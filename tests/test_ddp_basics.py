@@ -9,8 +9,9 @@ import numpy as np
 import pool
 import pytest
 import torch
+import train
 from arguments import UserError
-from config import parse_args
+from config import Settings, parse_args
 from data import load_dataset
 from helpers import ROOT, learned, python, read_metrics, torchrun
 from model import SmallCNN
@@ -73,6 +74,26 @@ def test_matrix_compares_something(matrix):
     assert "net.0.weight" not in one["sgd, frozen"][0]["gradients"]
     assert not one["sgd, unused"][0]["gradients"]["idle.weight"].any()
     assert "second.weight" not in one["sgd, tied"][0]["parameters"]  # it is first.weight
+
+
+def test_the_norm_and_the_limit_are_of_unscaled_gradients(monkeypatch):
+    """With fp16's scaler: a step is that of a plain loop, which scales nothing."""
+    monkeypatch.setattr(train.dist, "all_reduce", lambda total: None)
+    images, labels = torch.rand(8, 1, 8, 8), torch.arange(8)
+    one, other = SmallCNN(channels=8), SmallCNN(channels=8)
+    other.load_state_dict(one.state_dict())
+    settings = Settings(batch_size=8, optimizer="sgd", lr=0.1, clip=0.05)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    worker = Worker(0, 0, 1, torch.device("cpu"))
+    _, norm = train.train_step(one, [images, labels], optimizer, scaler, settings, worker)
+    torch.nn.functional.cross_entropy(other(images), labels).backward()
+    expected = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.05)
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert expected > 0.05  # so that there is something to clip
+    close(norm, expected, 1e-6)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        close(ours, theirs, 1e-7)
 
 
 def test_accumulation_communicates_once_per_step(matrix):

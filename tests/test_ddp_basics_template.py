@@ -479,6 +479,35 @@ def test_state_is_sent_tensor_by_tensor(short, tmp_path):
     assert max(ours["objects"]) < 20_000  # pickled: forms, not numbers
 
 
+GENERATORS = """
+import sys
+sys.path.insert(0, {directory!r})
+from pathlib import Path
+import torch
+from checkpoint import resume, save_checkpoint
+from runtime import distributed_worker
+folder = Path(sys.argv[1])
+with distributed_worker("cpu") as worker:
+    parts = {{"model": torch.nn.Linear(2, 2)}}
+    torch.manual_seed(worker.rank)
+    save_checkpoint(folder, parts, 1, {{}}, worker)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    resume(folder, parts, {{}}, worker)
+    same = torch.equal(torch.rand(3), expected)
+    print(f"rank {{worker.rank}} draws the same: {{same}}\\n", end="")
+"""
+
+
+def test_each_rank_continues_with_its_own_random_numbers(tmp_path):
+    """On two nodes: a rank's number is not its local rank."""
+    script = tmp_path / "generators.py"
+    script.write_text(GENERATORS.format(directory=str(TRAIN.parent)))
+    output = pool.run(script, tmp_path / "saves", ranks=4, nodes=2).check().output
+    for rank in range(4):
+        assert f"rank {rank} draws the same: True\n" in output
+
+
 def test_only_the_newest_are_kept(tmp_path):
     args = ("--epochs", 1, "--checkpoint-every", 5, "--keep", 3, "--output-dir", tmp_path)
     pool.run(TRAIN, *args).check()
