@@ -182,9 +182,13 @@ def test_shifted_images_are_moved_and_nothing_but_moved():
     assert [label.item() for _, label in first] == list(range(24))
     assert sum(not torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True)) > 12
     assert sum(not torch.equal(first[i][0], images[i][0]) for i in range(24)) > 12
+    found = set()
     for i in range(24):
-        moved = [images[i][0].roll((y, x), (1, 2)) for y in (-1, 0, 1) for x in (-1, 0, 1)]
-        assert any(torch.equal(first[i][0], image) for image in moved)
+        moves = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+        equal = [m for m in moves if torch.equal(first[i][0], images[i][0].roll(m, (1, 2)))]
+        assert len(equal) == 1
+        found.add(equal[0])
+    assert {y for y, _ in found} == {x for _, x in found} == {-1, 0, 1}  # in both directions
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import argparse
 import ast
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -31,12 +32,14 @@ import sys
 import tempfile
 import time
 import tomllib
+import uuid
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from itertools import count
 from pathlib import Path
 
+import psutil
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -44,6 +47,16 @@ ROOT = HERE.parent.parent
 RECORD = ROOT / "benchmarks/results/mutants.md"
 RESULTS = ROOT / "runs/mutants.jsonl"  # what --resume reads
 SECONDS = 240  # for one test; a test that takes longer counts as failed
+IMPORTED = (  # by many tests; none of this starts a thread
+    "sklearn.datasets",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torchvision",
+    "transformers.models.t5.modeling_t5",
+)
 KILLED, SURVIVED, EQUIVALENT, ERROR = "killed", "SURVIVED", "equivalent", "ERROR"
 
 
@@ -82,6 +95,8 @@ def mutants() -> list[Mutant]:
 
 def main() -> None:
     args = parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, too
+        signal.signal(number, signal.default_int_handler)
     listed = mutants()
     chosen = [
         (number, mutant)
@@ -188,10 +203,12 @@ def pytest_in_a_fork(tree: Path, mutant: Mutant) -> tuple[int | None, str]:
     options = ("-x", "-q", "-p", "no:cacheprovider", f"--timeout={SECONDS}")
     nodes = [f"tests/{test}" for test in mutant.tests]
     with tempfile.TemporaryFile(mode="w+") as log:
+        mark = uuid.uuid4().hex
         process = os.fork()
         if process == 0:
             status = 1
             try:
+                os.environ["MUTANT"] = mark
                 os.setsid()
                 os.chdir(tree)
                 for stream in (1, 2):
@@ -202,13 +219,16 @@ def pytest_in_a_fork(tree: Path, mutant: Mutant) -> tuple[int | None, str]:
                 sys.stdout.flush()
             finally:
                 os._exit(status)
-        status = wait_for(process, 2 * SECONDS)
+        status = wait_for(process, mark, 2 * SECONDS)
         log.seek(0)
         return status, log.read()
 
 
-def wait_for(process: int, seconds: float) -> int | None:
-    """The exit status of a fork, or None if it was stopped. No process of it is left."""
+def wait_for(process: int, mark: str, seconds: float) -> int | None:
+    """The exit status of a fork, or None if it was stopped. No process of it is left.
+
+    mark: in the environment of all programs that it has started.
+    """
     deadline = time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:
@@ -222,6 +242,10 @@ def wait_for(process: int, seconds: float) -> int | None:
     finally:  # at Ctrl-C too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
+        for other in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # gone, or another user's
+                if other.environ().get("MUTANT") == mark:
+                    other.kill()
 
 
 def compile_shm(tree: Path) -> tuple[int, str]:
@@ -239,12 +263,12 @@ def compile_shm(tree: Path) -> tuple[int, str]:
 def warm_up(tree: Path) -> None:
     """Import and start once what each fork then has."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()
+    for name in IMPORTED:
+        importlib.import_module(name)
     sys.path.insert(0, str(tree / "tests"))
     import helpers
-    import sklearn.datasets  # noqa: F401
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
-    import torch.nn.parallel  # noqa: F401
 
     helpers.warm_folder()
 
