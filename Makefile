@@ -54,6 +54,9 @@ bench: check ## measure, and write benchmarks/results/
 foreign: check ## train 49 models of torchvision and transformers, compare: an hour
 	.venv/bin/python tests/foreign/matrix.py --write
 
+mutants: check ## try one-line bugs, each must fail its tests, and record them: two hours
+	.venv/bin/python tests/mutants/run.py --write
+
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py
 
@@ -77,4 +80,4 @@ $(INSTALLED): $(wildcard requirements*.txt) | .venv/bin/pip
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)."; exit 1; }
 	$(PYTHON) -m venv $*
 
-.PHONY: help demo test quick test-torch copies lint notebooks bench foreign check
+.PHONY: help demo test quick test-torch copies lint notebooks bench foreign mutants check

@@ -15,6 +15,7 @@ from config import Settings, parse_args
 from data import load_dataset
 from helpers import ROOT, learned, python, read_metrics, torchrun
 from model import SmallCNN
+from on_demand import OnDemand
 from rows import Copy
 from runtime import Worker
 from torch.utils.data import TensorDataset
@@ -38,9 +39,12 @@ def lines_with(output_dir, name: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
     script, folder = "tests/workers/equivalence.py", tmp_path_factory.mktemp("matrix")
-    for ranks in (1, 2, 3):
+
+    def run(ranks: int) -> dict:
         pool.run(script, folder / str(ranks), ranks=ranks).check()
-    return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 3)}
+        return torch.load(folder / str(ranks))
+
+    return OnDemand(run)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -106,13 +110,14 @@ def test_accumulation_communicates_once_per_step(matrix):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Output directory and output of the same short run on 1, 2 and 3 ranks, logged every step."""
-    found = {}
-    for ranks in (1, 2, 3):
+
+    def run(ranks: int):
         folder = tmp_path_factory.mktemp(f"run{ranks}")
         args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", folder)
         args += ("--accumulate", max(1, ranks - 1))
-        found[ranks] = folder, pool.run(TRAIN, *args, ranks=ranks).check().output
-    return found
+        return folder, pool.run(TRAIN, *args, ranks=ranks).check().output
+
+    return OnDemand(run)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
