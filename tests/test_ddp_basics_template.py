@@ -11,6 +11,7 @@ import data
 import metrics
 import pool
 import pytest
+import stopping
 import torch
 from arguments import UserError
 from data import Shifted
@@ -18,6 +19,7 @@ from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
 from loading import Seeded, batches, digests_of_samples, make_loader, split, to_device
 from replicas import checksum
 from runtime import Worker
+from stopping import StopRequests
 from torch.utils.data import Dataset, TensorDataset
 
 TRAIN = ROOT / "ddp_basics/train.py"
@@ -293,6 +295,18 @@ def test_ranks_agree_on_a_step_without_asking_at_every_step(tmp_path):
     assert 600 <= ours == looks[-1]
     assert len(looks) < 40  # 1, 2, 4, 8, ... and then one a second
     assert looks[:3] == [1, 2, 4]
+
+
+def test_ranks_ask_once_a_second(monkeypatch):
+    """By a clock on which a step takes an eighth of a second."""
+    stop = StopRequests.__new__(StopRequests)  # without its signals
+    stop.asked, stop.last_look, stop.next_look, stop.interval = 0, None, 0, 1
+    looks = []
+    monkeypatch.setattr(stopping.dist, "all_reduce", lambda notes, op: looks.append(step))
+    for step in range(1, 41):
+        monkeypatch.setattr(stopping.time, "perf_counter", lambda: step / 8)  # noqa: B023
+        stop.agreed(step)
+    assert looks == [1, 2, 4, 8, 16, 24, 32, 40]
 
 
 STUCK = """

@@ -9,10 +9,7 @@ from fnmatch import fnmatch
 
 import pytest
 from helpers import ROOT
-
-sys.path.insert(0, str(ROOT / "tests/mutants"))
-
-import run as runner
+from mutants import run as runner
 
 MUTANTS = runner.mutants()
 # What must have mutants; with a number, so many at least.
