@@ -84,7 +84,7 @@ def test_the_record_has_every_mutant_and_no_unexpected_survivor():
         (None, "", (runner.KILLED, "time-out")),
         (1, "FAILED tests/test_a.py::test_x[2] - assert 1 == 2", (runner.KILLED, "test_a.py::")),
         (1, "ERROR tests/test_a.py::test_x - AssertionError", (runner.KILLED, "test_a.py::")),
-        (1, "FAILED tests/test_a.py::test_y - assert 1 == 2", (runner.ERROR, "")),  # not named
+        (1, "FAILED tests/test_a.py::test_xy - assert 1 == 2", (runner.ERROR, "")),  # not named
         (1, "NameError: x\nFAILED tests/test_a.py::test_x", (runner.ERROR, "NameError: x")),
         (2, "ERROR tests/test_a.py", (runner.ERROR, "pytest's exit status 2")),  # collection
         (4, "ERROR: not found", (runner.ERROR, "pytest's exit status 4")),

@@ -186,7 +186,7 @@ def judge(status: int | None, said: str, tests: list[str]) -> tuple[str, str]:
     if status == 0:
         return SURVIVED, ""
     failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+?::.*?)(?: - .*)?$", said, re.M)
-    named = [test for test in failed if test.startswith(tuple(tests))]
+    named = [test for test in failed if test in tests or test.split("[")[0] in tests]
     unfair = re.search(r"\b(SyntaxError|ImportError|ModuleNotFoundError|NameError)\b.*", said)
     if status != 1 or not named or unfair:
         reason = unfair[0] if unfair else f"pytest's exit status {status}"
@@ -345,4 +345,7 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: run.py --resume continues")
