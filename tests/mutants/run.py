@@ -250,14 +250,21 @@ def wait_for(process: int, mark: str, seconds: float) -> int | None:
 
 def compile_shm(tree: Path) -> tuple[int, str]:
     """The exit status and the output of the compilation, outside the tests' time limits."""
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "custom_backend/shm/build.py"],
         cwd=tree,
         env=os.environ | {"SHM_BUILD_DIR": str(tree.parent / "shm")},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
-    return done.returncode, done.stdout + done.stderr
+    try:
+        said, _ = process.communicate()
+    finally:  # at Ctrl-C too: no compiler is left
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said
 
 
 def warm_up(tree: Path) -> None:
