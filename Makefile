@@ -68,8 +68,11 @@ bench: $(TESTS) ready ## measure, and write benchmarks/results/
 foreign: $(TESTS) ready ## train 49 models of torchvision and transformers, compare: an hour
 	.venv/bin/python tests/foreign/matrix.py --write
 
-readme: check ## run every command of the READMEs and docstrings as printed: an hour
+readme: $(TESTS) ready ## run every command of the READMEs and docstrings as printed: an hour
 	.venv/bin/python tests/readme.py --write
+
+mutants: $(TESTS) ready ## try one-line bugs, each must fail its tests, and record them: two hours
+	.venv/bin/python tests/mutants/run.py --write
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
 	.venv/bin/python check_environment.py
@@ -104,4 +107,4 @@ $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)."; exit 1; }
 	$(PYTHON) -m venv $*
 
-.PHONY: help demo test quick test-torch copies lint notebooks bench foreign readme check ready
+.PHONY: help demo test quick test-torch copies lint notebooks bench foreign readme mutants check ready

@@ -9,11 +9,13 @@ import numpy as np
 import pool
 import pytest
 import torch
+import train
 from arguments import UserError
-from config import parse_args
+from config import Settings, parse_args
 from data import load_dataset
 from helpers import ROOT, learned, python, read_metrics, torchrun
 from model import SmallCNN
+from on_demand import OnDemand
 from rows import Copy
 from runtime import Worker
 from torch.utils.data import TensorDataset
@@ -37,9 +39,12 @@ def lines_with(output_dir, name: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
     script, folder = "tests/workers/equivalence.py", tmp_path_factory.mktemp("matrix")
-    for ranks in (1, 2, 3):
+
+    def run(ranks: int) -> dict:
         pool.run(script, folder / str(ranks), ranks=ranks).check()
-    return {ranks: torch.load(folder / str(ranks)) for ranks in (1, 2, 3)}
+        return torch.load(folder / str(ranks))
+
+    return OnDemand(run)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -75,6 +80,26 @@ def test_matrix_compares_something(matrix):
     assert "second.weight" not in one["sgd, tied"][0]["parameters"]  # it is first.weight
 
 
+def test_the_norm_and_the_limit_are_of_unscaled_gradients(monkeypatch):
+    """With fp16's scaler: a step is that of a plain loop, which scales nothing."""
+    monkeypatch.setattr(train.dist, "all_reduce", lambda total: None)
+    images, labels = torch.rand(8, 1, 8, 8), torch.arange(8)
+    one, other = SmallCNN(channels=8), SmallCNN(channels=8)
+    other.load_state_dict(one.state_dict())
+    settings = Settings(batch_size=8, optimizer="sgd", lr=0.1, clip=0.05)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    worker = Worker(0, 0, 1, torch.device("cpu"))
+    _, norm = train.train_step(one, [images, labels], optimizer, scaler, settings, worker)
+    torch.nn.functional.cross_entropy(other(images), labels).backward()
+    expected = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.05)
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert expected > 0.05  # so that there is something to clip
+    close(norm, expected, 1e-6)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        close(ours, theirs, 1e-7)
+
+
 def test_accumulation_communicates_once_per_step(matrix):
     assert matrix[2]["all_reduces"] == {1: 1, 2: 1, 4: 1}
 
@@ -85,13 +110,14 @@ def test_accumulation_communicates_once_per_step(matrix):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Output directory and output of the same short run on 1, 2 and 3 ranks, logged every step."""
-    found = {}
-    for ranks in (1, 2, 3):
+
+    def run(ranks: int):
         folder = tmp_path_factory.mktemp(f"run{ranks}")
         args = ("--epochs", 3, "--batch-size", 96, "--log-every", 1, "--output-dir", folder)
         args += ("--accumulate", max(1, ranks - 1))
-        found[ranks] = folder, pool.run(TRAIN, *args, ranks=ranks).check().output
-    return found
+        return folder, pool.run(TRAIN, *args, ranks=ranks).check().output
+
+    return OnDemand(run)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -104,6 +104,49 @@ def test_no_sync_sends_nothing(results, version):
         assert all(step["silent"] for step in steps), case
 
 
+NESTED = """
+import sys
+sys.path.insert(0, {directory!r})
+import torch
+import torch.distributed as dist
+from ddp_from_scratch import BucketedDDP, NaiveDDP
+from runtime import distributed_worker
+
+class Scaled(torch.nn.Linear):
+    def __init__(self, rank):
+        super().__init__(1, 1, bias=False)
+        torch.nn.init.ones_(self.weight)
+        self.register_buffer("factor", torch.tensor(10.0**rank))
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+with distributed_worker("cpu") as worker:
+    for wrap in (NaiveDDP, BucketedDDP):
+        ddp_model = wrap(Scaled(worker.rank))
+        factor = ddp_model.module.factor.item()  # before any forward
+        x = torch.tensor([[1.0 + worker.rank]])
+        with ddp_model.no_sync():
+            with ddp_model.no_sync():
+                ddp_model(x).sum().backward()
+            ddp_model(x).sum().backward()
+        alone = ddp_model.module.weight.grad.item()
+        ddp_model(x).sum().backward()
+        found = [None, None]
+        dist.all_gather_object(found, (factor, alone, ddp_model.module.weight.grad.item()))
+        if worker.is_main:
+            print(wrap.__name__, found)
+"""
+
+
+def test_buffers_start_equal_and_no_sync_nests(tmp_path):
+    """Gradients 1 and 2 per backward: added on each rank, and averaged after the third."""
+    script = tmp_path / "nested.py"
+    script.write_text(NESTED.format(directory=str(ROOT / "ddp_basics")))
+    output = pool.run(script, ranks=2).check().output
+    for name in ("NaiveDDP", "BucketedDDP"):
+        assert f"{name} [(1.0, 2.0, 4.5), (1.0, 4.0, 4.5)]" in output
+
+
 def test_overlap(results):
     """The first bucket leaves before backward has the last gradient; naive sends all after it."""
     for case in ("sgd", "sgd, bucket per parameter", "sgd, frozen"):

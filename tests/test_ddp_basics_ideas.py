@@ -116,6 +116,7 @@ def check_minimal(run: SimpleNamespace, expected: SimpleNamespace) -> None:
         torch.testing.assert_close(seen["gradients"], expected.gradients, rtol=0, atol=1e-5)
         torch.testing.assert_close(seen["parameters"], expected.parameters, rtol=0, atol=3e-5)
         assert seen["calls"] == ["init_process_group", "barrier", "destroy_process_group"]
+    assert run.output.count(f"{len(run.seen)} rank(s) on cpu, gloo\n") == 1
     lines = [line for line in run.output.splitlines() if line.startswith("epoch")]
     assert lines == [  # once each, not once per rank
         f"epoch {epoch}: test accuracy {accuracy:.2%}"

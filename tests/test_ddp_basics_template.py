@@ -11,6 +11,7 @@ import data
 import metrics
 import pool
 import pytest
+import stopping
 import torch
 from arguments import UserError
 from data import Shifted
@@ -18,6 +19,7 @@ from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
 from loading import Seeded, batches, digests_of_samples, make_loader, split, to_device
 from replicas import checksum
 from runtime import Worker
+from stopping import StopRequests
 from torch.utils.data import Dataset, TensorDataset
 
 TRAIN = ROOT / "ddp_basics/train.py"
@@ -182,9 +184,13 @@ def test_shifted_images_are_moved_and_nothing_but_moved():
     assert [label.item() for _, label in first] == list(range(24))
     assert sum(not torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True)) > 12
     assert sum(not torch.equal(first[i][0], images[i][0]) for i in range(24)) > 12
+    found = set()
     for i in range(24):
-        moved = [images[i][0].roll((y, x), (1, 2)) for y in (-1, 0, 1) for x in (-1, 0, 1)]
-        assert any(torch.equal(first[i][0], image) for image in moved)
+        moves = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
+        equal = [m for m in moves if torch.equal(first[i][0], images[i][0].roll(m, (1, 2)))]
+        assert len(equal) == 1
+        found.add(equal[0])
+    assert {y for y, _ in found} == {x for _, x in found} == {-1, 0, 1}  # in both directions
 
 
 @pytest.mark.slow
@@ -289,6 +295,18 @@ def test_ranks_agree_on_a_step_without_asking_at_every_step(tmp_path):
     assert 600 <= ours == looks[-1]
     assert len(looks) < 40  # 1, 2, 4, 8, ... and then one a second
     assert looks[:3] == [1, 2, 4]
+
+
+def test_ranks_ask_once_a_second(monkeypatch):
+    """By a clock on which a step takes an eighth of a second."""
+    stop = StopRequests.__new__(StopRequests)  # without its signals
+    stop.asked, stop.last_look, stop.next_look, stop.interval = 0, None, 0, 1
+    looks = []
+    monkeypatch.setattr(stopping.dist, "all_reduce", lambda notes, op: looks.append(step))
+    for step in range(1, 41):
+        monkeypatch.setattr(stopping.time, "perf_counter", lambda: step / 8)  # noqa: B023
+        stop.agreed(step)
+    assert looks == [1, 2, 4, 8, 16, 24, 32, 40]
 
 
 STUCK = """
@@ -477,6 +495,35 @@ def test_state_is_sent_tensor_by_tensor(short, tmp_path):
     size = sum(t.nbytes for t in saved["model"].values())
     assert size > 200_000
     assert max(ours["objects"]) < 20_000  # pickled: forms, not numbers
+
+
+GENERATORS = """
+import sys
+sys.path.insert(0, {directory!r})
+from pathlib import Path
+import torch
+from checkpoint import resume, save_checkpoint
+from runtime import distributed_worker
+folder = Path(sys.argv[1])
+with distributed_worker("cpu") as worker:
+    parts = {{"model": torch.nn.Linear(2, 2)}}
+    torch.manual_seed(worker.rank)
+    save_checkpoint(folder, parts, 1, {{}}, worker)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    resume(folder, parts, {{}}, worker)
+    same = torch.equal(torch.rand(3), expected)
+    print(f"rank {{worker.rank}} draws the same: {{same}}\\n", end="")
+"""
+
+
+def test_each_rank_continues_with_its_own_random_numbers(tmp_path):
+    """On two nodes: a rank's number is not its local rank."""
+    script = tmp_path / "generators.py"
+    script.write_text(GENERATORS.format(directory=str(TRAIN.parent)))
+    output = pool.run(script, tmp_path / "saves", ranks=4, nodes=2).check().output
+    for rank in range(4):
+        assert f"rank {rank} draws the same: True\n" in output
 
 
 def test_only_the_newest_are_kept(tmp_path):

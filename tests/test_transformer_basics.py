@@ -21,6 +21,7 @@ from config import AXES, Settings
 from data import Batches, bigram_loss
 from helpers import ROOT, python, read_metrics, torchrun
 from model import GPT, GPTConfig, from_hugging_face, initialize, to_hugging_face
+from on_demand import OnDemand
 from optimizer import schedule, set_learning_rate
 from parallelize import apply_tensor_parallel
 from pipeline import Pipeline, stage_layers
@@ -51,7 +52,7 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def reference():
-    return {kind: one_process(kind) for kind in KINDS}
+    return OnDemand(one_process)
 
 
 def on_meshes(folder, ranks: int, cases: str, timeout: float = 240) -> dict:

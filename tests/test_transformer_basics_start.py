@@ -9,6 +9,7 @@ import re
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import parallelize
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from arguments import UserError
 from config import Settings
+from data import Batches, batch_part
 from helpers import ROOT, python, read_metrics
 from model import GPT, GPTConfig, initialize
 from optimizer import make_optimizer
@@ -108,6 +110,8 @@ def test_buffers_have_the_values_of_an_ordinary_model(group, monkeypatch, tmp_pa
     _, model, _ = spread_model(ordinary.config, settings, worker.device)
     initialize(model, seed=0)
     if resumed:
+        for buffer in (*model.buffers(), *ordinary.buffers()):
+            buffer.mul_(2)  # as if training had changed them
         parts = {"model": model, "optimizer": make_optimizer(model, settings)}
         save_checkpoint(tmp_path, parts, 1, {}, worker)
 
@@ -329,6 +333,29 @@ def test_nothing_holds_the_group_that_a_process_leaves(tmp_path):
     found = {"PYTHONPATH": str(ROOT / "transformer_basics")}
     said = python(script, cold=True, **found).check().output
     assert "warning" not in said
+
+
+# ---- windows and their parts
+
+
+def test_each_window_has_the_token_after_its_last():
+    """Of 1,000 tokens the last ten are no window: the target of the last one is missing."""
+    batches = Batches(np.arange(1000, dtype=np.uint16), 10, 99, seed=0)
+    assert (batches.windows, batches.per_epoch) == (99, 1)
+    x, y = batches.get(0, 0, 1)
+    assert sorted(x[:, 0].tolist()) == list(range(0, 990, 10))
+    assert torch.equal(y, x + 1)
+
+
+def test_each_data_parallel_rank_has_a_part_of_its_own():
+    """On 3 copies of 2 shards: another number of copies than of shards."""
+
+    def axis(rank: int, size: int):
+        return SimpleNamespace(get_local_rank=lambda: rank, size=lambda: size)
+
+    coordinates = [(copy, shard) for copy in range(3) for shard in range(2)]
+    meshes = [{"dp_replicate": axis(copy, 3), "dp_shard": axis(s, 2)} for copy, s in coordinates]
+    assert sorted(batch_part(mesh) for mesh in meshes) == [(part, 6) for part in range(6)]
 
 
 # ---- sampling
