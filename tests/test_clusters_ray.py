@@ -133,7 +133,8 @@ def test_a_sweep_and_a_killed_worker(cluster, tmp_path):
     """ddp_basics: each rate's training is torchrun's; one loses a worker of Ray's on the way."""
     head, told = cluster
     sweep, hurt = tmp_path / "sweep", tmp_path / f"sweep/lr_{RATES[0]}"
-    args = ("--sweep", f"lr={','.join(RATES)}", DDP, "--epochs", 10, "--output-dir", sweep)
+    script = DDP.relative_to(ROOT)  # as printed: relative to where the command is typed
+    args = ("--sweep", f"lr={','.join(RATES)}", script, "--epochs", 10, "--output-dir", sweep)
     with train(told, *args) as job:
         begun(job, hurt)
         child = rank(head, hurt, 1)

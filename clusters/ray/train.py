@@ -75,7 +75,7 @@ def train(args, arguments: list[str], output_dir: Path, callbacks: tuple = ()) -
         run_script,
         train_loop_config={
             "command": command,
-            "directory": os.getcwd(),
+            "directory": args.directory,
             "output_dir": output_dir,
         },
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
@@ -247,6 +247,7 @@ def parse_args() -> argparse.Namespace:
     if known.output_dir is None:
         parser.error("the script needs --output-dir: what Ray restarts continues from there")
     args.output_dir = known.output_dir.resolve()
+    args.directory = os.getcwd()  # now: a training of a sweep begins in a folder of Ray's
     return args
 
 
