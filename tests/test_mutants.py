@@ -44,7 +44,7 @@ def test_each_changes_one_line_of_a_program(file):
 
 
 @functools.cache
-def tests_in(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     tree = ast.parse((ROOT / "tests" / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -54,7 +54,7 @@ def test_the_named_tests_exist():
         assert mutant.tests
         for test in mutant.tests:
             file, name = test.partition("[")[0].split("::")
-            assert name in tests_in(file), test
+            assert name in names_in(file), test
 
 
 def test_a_survivor_has_a_reason():
