@@ -54,7 +54,7 @@ bench: check ## measure, and write benchmarks/results/
 foreign: check ## train 49 models of torchvision and transformers, compare: an hour
 	.venv/bin/python tests/foreign/matrix.py --write
 
-mutants: check ## try one-line bugs, each must fail its tests, and record them: two hours
+mutants: check ## try one-line bugs, each must fail its tests, and record them: an hour
 	.venv/bin/python tests/mutants/run.py --write
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do
