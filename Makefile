@@ -71,7 +71,7 @@ foreign: $(TESTS) ready ## train 49 models of torchvision and transformers, comp
 readme: $(TESTS) ready ## run every command of the READMEs and docstrings as printed: an hour
 	.venv/bin/python tests/readme.py --write
 
-mutants: $(TESTS) ready ## try one-line bugs, each must fail its tests, and record them: two hours
+mutants: $(TESTS) ready ## try one-line bugs, each must fail its tests, and record them: an hour
 	.venv/bin/python tests/mutants/run.py --write
 
 check: $(INSTALLED) ## what this machine has, what is wrong, what to do

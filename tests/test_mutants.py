@@ -44,7 +44,7 @@ def test_each_changes_one_line_of_a_program(file):
 
 
 @functools.cache
-def nodes_in(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     tree = ast.parse((ROOT / "tests" / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -54,7 +54,7 @@ def test_the_named_tests_exist():
         assert mutant.tests
         for test in mutant.tests:
             file, name = test.partition("[")[0].split("::")
-            assert name in nodes_in(file), test
+            assert name in names_in(file), test
 
 
 def test_a_survivor_has_a_reason():
@@ -112,7 +112,7 @@ def test_a_mutant_is_killed_and_another_survives(tmp_path):
         "import sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parents[1]))\n"
         "from sums import mean\n\ndef test_mean():\n    assert mean([2, 2]) == 2\n"
     )
-    (tmp_path / "tests/helpers.py").write_text("def warm_folder():\n    pass\n")
+    (tmp_path / "tests/helpers.py").write_text("def keeper(number):\n    pass\n")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\ntimeout = 60\n")
     entry = (
         '[[mutants]]\nfile = "sums.py"\nold = "len(x)"\nnew = "{}"\ntests = ["test_sums.py::{}"]\n'

@@ -23,8 +23,10 @@ def said(capsys, monkeypatch):
 
 
 def right(a, b):
-    assert a > 0, "a is not above 0"
-    assert b != 7
+    if a <= 0:  # no assert: pytest would add to its message, as IPython does not
+        raise AssertionError("a is not above 0")
+    if b == 7:
+        raise AssertionError
     return 1 / (b - 8)
 
 
