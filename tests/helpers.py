@@ -259,20 +259,25 @@ class Patience:
     """Over when jobs have printed nothing and computed next to nothing for so many seconds.
 
     A limit on the wall clock would fail on a busy machine, where a job gets little of a processor;
-    it gets some. A job that waits for what will not come uses less than 2 % of one.
+    it gets some. A job that waits for what will not come uses less than 2 % of one, or it spins:
+    so a job that computes and prints nothing has four times as long, not for ever.
     """
 
     def __init__(self, jobs: list[Job], seconds: float):
         self.jobs, self.seconds = jobs, seconds
-        self.since, self.size, self.used = time.monotonic(), self.printed(), 0.0
+        self.size, self.used = self.printed(), 0.0
+        self.looked = self.grown = time.monotonic()  # when it was looked at, and had grown
 
     def is_over(self) -> bool:
-        if time.monotonic() < self.since + self.seconds:
+        now = time.monotonic()
+        if now < self.looked + self.seconds:
             return False
         size, used = self.printed(), self.computed()
+        if size != self.size:
+            self.grown = now
         idle = size == self.size and used - self.used < 0.02 * self.seconds
-        self.since, self.size, self.used = time.monotonic(), size, used
-        return idle
+        self.looked, self.size, self.used = now, size, used
+        return idle or now > self.grown + 4 * self.seconds
 
     def printed(self) -> int:
         return sum(os.stat(job.log.name).st_size for job in self.jobs)
@@ -289,7 +294,7 @@ class Patience:
         return seconds
 
     def __str__(self) -> str:
-        return f"no progress for {self.seconds:g} s: nothing printed, next to nothing computed"
+        return f"no progress for {self.seconds:g} s: nothing printed, little computed or a loop"
 
 
 # What psutil raises about a process that ends while it is asked, or is another user's.

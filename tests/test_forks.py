@@ -145,6 +145,14 @@ def test_a_job_that_waits_for_what_will_not_come_has_no_progress(script):
         job.wait(3)
 
 
+def test_a_job_that_spins_is_ended_later(script):
+    with (
+        Job([script("while True: pass\n")], fork=0) as job,
+        pytest.raises(TimeoutError, match=r'no progress for 1 s(?s:.*)script.py", line 1'),
+    ):
+        job.wait(1)
+
+
 @pytest.mark.parametrize("does", ["pass", "time.sleep(0.1); print(1)"])
 def test_a_job_that_computes_or_prints_has_time(script, does):
     """It goes on for twice as long as the limit."""

@@ -109,7 +109,7 @@ def test_a_call_that_calls_back_needs_a_second_thread():
     output = pool.run(WORKER, "nested", 20, 2, timeout=60).check().output
     assert "the answer is 42\nleft\n" in output
     with pytest.raises(TimeoutError, match="in call_back"):  # its own time-out is one second
-        pool.run(WORKER, "nested", 2, 1, timeout=12)
+        pool.run(WORKER, "nested", 2, 1, timeout=4)
 
 
 def test_under_torchrun_a_failure_ends_the_job():
