@@ -40,8 +40,8 @@ demo: ready ## two processes train together on handwritten digits
 test: $(TESTS) ready ## all tests, the notebooks too
 	.venv/bin/python -m pytest -n 3
 
-quick: $(TESTS) ready ## the tests that are not marked slow
-	.venv/bin/python -m pytest -n 3 -m "not slow"
+quick: $(TESTS) ready ## what takes little time, an equivalence test of each strategy among it
+	.venv/bin/python -m pytest -n 3 -m "quick or not slow"
 
 test-torch: .venv-$(TORCH)/installed ## all tests but the notebooks, with another torch: TORCH=2.13.0
 	.venv-$(TORCH)/bin/python -m pytest -n 3 --ignore=tests/test_notebooks.py

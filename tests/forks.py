@@ -73,8 +73,8 @@ def keep(requests: Connection) -> None:
 def play(requests: Connection, command: list[str], cwd: str, environment: dict, log: str) -> None:
     """In a fork: run `command`, a script and its arguments, as `python` would.
 
-    It ends as multiprocessing's processes end: without what atexit has noted (Python 3.11), and
-    without the half second that it takes to free all modules.
+    It is a process of multiprocessing. So its start method is set already, and it ends without what
+    atexit has noted (Python 3.11), and without the half second that it takes to free all modules.
     """
     requests.close()
     os.setsid()

@@ -1,5 +1,6 @@
 """Ranks without torchrun: for tests of what a script computes, and of one rank that dies alone."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -22,8 +23,12 @@ class Rank(Job):
     with Rank(script, "--steps", 5, **environment(0, 2, store)) as rank: ...
     """
 
-    def __init__(self, script, *args, **told):
-        super().__init__(on_backend(script, *args), fork=int(told.get("RANK", 0)), **told)
+    def __init__(self, script, *args, cold: bool = False, **told):
+        command = on_backend(script, *args)
+        if cold:
+            super().__init__([sys.executable, *command], **told)
+        else:
+            super().__init__(command, fork=int(told.get("RANK", 0)), **told)
 
 
 def run(
@@ -33,12 +38,14 @@ def run(
     nodes: int = 1,
     timeout: float = 300,
     cwd: Path | list[Path] = ROOT,
+    cold: bool = False,
     **changes: str,
 ) -> Result:
     """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left.
 
     nodes: as if the ranks were on so many nodes, all of which are this machine.
     cwd: a list has a folder for each rank, as the disks of hosts that share none.
+    cold: new processes, not forks: for what happens at the end of the interpreter.
 
     The exit status is the first that is not 0; the other ranks are then killed.
     changes: of the environment.
@@ -51,7 +58,8 @@ def run(
         for rank in range(ranks):
             told = environment(rank, ranks, store, nodes, **changes)
             first = jobs[0] if jobs else None
-            jobs.append(Rank(script, *args, cwd=folders[rank], beside=first, **told))
+            told |= {"cwd": folders[rank], "beside": first, "cold": cold}
+            jobs.append(Rank(script, *args, **told))
         status = first_failure(jobs, timeout)
         if status is None:
             jobs[0].abort()

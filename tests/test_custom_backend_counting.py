@@ -48,7 +48,7 @@ def job(tmp_path_factory) -> SimpleNamespace:
     plain, counted = (tmp_path_factory.mktemp(name) for name in ("plain", "counted"))
     pool.run(WORKER, "gloo", plain, ranks=2).check()
     command = (COUNT, "--trace", counted, WORKER, "gloo", counted)
-    output = pool.run(*command, ranks=2).check().output
+    output = pool.run(*command, ranks=2, cold=True).check().output  # the table comes at exit
     return SimpleNamespace(
         plain=saved(plain), counted=saved(counted), events=events(counted), output=output
     )

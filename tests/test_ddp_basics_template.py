@@ -142,7 +142,7 @@ def test_loader_processes_live_on_and_draw_what_one_process_draws(tmp_path, star
     """In the second epoch they have not been told its number but with each index."""
     script = tmp_path / "loads.py"
     script.write_text(LOADS.format(directory=str(TRAIN.parent), start=start))
-    assert "equal True, processes 2, noise 48\n" in python(script).check().output
+    assert "equal True, processes 2, noise 48\n" in python(script, cold=True).check().output
 
 
 LOADS = """

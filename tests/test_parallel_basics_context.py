@@ -89,6 +89,7 @@ def test_blocks(results, size, balanced, causal):
 # ---- the model
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", sorted(MODELS), ids=str)
 def test_model(results, case):
     """Loss, every gradient, every parameter in each of several steps, on every rank.

@@ -35,7 +35,6 @@ def ordinary() -> list[dict]:
     return steps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_equals_one_process(ordinary, tmp_path, ranks):
     """Tolerance: fp32 sums in another order, some 1e-7 for numbers of order one, over 40 steps."""

@@ -346,6 +346,7 @@ def plain_steps(tokenizer, model, count: int):
         yield loss.item(), gradients, [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.quick
 def test_minimal_equals_one_process(minimal_notes):
     notes, output = minimal_notes
     tokenizer = ByT5Tokenizer()
