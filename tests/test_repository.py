@@ -785,8 +785,8 @@ def says_why(line: str, file: str) -> bool:
 
 
 # Started, not imported: as a command, or as a plug-in of one.
-STARTED = {"jupyterlab", "ipykernel", "ninja", "nbval", "pytest-timeout", "pytest-xdist"}
-STARTED |= {"py-spy", "ruff"}
+STARTED = {"jupyterlab", "ipykernel", "ipywidgets", "ninja", "py-spy", "ruff"}
+STARTED |= {"nbval", "pytest-timeout", "pytest-xdist"}
 FOR_RAY = {"pandas", "pyarrow"}  # imported by Ray Train and Ray Tune
 
 
