@@ -622,7 +622,7 @@ def texts(path: Path) -> str:
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells)
     text = re.sub(r"^( *)(```|~~~).*?^ *\2", "", text, flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"`[^`\n]*`", "code", text)
+    return re.sub(r"(`+)[^\n]*?(?<!`)\1(?!`)", "code", text)
 
 
 def dead_links(path: Path) -> list[str]:
@@ -669,7 +669,7 @@ def test_what_is_left_to_fill_in_is_caught():
 def test_dead_links_are_caught(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](gone.md) ![b](page.md#part) [c](https://example.org) [d](#here) `[e](no)`\n"
+        "[a](gone.md) ![b](page.md#part) [c](https://example.org) [d](#here) `[e](no)` `` [&](no) ` ``\n"
         '<img src="none.png">\n[f]: lost.md\n```\n[g](no)\n```\n'
     )
     assert dead_links(page) == ["gone.md", "none.png", "lost.md"]

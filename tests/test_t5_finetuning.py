@@ -485,7 +485,7 @@ def test_script(files, script_run):
         assert re.search(
             rf"^{name} +" + " +".join(map(re.escape, shown)) + "$", result.output, re.M
         )
-    numbers = "loss {0}   lr {0}   grad norm {0}   pairs/s {0}   memory MB {0}".format(r"[\d.]+")
+    numbers = "loss {0}   lr {0}   grad norm {0}   pairs/s {0}   memory MB {0}".format(r"[\d.,e-]+")
     assert re.findall(rf"^step +(\d+)/15   epoch \d   {numbers}$", result.output, re.M) == [
         "2",
         "4",
