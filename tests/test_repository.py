@@ -669,7 +669,8 @@ def test_what_is_left_to_fill_in_is_caught():
 def test_dead_links_are_caught(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](gone.md) ![b](page.md#part) [c](https://example.org) [d](#here) `[e](no)` `` [&](no) ` ``\n"
+        "[a](gone.md) ![b](page.md#part) [c](https://example.org) [d](#here)\n"
+        "`[e](no)` `` [&](no) ` ``\n"
         '<img src="none.png">\n[f]: lost.md\n```\n[g](no)\n```\n'
     )
     assert dead_links(page) == ["gone.md", "none.png", "lost.md"]
