@@ -1,7 +1,6 @@
 """collectives/: each row of "What usually goes wrong" is provoked in its script, and cured."""
 
 import re
-import signal
 
 import pytest
 from rows import Copy
@@ -73,7 +72,9 @@ def test_a_buffer_must_have_the_length_of_the_message(copy):
     longer = copy.run("minimal.py").check().output
     assert passed_on(longer) == [[-7], [-6, -6, -6]]  # -7 + rank: only the first number came
     copy.edit("minimal.py", "(1 + 2 * rank,)", "(3 - 2 * rank,)")
-    assert copy.run("minimal.py").returncode == -signal.SIGABRT
+    broken = copy.run("minimal.py")
+    assert broken.returncode != 0  # rank 1 aborts; rank 0, whose connection closes, may end first
+    assert "gloo::EnforceNotMet" in broken.output
     receive = "dist.recv(passed_on, src=rank - 1)"
     agree = "dist.recv(size := torch.zeros(1, dtype=torch.int64), src=rank - 1)"
     again = f"{agree}\n        passed_on = passed_on.new_zeros(size.item())\n        {receive}"
