@@ -9,6 +9,7 @@ import torch.distributed as dist
 from helpers import ROOT
 
 DIRECTORIES = ("ddp_basics", "fsdp_basics", "parallel_basics", "t5_finetuning")
+DIRECTORIES += ("transformer_basics",)
 
 
 def frame(text: str) -> list[str]:
@@ -31,6 +32,7 @@ def test_all_have_one_frame():
         ("fsdp_basics", "error: 60 images do not divide over 7 ranks"),
         ("parallel_basics", "error: 480 features do not divide over 7 ranks"),
         ("t5_finetuning", "error: 6 texts are too few for 7 ranks"),
+        ("transformer_basics", "error: 64 sequences do not divide over 7 ranks in pairs"),
     ],
 )
 def test_ranks_among_which_the_work_cannot_be_split(monkeypatch, directory, says):

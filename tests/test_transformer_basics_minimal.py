@@ -10,48 +10,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import REPEAT, ROOT, torchrun
-from torch import nn
+from transformers import LlamaForCausalLM
 
 STEPS = 10  # it prints the loss after every tenth
 
 
-class Block(nn.Module):
-    """Head by head, with the mask and the softmax of attention, and GELU, written out."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.place, self.norm_1 = nn.Parameter(torch.zeros(minimal.LENGTH, dim)), nn.LayerNorm(dim)
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.norm_2 = nn.LayerNorm(dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, hidden):
-        length, dim = hidden.shape[1:]
-        x, width, seen = self.norm_1(hidden + self.place), dim // minimal.HEADS, []
-        later = torch.ones(length, length).triu(1).bool()
-        for first in range(0, dim, width):
-            q, k, v = (f(x)[..., first : first + width] for f in (self.q, self.k, self.v))
-            scores = (q @ k.mT / width**0.5).masked_fill(later, -torch.inf)
-            seen.append(scores.softmax(-1) @ v)
-        hidden = hidden + self.o(torch.cat(seen, dim=-1))
-        x = self.up(self.norm_2(hidden))
-        return hidden + self.down(x * (1 + torch.erf(x / 2**0.5)) / 2)
-
-
 @pytest.fixture(scope="module")
 def one_process() -> dict:
-    """The same model, text and optimizer in a plain loop over whole batches."""
+    """The library's model, the same text and optimizer in a plain loop over whole batches."""
     torch.manual_seed(0)
-    dim = minimal.DIM
-    token, head = nn.Embedding(256, dim), nn.Linear(dim, 256)  # drawn in this order
-    model = nn.Sequential(token, Block(dim), Block(dim), nn.LayerNorm(dim), head)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = LlamaForCausalLM(minimal.CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = torch.tensor(list(Path(os.__file__).read_bytes()[:30_000]))
     found = {"gradients": [], "parameters": []}
     for _ in range(STEPS):
         starts = torch.randint(len(text) - minimal.LENGTH, (minimal.BATCH,))
         batch = torch.stack([text[i : i + minimal.LENGTH + 1] for i in starts.tolist()])
-        logits = model(batch[:, :-1]).flatten(0, 1)
+        logits = model(batch[:, :-1]).logits.flatten(0, 1)
         loss = F.cross_entropy(logits, batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -78,11 +53,11 @@ def test_minimal_equals_one_process(one_process, tmp_path, ranks):
         assert len(found[part]) == STEPS
         for ours, theirs in zip(found[part], one_process[part], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-    # Each rank holds its part: of what is cut by heads and features, its share of all ranks; of
-    # all else (embeddings, norms, head, biases after a sum) its share of dp.
-    dim, dp = minimal.DIM, ranks // 2
-    cut = 2 * (4 * dim * dim + 3 * dim + 2 * 4 * dim * dim + 4 * dim)
-    assert found["held"][0] == cut / ranks + (sum(one_process["sizes"].values()) - cut) / dp
+    # Each rank holds its part: of the layers of attention and MLP, its share of all ranks; of all
+    # else (embedding, norms, head) its share of dp.
+    sizes, dp = one_process["sizes"], ranks // 2
+    cut = sum(size for name, size in sizes.items() if "_proj" in name)
+    assert found["held"][0] == cut / ranks + (sum(sizes.values()) - cut) / dp
     assert found["units"] == 3  # two blocks and the root: not gathered in one piece
     # The first step, before AdamW had anything to magnify.
     torch.testing.assert_close(
