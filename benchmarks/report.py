@@ -64,7 +64,7 @@ def main(
 
 
 def measure_part(script: Path, part: str, ranks: int, repeats: int) -> dict:
-    """What rank 0 said of one part of a script that calls `main`, run by so many ranks."""
+    """What rank 0 measured of one part of a script that calls `main`, run on `ranks` ranks."""
     return measure(*torchrun(ranks), script, "--repeats", repeats, "--part", part)
 
 

@@ -4,8 +4,8 @@ r"""A hang, and what each rank was doing when it began: the flight recorder, rea
         --output-dir runs/hang                  # ends with status 1
     torchfrtrace runs/hang --prefix rank_
 
-After step 5, rank 0 writes a file and all ranks meet in a barrier. But somebody has indented the
-barrier into the `if rank == 0:`. The job ends after --timeout seconds, and the error says neither
+After step 5, rank 0 writes a file and all ranks meet in a barrier. But the barrier is indented
+into the `if rank == 0:`. The job ends after --timeout seconds, and the error says neither
 which rank went wrong nor where. torch knows: of every rank it keeps the last 2000 collectives
 (TORCH_FR_BUFFER_SIZE) with their sizes and the Python stack. Look at what torchfrtrace makes of
 the files: the first collective in which the ranks differ, who called what, and at which line.

@@ -4,9 +4,9 @@
     python clusters/merge_traces.py runs/digits/trace_*.json --output runs/digits/timeline.json
 
 Opens in https://ui.perfetto.dev: a process for each rank. Look at the table: how sure the clocks
-are, and which rank comes last into the collectives, so that all others wait for it.
+are, and which rank comes last into the collectives, so that every other rank waits for it.
 
-Hosts have different clocks, but nobody gets out of an all_reduce before all have gone in. When
+Hosts have different clocks, but no rank leaves an all_reduce before all ranks have entered it. When
 rank i has left k collectives, rank j must have entered k. So for every k, with sorted times,
 
     k-th entry of j + offset of j  <=  k-th exit of i + offset of i
@@ -23,8 +23,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# What all ranks must have entered before one leaves: not broadcast, reduce, send or recv. On GPUs
-# the kernels, because NCCL's other events end when the operation is only in the stream's queue.
+# Collectives that every rank must enter before any rank leaves: not broadcast, reduce, send, recv.
+# On GPUs we read the kernels: NCCL's other events end when the operation is only queued.
 SYNCHRONIZE = r"(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier)"
 KERNELS = re.compile(rf"^nccl(Dev)?Kernel.*{SYNCHRONIZE}", re.IGNORECASE)
 ON_CPU = re.compile(rf"^(?!nccl)\w+:{SYNCHRONIZE}", re.IGNORECASE)  # gloo:all_reduce

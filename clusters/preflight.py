@@ -1,12 +1,12 @@
 """Look at all hosts before a training: which host, link or device is wrong or slow?
 
-    python clusters/preflight.py hosts.txt --directory runs        # a name a line, as ssh takes it
+    python clusters/preflight.py hosts.txt --directory runs        # one host name per line
     python clusters/lab.py up 3 && python clusters/preflight.py --lab 3    # hosts of lab.py
-    python clusters/preflight.py --plan 1000                       # how long would so many take?
+    python clusters/preflight.py --plan 1000                       # how long would 1000 hosts take?
 
 Compares versions, clocks, devices, disks, names and a directory that all should share; measures
 each pair's latency and bandwidth both ways, all_reduce between neighbours, and matrix products.
-The verdict names what is not like the best or most of the others. Exit status: 0 if there is
+The verdict names what differs from the best host or from most hosts. Exit status: 0 if there is
 nothing, 1 if something is named, 2 if a host could not be asked. No process is left anywhere.
 """
 

@@ -7,8 +7,8 @@ r"""Start a collective, go on computing, wait later: Work handles, and what the 
 
 Look at
 
-1. the handle. async_op=True returns at once; until wait() has returned, nobody may read or write
-   the tensor. A chain of then() runs when the result is there, without anybody waiting for it.
+1. the handle. async_op=True returns at once; until wait() has returned, no code may read or
+   write the tensor. A chain of then() runs when the result is there; no thread waits for it.
 2. the timelines: the same computing and the same sending, in two orders. `-` begins where a
    transfer was started and ends where it was complete.
 3. what bounds the gain. The first bucket must be computed before anything can travel, and the last
@@ -62,8 +62,8 @@ def main() -> None:
 def try_handle(device: torch.device, aside=None) -> dict:
     """What a Work handle says and gives, on this rank; every rank must call this.
 
-    aside: a Gloo group of the same ranks. The last rank starts its part only when the others have
-    started theirs and have asked whether it is complete: it cannot be.
+    aside: a Gloo group of the same ranks. The last rank starts its part only when every other rank
+    has started its own and has asked whether it is complete: it cannot be.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     last, gave_up = rank == world_size - 1, "-"
@@ -83,8 +83,8 @@ def try_handle(device: torch.device, aside=None) -> dict:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
-    # value() of the handle's future is a list of tensors. What a callback returns is the value of
-    # the future that then() returns, and so on.
+    # value() of the handle's future is a list of tensors. then() returns a future, whose value is
+    # what the callback returns.
     y = torch.full((2,), float(rank + 1), device=device)
     total = dist.all_reduce(y, async_op=True).get_future()
     mean = total.then(lambda future: future.value()[0] / world_size)

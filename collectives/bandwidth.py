@@ -89,7 +89,7 @@ def sizes_between(least: int, most: int, factor: float, unit: int) -> list[int]:
 def works_here(operation: str, worker: Worker) -> bool:
     """Whether this backend has the operation; says so if not. One small call, on every rank."""
     if operation == "send_recv" and worker.world_size == 1:
-        return False  # there is nobody to send to
+        return False  # there is no second rank
     x = torch.zeros(worker.world_size, device=worker.device)
     try:
         prepare(operation, x, torch.zeros_like(x)).run()
@@ -119,7 +119,7 @@ def errors_of(operation: str, nbytes: int, worker: Worker) -> list[str]:
 
 def measure(operation: str, nbytes: int, repeats: int, values: str, worker: Worker) -> Measurement:
     # Zeros, because numbers that are all-reduced again and again would grow. Filled, because
-    # zeros that nobody has written yet share one page of memory.
+    # pages that have not been written yet are one shared page of memory.
     x = torch.empty(nbytes // 4, device=worker.device).fill_(0)
     y = torch.empty_like(x).fill_(0)
     calls = max(1, min(10, 2**18 // nbytes))  # several small ones: the barrier's end is not sharp

@@ -5,7 +5,7 @@ r"""Run a script of another directory on a backend of this one, or on your own.
         parallel_basics/tensor_parallel.py --device cpu
 
 The script stays as it is: a script that names no backend asks torch for the default of its device,
-and here this is another one. The backend is one that torch knows, or one that a module registers
+and here this is another one. The backend is a backend of torch, or of a module that registers it
 when it is imported: NAME_backend.py or NAME.py, here or on PYTHONPATH.
 
 Look at the first line of the output, which names the backend. Processes that the script itself
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def known_backend(name: str) -> str:
-    """A type for add_argument: a backend of torch, or one that a module registers."""
+    """A type for add_argument: a backend of torch, or of a module that registers it."""
     modules = (f"{name}_backend", name)
     if name.isidentifier() and not dist.is_backend_available(name):
         module = next(filter(importlib.util.find_spec, modules), None)

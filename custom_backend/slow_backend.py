@@ -1,4 +1,4 @@
-r"""A network that one does not have: latency and bandwidth per link, as told, on one machine.
+r"""A slow network on one machine: latency and bandwidth per link, as specified.
 
     torchrun --standalone --nproc_per_node=2 custom_backend/slow_backend.py
     torchrun --standalone --nproc_per_node=4 custom_backend/slow_backend.py --links two-level

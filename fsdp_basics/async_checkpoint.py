@@ -22,10 +22,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from arguments import DEVICES, ArgumentParser, at_least
-from checkpoint import sharded_state
 from materialize import materialize
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
+from sharded_state import sharded_state
 from sharding import shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -22,7 +22,7 @@ from exercises import check as check  # for the chapters
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = uuid.uuid4().hex  # marks, in the environment, every process that this kernel starts
-FOLDER = Path(tempfile.gettempdir(), f"course_{KERNEL}")  # for files that nobody needs later
+FOLDER = Path(tempfile.gettempdir(), f"course_{KERNEL}")  # temporary files
 _client = None  # ipyparallel's connection to the ranks, while there are any
 
 

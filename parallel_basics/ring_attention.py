@@ -7,7 +7,7 @@ r"""Ring attention by hand: context parallelism, each of N ranks has T / N token
 
 A token's query needs the keys and values of all earlier tokens, and most are on other ranks. So the
 ranks form a ring: each computes what its queries see of the keys and values that it has, while
-these are on their way to the next rank, and others come from the previous one. After N steps every
+it sends them to the next rank and receives those of the previous rank. After N steps every
 query has met every key, and no rank ever had more than two blocks of keys and values, or more
 scores than those of one block. In backward they travel once more, and their gradients with them.
 
@@ -20,13 +20,13 @@ let out = softmax(scores) @ v and lse = log(sum(exp(scores))). Then, for two set
 Liu et al., Ring Attention (arXiv 2310.01889); Milakov and Gimelshein, Online normalizer calculation
 for softmax (arXiv 1805.02867); backward as in Dao et al., FlashAttention (arXiv 2205.14135).
 
-Run, it trains a GPT that way, and compares with one process, for two ways to deal out the tokens:
+Run, it trains a GPT that way, and compares with one process, for two ways to distribute the tokens:
 in order, and balanced. Look at
 
 1. the differences: rounding. (AdamW divides each gradient by its own size: it enlarges the rounding
    of tiny ones, and would hide a gradient that is wrong by a factor. SGD does neither.)
-2. the work: with tokens in order, the last rank has up to twice the mean, and the others wait for
-   it in every step. Balanced, all have the same.
+2. the work: with tokens in order, the last rank has up to twice the mean, and every other rank
+   waits for it in every step. Balanced, all ranks have equal work.
 3. the bytes sent: they grow with T, not with T * T as the work does. So the longer the sequence,
    the better the sending hides behind the computation.
 4. the memory: one process that writes all scores down needs T * T of them. PyTorch's fused kernel
@@ -191,7 +191,7 @@ class RingAttention(torch.autograd.Function):
         queries, outs, lses = (ring.chunks(x) for x in (q_BHSD.to(wide), out_BHSD, lse_BHS1))
         kv = torch.stack([k_BHSD, v_BHSD])  # one message instead of two
         for step in range(ring.size):
-            # On their way while we compute. After the last step nobody needs them.
+            # They travel while this rank computes. After the last step no rank needs them.
             arrives = ring.pass_on(kv) if step < ring.size - 1 else None
             keys, values = (ring.chunks(x.to(wide)) for x in kv)
             for i, j, masked in ring.visible(step):

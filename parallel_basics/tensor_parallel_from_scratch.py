@@ -151,7 +151,7 @@ class CrossEntropy(torch.autograd.Function):
         all_n2N = local_2N.new_empty(dist.get_world_size(group), *local_2N.shape)
         all_gather(all_n2N.flatten(0, 1), local_2N, group=group)
         total_N = all_n2N[:, 0].logsumexp(0)
-        target_N = all_n2N[:, 1].sum(0)  # one rank has it, the others have 0
+        target_N = all_n2N[:, 1].sum(0)  # one rank has it, every other rank has 0
         ctx.save_for_backward(logits_Nv, total_N, columns_N, elsewhere_N)
         return (total_N - target_N).mean()
 
@@ -235,8 +235,8 @@ def full_tensor(name: str, tensor: Tensor, group=None) -> Tensor:
 def gradient_norm(model: GPT, group=None) -> Tensor:
     """The norm of all gradients of the whole model, as clipping needs it: the same on every rank.
 
-    Squares of cut parameters are added over the ranks. Those of the others are the same everywhere:
-    to add them too would count each once per rank.
+    Squares of sharded parameters are added over the ranks. Squares of replicated parameters are
+    equal on all ranks: adding them over the ranks would count each once per rank.
     """
     squares_of_cut, squares_of_copies = [], []
     for name, parameter in model.named_parameters():

@@ -28,6 +28,7 @@ COPIES = [
     ("materialize.py", "fsdp_basics", ["t5_finetuning"]),
     ("saves.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("checkpoint.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
+    ("sharded_state.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("model.py", "transformer_basics", ["parallel_basics"]),
     ("comparing.py", "transformer_basics", ["parallel_basics"]),
     ("counting.py", "transformer_basics", ["parallel_basics"]),

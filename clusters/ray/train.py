@@ -7,10 +7,10 @@ r"""One training as a job of Ray Train: the script that torchrun runs, unchanged
     RAY_ADDRESS=auto python clusters/ray/train.py --workers 16 --gpu \
         fsdp_basics/train.py --output-dir /shared/runs/vit      # on any host of a cluster of Ray's
 
-What follows the script are its own arguments. Without RAY_ADDRESS a Ray is started here, and ends
+The script's own arguments follow it. Without RAY_ADDRESS this script starts Ray here, and ends it
 with the job. Look at train() and run_script(): a worker of Ray Train does what an agent of torchrun
-does, it tells a rank who it is and starts it. Kill a rank or a worker: Ray starts all anew, and the
-script continues from its last checkpoint.
+does, it tells a rank who it is and starts it. Kill a rank or a worker: Ray restarts all ranks, and
+the script continues from its last checkpoint.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def train(args, arguments: list[str], output_dir: Path, callbacks: tuple = ()) -> ray.train.Result:
-    """One training, with a worker for each rank; when one fails, Ray starts all of them anew."""
+    """One training, with a worker for each rank; when one fails, Ray restarts all of them."""
     command = [sys.executable, "-u", args.script, *arguments, "--output-dir", str(output_dir)]
     trainer = TorchTrainer(
         run_script,

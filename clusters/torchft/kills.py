@@ -5,7 +5,7 @@
 
 The same kills (kill -9, at the same steps, of the same ranks) hit three trainings: train.py with
 torchft; the same with fixed shares of the data; and ../elastic_train.py, where torchrun restarts
-all ranks from the last save. Look at the steps done in vain, and at the time in which nobody
+all ranks from the last save. Look at the steps that were lost, and at the time in which no rank
 trained. The lighthouse, which the groups ask who is here, is a thread of this process.
 """
 

@@ -4,7 +4,7 @@
     python clusters/lab.py up 3 --rate 1gbit                                        # or, in the lab
     python clusters/torchrun/launch.py --lab 3 ddp_basics/train.py --epochs 2 --batch-size 96
 
-hosts.txt has a name a line, as `ssh NAME` takes it; what follows a '#' is a comment. The first host
+hosts.txt has one name per line, as in `ssh NAME`; a comment begins with '#'. The first host
 is where the agents meet. The script, this directory and Python have the same place on all hosts.
 Each line of output begins with its host. When one agent fails, or Ctrl-C is pressed, all are ended,
 and the exit status is that of the one that failed first.
@@ -25,7 +25,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 LAB = Path(__file__).resolve().parent.parent / "lab.py"
-# Of a host that has lost its power nobody hears anything: ask, three times in 15 s.
+# A host that has lost its power sends nothing: ssh asks three times in 15 s.
 SSH = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 SSH += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
 JOB = uuid.uuid4().hex[:8]  # two jobs that meet at one port must not be taken for one
