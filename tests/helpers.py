@@ -222,7 +222,7 @@ class Job:
         while not self.has_ended():
             if patience.is_over():
                 self.abort()
-                raise TimeoutError(f"{patience}\n{self.command}\n{self.output[-20_000:]}")
+                raise TimeoutError(f"{patience.why}\n{self.command}\n{self.output[-20_000:]}")
             time.sleep(0.01)
         return Result(self.process.returncode, self.output, self.command)
 
@@ -250,7 +250,7 @@ class Job:
             if value := condition():
                 return value
             if ended or patience.is_over():
-                why = "the job has ended" if ended else patience
+                why = "the job has ended" if ended else patience.why
                 raise AssertionError(f"{why}\n{self.output[-6000:]}")
             time.sleep(max(0.005, 4 * (time.monotonic() - asked)))  # the job needs the processors
 
@@ -267,6 +267,7 @@ class Patience:
         self.jobs, self.seconds = jobs, seconds
         self.size, self.used = self.printed(), 0.0
         self.looked = self.grown = time.monotonic()  # when it was looked at, and had grown
+        self.why = ""  # once it is over: what the jobs have not done
 
     def is_over(self) -> bool:
         now = time.monotonic()
@@ -275,9 +276,12 @@ class Patience:
         size, used = self.printed(), self.computed()
         if size != self.size:
             self.grown = now
-        idle = size == self.size and used - self.used < 0.02 * self.seconds
+        if size == self.size and used - self.used < 0.02 * self.seconds:
+            self.why = f"printed nothing and computed next to nothing for {self.seconds:g} s"
+        elif now > self.grown + 4 * self.seconds:
+            self.why = f"computed and printed nothing for {4 * self.seconds:g} s"
         self.looked, self.size, self.used = now, size, used
-        return idle or now > self.grown + 4 * self.seconds
+        return bool(self.why)
 
     def printed(self) -> int:
         return sum(os.stat(job.log.name).st_size for job in self.jobs)
@@ -292,9 +296,6 @@ class Patience:
             with contextlib.suppress(*GONE):
                 seconds += sum(process.cpu_times()[:4])
         return seconds
-
-    def __str__(self) -> str:
-        return f"no progress for {self.seconds:g} s: nothing printed, little computed or a loop"
 
 
 # What psutil raises about a process that ends while it is asked, or is another user's.

@@ -60,10 +60,11 @@ def run(
             first = jobs[0] if jobs else None
             told |= {"cwd": folders[rank], "beside": first, "cold": cold}
             jobs.append(Rank(script, *args, **told))
-        status = first_failure(jobs, timeout)
+        patience = Patience(jobs, timeout)
+        status = first_failure(jobs, patience)
         if status is None:
             jobs[0].abort()
-            said = f"no progress for {timeout} s\n{command}\n{jobs[0].output[-20_000:]}"
+            said = f"{patience.why}\n{command}\n{jobs[0].output[-20_000:]}"
             raise TimeoutError(said)
         if status == 0:
             left = jobs[0].left_running()
@@ -76,9 +77,8 @@ def run(
     return Result(status, output, command)
 
 
-def first_failure(jobs: list[Job], timeout: float) -> int | None:
+def first_failure(jobs: list[Job], patience: Patience) -> int | None:
     """The first exit status that is not 0; 0 if all jobs end so; None without progress so long."""
-    patience = Patience(jobs, timeout)
     while not patience.is_over():
         statuses = [job.process.poll() for job in jobs]
         if any(statuses):

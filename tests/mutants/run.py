@@ -191,7 +191,7 @@ def judge(status: int | None, said: str, tests: list[str]) -> tuple[str, str]:
     if status != 1 or not named or unfair:
         reason = unfair[0] if unfair else f"pytest's exit status {status}"
         return ERROR, f"{reason}: {' '.join(said[-500:].split())}"
-    late = re.search(r"Timeout \(>|no end within", said)
+    late = re.search(r"Timeout \(>|printed nothing", said)
     return KILLED, named[0] + (" (time-out)" if late else "")
 
 
