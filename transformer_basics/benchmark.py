@@ -4,7 +4,7 @@ r"""Measure speed (MFU), traffic and memory of train.py's step on a list of mesh
     torchrun --standalone --nproc_per_node=4 transformer_basics/benchmark.py --size medium \
         --mesh dp_shard=4 --mesh "dp_shard=2 tp=2" --mesh "pp=2 tp=2"
     torchrun --standalone --nproc_per_node=8 transformer_basics/benchmark.py --size 124M \
-        --precision bf16 --compile --batch-size 16
+        --precision bf16 --compile --batch-size 16                         # on 8 GPUs
 
 Look at MFU (model FLOP/s utilization), the fraction of the device's peak that goes into training.
 Small layers, communication and waiting take the other time: the other columns say which of them.
