@@ -13,6 +13,8 @@ sys.path.insert(0, str(ROOT / "clusters"))
 
 import merge_traces
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "clusters" / "merge_traces.py"
 HOSTS = ("alpha", "alpha", "beta", "beta")
 OFFSETS = {"alpha": 0.0, "beta": -3_700_000.0}  # microseconds to add to what its clock shows

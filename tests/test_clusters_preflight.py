@@ -23,7 +23,7 @@ sys.path.remove(str(ROOT / "clusters"))
 CLUSTERS = ROOT / "clusters"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 1000])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 301])
 def test_each_pair_meets_once_in_as_many_rounds_as_hosts(count):
     plan = verdict.rounds(count)
     assert len(plan) <= count

@@ -226,6 +226,7 @@ def test_what_is_reported_belongs_to_the_save(module, tmp_path):
         assert module.goes_on(12, tmp_path) == goes_on, count
 
 
+@pytest.mark.slow
 def test_without_ray_one_sentence_says_how_to_get_it(tmp_path):
     (tmp_path / "ray.py").write_text("raise ImportError\n")
     result = python(SCRIPT, timeout=60, PYTHONPATH=str(tmp_path))

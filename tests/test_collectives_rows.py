@@ -5,6 +5,8 @@ import re
 import pytest
 from rows import Copy
 
+pytestmark = pytest.mark.slow  # real jobs that fail, some of them by waiting
+
 ROWS = {
     "two ranks that first send": "test_collectives_algorithms.py::test_all_stuck_or_all_served",
     "every later call fails": "test_a_group_is_beyond_use_after_a_time_out",
@@ -129,7 +131,6 @@ def test_groups_made_in_another_order(copy):
     assert "sum" in copy.run("process_groups.py", ranks=4).check().output
 
 
-@pytest.mark.slow  # waits for Gloo to give up
 def test_a_second_group_without_a_prefix(copy):
     """Rank 0 comes back late: rank 1 finds the address that rank 0 had in the group before.
 

@@ -17,6 +17,8 @@ from helpers import ROOT, learned
 from torch.torch_version import TorchVersion
 from workers import custom_backend_counting as worker
 
+pytestmark = pytest.mark.slow
+
 COUNT = ROOT / "custom_backend/counting_backend.py"
 WORKER = ROOT / "tests/workers/custom_backend_counting.py"
 PARAMETERS = sum(p.numel() for p in worker.model().parameters())

@@ -45,7 +45,10 @@ ROWS = {
         "test_custom_backend_counting.py::test_a_script_that_is_nobodys",
     ),
 }
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.14", reason="needs torch 2.14 or newer")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.__version__ < "2.14", reason="needs torch 2.14 or newer"),
+]
 
 
 @pytest.fixture

@@ -152,12 +152,14 @@ def test_no_compiler_is_said_before_anything_is_made(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_train_py_on_shm_takes_the_steps_that_it_takes_on_gloo(shm, on_gloo, tmp_path):
     said = torchrun(RUN_ON, "shm", TRAIN, *SHORT, "--output-dir", tmp_path).check().output
     assert said.count("2 rank(s) on cpu, shm, torch") == 1
     same_run(tmp_path, on_gloo)
 
 
+@pytest.mark.slow
 def test_a_backend_in_python_can_be_had_by_its_name_too(on_gloo, tmp_path):
     command = ("ring", TRAIN, *SHORT, "--output-dir", tmp_path)
     said = pool.run(RUN_ON, *command, ranks=2).check().output
@@ -177,10 +179,8 @@ def same_run(folder, other) -> None:
         assert torch.equal(saved[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    "matrix",
-    [pytest.param(m, marks=pytest.mark.slow) if m == "gpt_equivalence" else m for m in SLICES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix", SLICES)
 def test_a_slice_of_the_matrix_equals_one_process(shm, matrix, tmp_path):
     script, ranks = ROOT / "tests/workers/equivalence_slice.py", SLICES[matrix][0]
     pool.run(RUN_ON, "shm", script, matrix, tmp_path / "found", ranks=ranks).check()

@@ -312,6 +312,7 @@ def test_mnist_trains_and_counts_an_odd_test_set(tmp_path):
     assert_scored(tmp_path / "run", result.output, "mnist", tmp_path)
 
 
+@pytest.mark.slow
 def test_mnist_that_cannot_be_downloaded(tmp_path):
     """The name of its host is refused here as it is on a machine without a network."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -404,6 +405,7 @@ def test_bad_argument_in_a_process():
     assert_one_sentence(result, "--batch-size 2000 exceeds the 1437 training samples")
 
 
+@pytest.mark.slow
 def test_bad_argument_is_said_once_under_torchrun():
     result = torchrun(TRAIN, "--batch-size", "65")
     assert result.returncode != 0  # torchrun turns every failure of a worker into 1

@@ -8,6 +8,8 @@ import torch
 from helpers import python, read_metrics
 from rows import Copy
 
+pytestmark = pytest.mark.slow  # real jobs that fail, some of them by waiting
+
 ROWS = {
     "`--batch-size 65 does not divide": "test_a_batch_that_does_not_divide",
     "`--backend NAME is unknown": "test_a_backend_that_there_is_not",

@@ -294,6 +294,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -340,6 +341,7 @@ def same_run(folder, expected) -> None:
     assert all(a != b for rank, a in enumerate(generators) for b in generators[:rank])
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one_does(on_one_node, tmp_path):
     script, folder = on_one_node
     pool.run(script, *RUN, "--output-dir", tmp_path, ranks=4, nodes=2).check()

@@ -76,6 +76,7 @@ def test_there_is_no_other_case(rows):
     assert set(rows) == set(RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_variant_changes_each_model(variant):
     """Which parameters there are, which are trainable, and which are one and the same tensor."""

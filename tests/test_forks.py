@@ -123,6 +123,7 @@ with Job([{script!r}], fork=0) as job:
 """
 
 
+@pytest.mark.slow
 def test_forks_end_with_the_process_that_asked_for_them(script, tmp_path):
     """As when pytest is killed: nothing is left."""
     owner = tmp_path / "owner.py"
@@ -145,6 +146,7 @@ def test_a_job_that_waits_for_what_will_not_come_has_no_progress(script):
         job.wait(3)
 
 
+@pytest.mark.slow
 def test_a_job_that_spins_is_ended_later(script):
     with (
         Job([script("while True: pass\n")], fork=0) as job,
@@ -155,6 +157,7 @@ def test_a_job_that_spins_is_ended_later(script):
         job.wait(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", ["pass", "time.sleep(0.1); print(1)"])
 def test_a_job_that_computes_or_prints_has_time(script, does):
     """It goes on for twice as long as the limit."""

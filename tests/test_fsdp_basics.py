@@ -25,12 +25,15 @@ TRAIN = ROOT / "fsdp_basics/train.py"
 # ---- the equivalence matrix: train.py's step on 2, 3, 4 ranks against a bare model in one process
 
 
+MATRIX = ROOT / "tests/workers/fsdp_equivalence.py"
+
+
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
-    script, folder = ROOT / "tests/workers/fsdp_equivalence.py", tmp_path_factory.mktemp("matrix")
+    folder = tmp_path_factory.mktemp("matrix")
 
     def run(ranks: int) -> dict:
-        pool.run(script, folder / str(ranks), ranks=ranks).check()
+        pool.run(MATRIX, folder / str(ranks), ranks=ranks).check()
         return torch.load(folder / str(ranks))
 
     return OnDemand(run)
@@ -43,7 +46,22 @@ def test_fsdp_equals_one_process(matrix, case, ranks):
     if CASES[case].get("dp_replicate") and ranks != HYBRID_RANKS:
         assert case not in matrix[ranks]
         return
-    one, many = matrix[1][case], matrix[ranks][case]
+    compare(matrix[1][case], matrix[ranks][case], case)
+
+
+def test_two_cases_on_two_ranks(tmp_path):
+    """For the quick run."""
+    cases = ("sgd, tied", "adamw, clip, accumulate")
+    for ranks in (1, 2):
+        pool.run(MATRIX, tmp_path / str(ranks), *cases, ranks=ranks).check()
+    one, many = (torch.load(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert one.keys() == many.keys() == set(cases)
+    for case in cases:
+        compare(one[case], many[case], case)
+
+
+def compare(one: list[dict], many: list[dict], case: str) -> None:
+    """What each step was in one process and on several ranks."""
     assert len(one) == len(many) == STEPS
     # fp32 sums in another order: about 1e-7 for numbers of order one, times 5 for other machines.
     # AdamW divides by the root of small squares, which magnifies that in the parameters. bf16 has 8

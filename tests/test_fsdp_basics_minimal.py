@@ -47,7 +47,6 @@ def one_process():
     return steps, epoch_losses
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_minimal_equals_one_process(one_process, tmp_path, ranks):
     result = pool.run(WORKER, MINIMAL, tmp_path / "results.pt", ranks=ranks).check()

@@ -9,6 +9,8 @@ import torch
 from helpers import read_metrics
 from rows import Copy
 
+pytestmark = pytest.mark.slow  # real jobs that fail, some of them by waiting
+
 ROWS = {
     "hangs in evaluation": "test_a_rank_that_does_not_take_part",
     "hangs at a checkpoint": "test_a_rank_that_does_not_take_part",

@@ -7,6 +7,8 @@ import pytest
 import torch
 from rows import Copy
 
+pytestmark = pytest.mark.slow  # real jobs that fail, some of them by waiting
+
 ROWS = {
     "the loss is right": "test_one_of_f_and_g_is_missing",
     "a bias counts twice": "test_a_bias_inside_the_sum",

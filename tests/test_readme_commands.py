@@ -188,6 +188,7 @@ def in_sentences(path: Path) -> list[Command]:
 ALL = COMMANDS + [command for path in PAGES for command in in_sentences(path)]
 
 
+@pytest.mark.slow
 def test_scripts_and_flags_exist():
     absent = [str(c) for c in ALL for name in scripts(c) if not (ROOT / name).is_file()]
     assert absent == []
@@ -202,6 +203,7 @@ def test_targets_of_make_exist():
     assert named - set(targets) == set()
 
 
+@pytest.mark.slow
 def test_a_wrong_flag_is_caught():
     right = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 1"
     assert unknown_flags(Command("page", 1, right)) == []
@@ -242,6 +244,7 @@ def test_an_expected_status():
     assert not outcome.as_printed
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed():
     script = (
         "import os, time; os.fork() or os.setsid(); print('began', flush=True); time.sleep(600)"

@@ -50,6 +50,7 @@ def test_trainers_that_do_not_divide_the_batch():
     assert result.output.endswith("error: 120 images do not divide among 7 trainers\n")
 
 
+@pytest.mark.slow
 def test_without_ray_one_sentence_says_how_to_get_it(tmp_path):
     (tmp_path / "ray.py").write_text("raise ImportError\n")
     result = python(SCRIPT, timeout=60, PYTHONPATH=str(tmp_path))

@@ -14,6 +14,7 @@ SCRIPTS = ROOT / "rpc_basics"
 LINE = r"^ *\d+ +[\d.]+  (.{42}) *(\d+) +(\d+)$"
 
 
+@pytest.mark.slow
 def test_an_object_lives_as_long_as_the_references_to_it(tmp_path):
     """The script itself waits for the counts that it prints, and fails where they never come."""
     picture = tmp_path / "lifetime.png"

@@ -5,6 +5,8 @@ import re
 import pytest
 from rows import Copy
 
+pytestmark = pytest.mark.slow  # real jobs that fail, some of them by waiting
+
 ROWS = {
     "could not find destination": "test_failures_of_calls",
     "`RPC ran for more": "test_failures_of_calls",
@@ -141,7 +143,6 @@ def test_gradients_that_are_too_stale(copy):
     assert accuracy(*stale, "--momentum", 0.5) > 0.5
 
 
-@pytest.mark.slow
 def test_init_rpc_after_a_restart(copy):
     """minimal.py joins by init_rpc alone. What a rank reads is chance, so there are 4 attempts."""
     last = "os.environ['TORCHELASTIC_RESTART_COUNT'] == os.environ['TORCHELASTIC_MAX_RESTARTS']"

@@ -5,6 +5,8 @@ import pytest
 import torch
 from helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> dict[int, dict]:

@@ -7,6 +7,8 @@ import pytest
 from helpers import read_metrics
 from rows import Copy
 
+pytestmark = pytest.mark.slow  # real jobs that fail, some of them by waiting
+
 ROWS = {
     "gradients are too large": "test_gradients_of_means_are_added",
     "`All operands ... must have the same mesh`": "test_one_norm_over_two_meshes",

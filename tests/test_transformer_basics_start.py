@@ -198,6 +198,7 @@ def two_languages(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_validation_loss_is_that_of_held_out_text(two_languages, tmp_path):
     args = (*SIZES, *STEPS, "--lr", 0.01, "--output-dir", tmp_path, "--data", two_languages)
     said = pool.run(TRAIN, *args).check().output
@@ -237,6 +238,7 @@ def saved_model(folder: Path, step: int) -> GPT:
 # ---- resume first
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_draws_and_reads_no_first_values(two_languages, tmp_path):
     """Not the weights it began with either: their folder may be gone."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -260,6 +262,7 @@ def test_a_run_that_goes_on_draws_and_reads_no_first_values(two_languages, tmp_p
 # ---- random numbers
 
 
+@pytest.mark.slow
 def test_dropout_differs_where_the_data_do_and_goes_on_after_a_stop(two_languages, tmp_path):
     """On dp 2 x tp 2: ranks of one tp group drop the same. Resumed, it is as if never stopped."""
     script = ROOT / "tests/workers/gpt_dropout.py"
@@ -293,6 +296,7 @@ def test_the_others_wait_for_a_text_that_takes_longer_than_the_timeout(tmp_path)
     assert "step 4/4" in said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tokenised_is_an_error_on_every_rank(tmp_path):
     """A full disk, for example: nobody waits for tokens that never come."""
     text = tmp_path / "text.txt"
@@ -322,6 +326,7 @@ def test_another_text_on_one_host_is_named(tmp_path):
 # ---- the end
 
 
+@pytest.mark.slow
 def test_nothing_holds_the_group_that_a_process_leaves(tmp_path):
     """In a new process: one that is forked from a warm one has imported all before it joins."""
     script = tmp_path / "job.py"

@@ -1,7 +1,7 @@
 """Run fsdp_basics/train.py's own step on every case of the matrix and save what came out (rank 0).
 
 Started by test_fsdp_basics.py with 2, 3 and 4 ranks, and as one process for the reference. The
-global batches are the same in all of them.
+global batches are the same in all of them. Names of cases after the file: only these.
 """
 
 import math
@@ -186,19 +186,21 @@ def note_parameters(steps: list[dict], module: nn.Module) -> None:
 
 
 def main() -> None:
+    output, *names = sys.argv[1:]
     with distributed_worker("cpu") as worker:
         results = {
             name: reference(**case) if worker.world_size == 1 else run_case(worker, **case)
             for name, case in CASES.items()
             if worker.world_size in (1, HYBRID_RANKS) or "dp_replicate" not in case
+            if name in (names or CASES)
         }
-        if worker.world_size > 1:
+        if worker.world_size > 1 and not names:
             results["reduce_scatters"] = [
                 reduce_scatters_per_step(worker, **options)
                 for options in ({}, {"accumulate": 3}, {"accumulate": 3, "reduce_once": True})
             ]
         if worker.is_main:
-            torch.save(results, sys.argv[1])
+            torch.save(results, output)
 
 
 if __name__ == "__main__":
