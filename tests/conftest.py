@@ -40,11 +40,16 @@ def use(test_file: Path) -> None:
 def pytest_addoption(parser):
     says = "what the ranks talk through, where a script does not name it"
     parser.addoption("--backend", choices=("gloo", "shm"), default="gloo", help=says)
+    says = "where ranks compute that are compared with one process: see workers/place.py"
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=says)
     parser.addoption("--cold", action="store_true", help="start new processes, fork none")
 
 
 def pytest_configure(config):
+    if config.getoption("device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
     os.environ["TEST_BACKEND"] = config.getoption("backend")  # helpers.py reads these
+    os.environ["TEST_DEVICE"] = config.getoption("device")
     os.environ["TEST_COLD"] = str(int(config.getoption("cold")))
 
 

@@ -42,7 +42,7 @@ def matrix(tmp_path_factory):
 
     def run(ranks: int) -> dict:
         pool.run(script, folder / str(ranks), ranks=ranks).check()
-        return torch.load(folder / str(ranks))
+        return torch.load(folder / str(ranks), map_location="cpu")
 
     return OnDemand(run)
 

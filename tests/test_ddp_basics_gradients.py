@@ -25,7 +25,7 @@ def ranks(request):
 def results(ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("from_scratch") / "results.pt"
     pool.run(WORKER, path, ranks=ranks).check()
-    return torch.load(path, weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def zeros_for_none(gradients: dict, parameters: dict) -> dict:

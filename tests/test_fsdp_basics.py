@@ -34,7 +34,7 @@ def matrix(tmp_path_factory):
 
     def run(ranks: int) -> dict:
         pool.run(MATRIX, folder / str(ranks), ranks=ranks).check()
-        return torch.load(folder / str(ranks))
+        return torch.load(folder / str(ranks), map_location="cpu")
 
     return OnDemand(run)
 
@@ -54,7 +54,7 @@ def test_two_cases_on_two_ranks(tmp_path):
     cases = ("sgd, tied", "adamw, clip, accumulate")
     for ranks in (1, 2):
         pool.run(MATRIX, tmp_path / str(ranks), *cases, ranks=ranks).check()
-    one, many = (torch.load(tmp_path / str(ranks)) for ranks in (1, 2))
+    one, many = (torch.load(tmp_path / str(ranks), map_location="cpu") for ranks in (1, 2))
     assert one.keys() == many.keys() == set(cases)
     for case in cases:
         compare(one[case], many[case], case)

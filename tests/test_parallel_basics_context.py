@@ -20,7 +20,7 @@ def results(tmp_path_factory) -> list[dict]:
     """What each rank of the job found."""
     path = tmp_path_factory.mktemp("context")
     pool.run(ROOT / "tests/workers/parallel_context.py", path, ranks=4, timeout=280).check()
-    return [torch.load(path / f"{rank}.pt") for rank in range(4)]
+    return [torch.load(path / f"{rank}.pt", map_location="cpu") for rank in range(4)]
 
 
 def positions(rank: int, size: int, balanced: bool, length: int = LENGTH) -> list[list[int]]:

@@ -139,7 +139,9 @@ def results(tmp_path_factory):
     """case -> what each rank found, in rank order."""
     path = tmp_path_factory.mktemp("pipeline") / "results"
     pool.run(ROOT / "tests/workers/parallel_pipeline.py", path, ranks=4, timeout=400).check()
-    of_ranks = [torch.load(f"{path}.{rank}", weights_only=False) for rank in range(4)]
+    of_ranks = [
+        torch.load(f"{path}.{rank}", map_location="cpu", weights_only=False) for rank in range(4)
+    ]
     return {key: [found[key] for found in of_ranks if key in found] for key in of_ranks[0]}
 
 

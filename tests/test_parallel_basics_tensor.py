@@ -23,7 +23,7 @@ BATCH, RANKS = 3, 4
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("tensor") / "results.pt"
     pool.run(ROOT / "tests/workers/parallel_tensor.py", path, ranks=RANKS, timeout=400).check()
-    return torch.load(path, weights_only=False)
+    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def check_steps(steps: list[dict], expected: list[dict], optimizer: str) -> None:
@@ -136,7 +136,7 @@ def test_what_does_not_divide_is_refused(results):
 
 @pytest.mark.parametrize("name", DTENSORS)
 def test_dtensors_equal_one_process(results, name):
-    optimizer = DTENSORS[name][2]
+    optimizer = DTENSORS[name][2].split()[0]  # with "foreach" or without
     expected = results[SMALL["dim"], False, optimizer]
     check_steps(results["dtensors", name]["steps"], expected, optimizer)
 
@@ -161,7 +161,9 @@ def test_dtensors_send_what_the_formula_says(results, name):
 
 
 @pytest.mark.parametrize("name", [name for name, case in DTENSORS.items() if case[1]])
-def test_activations_kept_for_backward(results, name):
+def test_activations_kept_for_backward(results, name, request):
+    if request.config.getoption("device") != "cpu":
+        pytest.skip("the formula is of the attention kernel for CPUs")
     expected = kept_by_formula(config_of(SMALL), BATCH * SMALL["length"], RANKS, DTENSORS[name][0])
     assert results["dtensors", name]["kept"] == expected
 

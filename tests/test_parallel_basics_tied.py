@@ -23,7 +23,7 @@ def seen(request, tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("tied") / "seen.pt"
     worker = ROOT / "tests/workers/parallel_tied.py"
     pool.run(worker, path, ranks=request.param, timeout=400).check()
-    return torch.load(path, weights_only=False)
+    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def gpt(w: dict, tokens: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def on_meshes(folder, ranks: int, cases: str, timeout: float = 240) -> dict:
     script = ROOT / "tests/workers/gpt_equivalence.py"
     said = pool.run(script, folder / "found", cases, ranks=ranks, timeout=timeout).check().output
     assert "Warning" not in said
-    return torch.load(folder / "found")
+    return torch.load(folder / "found", map_location="cpu")
 
 
 @pytest.fixture(scope="module")

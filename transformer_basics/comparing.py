@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,9 +16,21 @@ from torch.distributed.tensor import DTensor
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "sgd": lambda params: torch.optim.SGD(by_mesh(params), lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(by_mesh(params), lr=1e-3),
 }
+
+
+def by_mesh(parameters: Iterable[Tensor]) -> list[dict]:
+    """Parameter groups: the DTensors of each mesh, and the plain tensors.
+
+    On GPUs an optimizer updates a whole group with one call (foreach), which refuses a mixture:
+    "got mixed torch.Tensor and DTensor". On CPUs it updates one parameter at a time.
+    """
+    groups = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
 
 
 def batches(args, device: torch.device) -> list[tuple[Tensor, Tensor]]:

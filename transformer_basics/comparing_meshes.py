@@ -30,7 +30,7 @@ def train_on_mesh(
     Returns the results like `comparing.train`, and the collectives of the last step.
     """
     device = torch.device(mesh.device_type)
-    optimizer = make_optimizer(args.optimizer, model)
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters())
     part, parts = batch_part(mesh)
     steps, sent = [], CountByAxis(mesh)
     for i, (x_BT, y_BT) in enumerate(batches(args, device)):
@@ -44,14 +44,6 @@ def train_on_mesh(
             step |= of_all_stages("parameter ", model, torch.Tensor.detach, settings.pp)
         steps.append({name: tensor.to(device) for name, tensor in step.items()})
     return steps, sent
-
-
-def make_optimizer(name: str, model: GPT) -> torch.optim.Optimizer:
-    """An optimizer with one group of parameters per mesh."""
-    by_mesh = {}
-    for p in model.parameters():
-        by_mesh.setdefault(p.device_mesh, []).append(p)
-    return OPTIMIZERS[name]([{"params": params} for params in by_mesh.values()])
 
 
 def of_all_stages(prefix: str, model: GPT, get, stages: int) -> dict[str, torch.Tensor]:

@@ -20,11 +20,11 @@ import train
 from config import Settings
 from model import SmallCNN
 from optimizer import make_optimizer, set_learning_rate
-from runtime import distributed_worker
 from task import compute_loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workers.batches import GLOBAL_BATCH, batches, padded_loss
+from workers.place import worker_of_test
 
 STEPS = 5
 SETTINGS = {"batch_size": GLOBAL_BATCH, "lr": 1e-2, "warmup": 0.3, "weight_decay": 0.1}
@@ -105,7 +105,7 @@ def reference(model="plain", optimizer="sgd", clip=0.0, padded=False, **_) -> li
 def run_case(
     worker, model="plain", optimizer="sgd", accumulate=1, clip=0.0, padded=False
 ) -> list[dict]:
-    module = build(model)
+    module = build(model).to(worker.device)
     if worker.rank > 0:  # DDP must replace this by rank 0's weights
         for parameter in module.parameters():
             nn.init.zeros_(parameter)
@@ -120,7 +120,7 @@ def run_case(
     for step, (images, labels) in enumerate(batches(STEPS, padded)):
         local = slice(worker.rank, None, worker.world_size)
         set_learning_rate(optim, step, STEPS, settings)
-        batch = [images[local].double(), labels[local]]
+        batch = [tensor[local].to(worker.device) for tensor in (images.double(), labels)]
         loss, norm = train.train_step(ddp_model, batch, optim, scaler, settings, worker)
         steps.append(noted(module, float(loss), norm))
     return steps
@@ -151,10 +151,11 @@ def all_reduces_per_step(worker, accumulate: int) -> int:
         sent.append(bucket.index())
         return allreduce_hook(None, bucket)
 
-    ddp_model = DistributedDataParallel(build("plain"))
+    ddp_model = DistributedDataParallel(build("plain").to(worker.device))
     ddp_model.register_comm_hook(None, hook)
     settings = Settings(batch_size=8 * worker.world_size, optimizer="sgd", accumulate=accumulate)
     batch = [torch.rand(8, 1, 8, 8).double(), torch.zeros(8, dtype=torch.int64)]
+    batch = [tensor.to(worker.device) for tensor in batch]
     optim = make_optimizer(ddp_model, settings)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     train.train_step(ddp_model, batch, optim, scaler, settings, worker)
@@ -162,7 +163,7 @@ def all_reduces_per_step(worker, accumulate: int) -> int:
 
 
 def main() -> None:
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         if worker.world_size == 1:
             results = {name: reference(**case) for name, case in CASES.items()}
         else:

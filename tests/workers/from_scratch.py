@@ -7,6 +7,7 @@ process on the global batch, is computed by every rank on its own.
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddp_basics"))
 
 import torch
@@ -15,10 +16,10 @@ import torch.nn.functional as F
 from compare_ddp import StepLog
 from ddp_from_scratch import BucketedDDP, NaiveDDP
 from model import SmallCNN
-from runtime import distributed_worker
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from workers.place import worker_of_test
 
 STEPS, GLOBAL_BATCH = 5, 24
 ONE_PARAMETER, SEVERAL, ALL = 1e-6, 0.004, 25  # bucket_cap_mb
@@ -104,7 +105,9 @@ def wrap(version: str, module: nn.Module, kind: str, cap: float) -> nn.Module:
 
 
 def train(version, worker, kind="plain", optimizer="sgd", accumulate=1, cap=SEVERAL) -> dict:
-    module, reference = build(kind), version == "one process"
+    reference = version == "one process"
+    device = torch.device("cpu") if reference else worker.device
+    module = build(kind).to(device)
     if worker.rank > 0 and not reference:  # to be replaced by rank 0's values
         for tensor in (*module.parameters(), *module.buffers()):
             nn.init.zeros_(tensor)
@@ -122,11 +125,12 @@ def train(version, worker, kind="plain", optimizer="sgd", accumulate=1, cap=SEVE
         labels = torch.randint(10, (GLOBAL_BATCH,), generator=generator)
         if step % 2 == 0:  # mark an image of the last rank's first part; in odd steps, none at all
             images[worker.world_size - 1, 0, 0, 0] = 2
+        images, labels = images.to(device), labels.to(device)
         images, labels = images[share].chunk(accumulate), labels[share].chunk(accumulate)
         optim.zero_grad()
         total = 0.0
         EVENTS.clear()
-        with StepLog(worker.device) as log:
+        with StepLog(device) as log:
             for x, y in list(zip(images, labels, strict=True))[:-1]:
                 with model.no_sync():
                     loss = F.cross_entropy(model(x), y) / accumulate
@@ -157,15 +161,16 @@ def train(version, worker, kind="plain", optimizer="sgd", accumulate=1, cap=SEVE
     return {"steps": steps}
 
 
-def copies(set_to_none: bool, make) -> dict[str, int]:
+def copies(set_to_none: bool, make, device) -> dict[str, int]:
     """How often a step of this DDP writes one gradient or bucket to another place, per operation.
 
     In its third step, because torch's DDP arranges its buckets after the first.
     """
-    module = build("plain")
+    module = build("plain").to(device)
     model = make(module)
     optim = torch.optim.SGD(module.parameters(), lr=1e-2)
-    images, labels = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+    images = torch.rand(4, 1, 8, 8, device=device)
+    labels = torch.zeros(4, dtype=torch.int64, device=device)
     for _ in range(3):
         optim.zero_grad(set_to_none=set_to_none)
         loss = F.cross_entropy(model(images), labels)
@@ -193,14 +198,14 @@ COPIES = {
 
 def agree(tensors: list, worker) -> bool:
     """True if all ranks have the same bits, and None at the same places."""
-    mine = [None if t is None else t.numpy().tobytes() for t in tensors]
+    mine = [None if t is None else t.cpu().numpy().tobytes() for t in tensors]
     everyone = [None] * worker.world_size
     dist.all_gather_object(everyone, mine)
     return all(theirs == mine for theirs in everyone)
 
 
 def main() -> None:
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         dist.all_reduce = recorded_all_reduce
         versions = ("one process", "naive", "bucketed", "torch")
         results = {
@@ -209,7 +214,7 @@ def main() -> None:
             for version in versions
         }
         results["copies"] = {
-            (name, set_to_none): copies(set_to_none, make)
+            (name, set_to_none): copies(set_to_none, make, worker.device)
             for name, make in COPIES.items()
             for set_to_none in (True, False)
         }

@@ -19,10 +19,10 @@ from config import Settings
 from materialize import build_on_meta, initialize
 from model import VisionTransformer
 from optimizer import make_optimizer, set_learning_rate
-from runtime import distributed_worker
 from task import compute_loss, units
 from torch import nn
 from workers.batches import GLOBAL_BATCH, batches, padded_loss
+from workers.place import worker_of_test
 
 STEPS = 3
 SETTINGS = {"batch_size": GLOBAL_BATCH, "lr": 1e-2, "warmup": 0.3, "weight_decay": 0.1}
@@ -135,7 +135,7 @@ def run_case(worker, model="plain", recompute=False, padded=False, **options) ->
     for step, (images, labels) in enumerate(batches(STEPS, padded)):
         local = slice(worker.rank, None, worker.world_size)
         set_learning_rate(optim, step, STEPS, settings)
-        batch = [images[local], labels[local]]
+        batch = [tensor[local].to(worker.device) for tensor in (images, labels)]
         loss, norm = train.train_step(module, batch, optim, scaler, settings, worker)
         steps.append({"loss": loss.item(), "norm before clipping": norm.item()})
         note_gradients(steps, module)
@@ -147,7 +147,8 @@ def sharded(model: str, settings: Settings, worker) -> nn.Module:
     """As train.train() makes it."""
     train.units = tied_units if model == "tied" else units
     module = build_on_meta(lambda: build(model))
-    train.shard(module, torch.device("cpu"), settings, worker)
+    place = torch.device("cpu") if settings.offload else worker.device
+    train.shard(module, place, settings, worker)
     initialize(module, lambda: build(model), worker)
     return module
 
@@ -160,6 +161,7 @@ def reduce_scatters_per_step(worker, **options) -> int:
     settings = Settings(batch_size=6 * worker.world_size, optimizer="sgd", **options)
     module = sharded("plain", settings, worker)
     batch = [torch.rand(6, 1, 8, 8), torch.zeros(6, dtype=torch.int64)]
+    batch = [tensor.to(worker.device) for tensor in batch]
     optim = make_optimizer(module, settings)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     train.compute_loss = compute_loss
@@ -187,7 +189,7 @@ def note_parameters(steps: list[dict], module: nn.Module) -> None:
 
 def main() -> None:
     output, *names = sys.argv[1:]
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         results = {
             name: reference(**case) if worker.world_size == 1 else run_case(worker, **case)
             for name, case in CASES.items()

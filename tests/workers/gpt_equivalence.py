@@ -10,6 +10,7 @@ import sys
 import zlib
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
 
 import parallelize
@@ -23,9 +24,9 @@ from evaluation import mean_over_ranks
 from model import GPT, initialize
 from optimizer import make_optimizer
 from parallelize import spread_model
-from runtime import distributed_worker
 from step import train_step
 from torch.distributed.tensor import DTensor
+from workers.place import worker_of_test
 
 STEPS, BATCH, LENGTH, VOCABULARY, LR = 3, 16, 12, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
@@ -200,7 +201,7 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
         first_block.register_forward_pre_hook(note_tokens)
     model.register_forward_hook(note_output)
     for step, (x, y) in enumerate(batches()):
-        x, y = x[part::parts], y[part::parts]
+        x, y = (tensor[part::parts].to(worker.device) for tensor in (x, y))
         loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings)
         found["loss"].append(mean_over_ranks(loss, mesh))
         found["norm"].append(norm.item())
@@ -235,7 +236,7 @@ def gathered(worker) -> dict:
             module.register_forward_pre_hook(lambda *_, number=number: look(number))
     model.head.register_forward_pre_hook(lambda *_: look(len(units) - 1))
     with CountByAxis(mesh) as sent:
-        model(next(batches())[0])
+        model(next(batches())[0].to(worker.device))
     return {"found": found, "units": bytes_of}
 
 
@@ -243,7 +244,7 @@ def keeps_gathered(flags: str, worker) -> bool:
     """Whether the first block's parameters are still there, not sharded, after its forward."""
     settings = settings_of(f"--dp-shard 2 {flags}")
     _, model, _ = spread(settings, worker)
-    model(next(batches())[0])
+    model(next(batches())[0].to(worker.device))
     return not isinstance(next(model.blocks["0"].parameters()), DTensor)
 
 
@@ -252,10 +253,10 @@ def traffic(flags: str, worker) -> "Reductions":
     settings = settings_of(f"--dp-shard 2 {flags}")
     mesh, model, pipeline = spread(settings, worker)
     optimizer, (part, parts) = make_optimizer(model, settings), batch_part(mesh)
-    x, y = next(batches())
+    x, y = (tensor[part::parts].to(worker.device) for tensor in next(batches()))
     for _ in range(2):
         with Reductions(mesh) as sent:
-            train_step(model, pipeline, x[part::parts], y[part::parts], optimizer, mesh, settings)
+            train_step(model, pipeline, x, y, optimizer, mesh, settings)
     return sent
 
 
@@ -275,7 +276,7 @@ class Reductions(CountByAxis):
 
 
 def main(output: str, cases: str) -> None:
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         meshes = (QUICK if cases == "quick" else MESHES)[worker.world_size].items()
         results = {(m, k): on_mesh(m, k, worker) for m, kinds in meshes for k in kinds}
         if worker.world_size == 2 and cases == "all":

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import compare_ring_attention as harness
@@ -25,7 +26,7 @@ from ring_attention import (
     ring_attention,
     sum_gradients,
 )
-from runtime import distributed_worker
+from workers.place import worker_of_test
 
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 4, 24, 11
 RINGS = {1: [2], 2: [1, 3], 3: [1, 2, 3], 4: [0, 1, 2, 3]}
@@ -66,9 +67,10 @@ def qkv(kind: str) -> list[torch.Tensor]:
     return list(tensors.to(FLOATS[dtype]))
 
 
-def attention(kind: str, ring: Ring) -> dict:
+def attention(kind: str, ring: Ring, device) -> dict:
     q, k, v, dout = (
-        own_tokens(t, 2, ring.rank, ring.size, ring.balanced).requires_grad_() for t in qkv(kind)
+        own_tokens(t.to(device), 2, ring.rank, ring.size, ring.balanced).requires_grad_()
+        for t in qkv(kind)
     )
     out = ring_attention(q, k, v, ring)
     out.backward(dout.detach())
@@ -122,12 +124,12 @@ def one_process(how: str) -> list[dict]:
     return steps
 
 
-def with_ring(how: str, balanced: bool, group, share: int, shares: int) -> list[dict]:
+def with_ring(how: str, balanced: bool, group, share: int, shares: int, device) -> list[dict]:
     """The script's own loop. share: of the batch, if several rings divide it."""
-    model = apply_ring_attention(build(how), group, balanced)
+    model = apply_ring_attention(build(how).to(device), group, balanced)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     own = [
-        [own_tokens(t[share::shares], 1, rank, size, balanced) for t in batch]
+        [own_tokens(t[share::shares].to(device), 1, rank, size, balanced) for t in batch]
         for batch in batches()
     ]
     everyone = None if shares > 1 else group  # the gradients are summed over both rings
@@ -135,7 +137,7 @@ def with_ring(how: str, balanced: bool, group, share: int, shares: int) -> list[
 
 
 def collect(worker) -> dict:
-    found = {}
+    found, device = {}, worker.device
     for size, ranks in RINGS.items():
         group = dist.new_group(ranks)
         if worker.rank not in ranks:
@@ -146,16 +148,16 @@ def collect(worker) -> dict:
                 key = (size, balanced, causal)
                 found["visible", *key] = [list(ring.visible(step)) for step in range(size)]
                 for kind, _ in (a for a in ATTENTIONS if a[1] == size):
-                    found["attention", kind, *key] = attention(kind, ring)
+                    found["attention", kind, *key] = attention(kind, ring, device)
         for case in sorted(MODELS):
             if case[0] == size and "data" not in case[2]:
-                found["model", case] = with_ring(case[2], case[1], group, 0, 1)
+                found["model", case] = with_ring(case[2], case[1], group, 0, 1, device)
     dist.barrier()
     rings = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     for case in sorted(MODELS):
         if "data" in case[2]:
             mine = worker.rank % 2
-            found["model", case] = with_ring(case[2], case[1], rings[mine], mine, 2)
+            found["model", case] = with_ring(case[2], case[1], rings[mine], mine, 2, device)
     for balanced in (True, False):
         found["counts", balanced] = count_ring(SIZES, worker, balanced)
     found["refusals"] = refusals(rings[worker.rank % 2])
@@ -187,7 +189,7 @@ def main() -> None:
     harness.OPTIMIZERS = {
         name: lambda p, name=name: optimizer(name, p) for name in ("sgd", "adamw")
     }
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         torch.save(collect(worker), Path(sys.argv[1]) / f"{worker.rank}.pt")
 
 

@@ -7,26 +7,27 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import torch
 from compare_pipelines import gather
 from comparing import batches
 from grouped_query_attention import build, train
-from runtime import distributed_worker
+from workers.place import on_cpu, worker_of_test
 
 ARGS = SimpleNamespace(steps=3, batch_size=2, length=5, dim=16, heads=4, seed=2)
 
 
 def main(output: Path) -> None:
     found = {}
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         found["batches"] = batches(ARGS, worker.device)
         for kv_heads in (1, 2, 4):
             found["start", kv_heads] = build(ARGS, kv_heads, worker.device).state_dict()
             for optimizer in ("sgd", "adamw"):
                 args = SimpleNamespace(**vars(ARGS), optimizer=optimizer)
-                found[optimizer, kv_heads] = gather(train(args, kv_heads, worker.device))
+                found[optimizer, kv_heads] = gather(on_cpu(train(args, kv_heads, worker.device)))
         if worker.is_main:
             torch.save(found, output)
 

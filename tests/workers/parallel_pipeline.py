@@ -5,8 +5,10 @@ A rank has what its own stages have; one process trains the whole model, on rank
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import pipeline_from_scratch as by_hand
@@ -18,7 +20,7 @@ from compare_pipelines import text_batch
 from model import GPT, GPTConfig, cross_entropy
 from pipeline_stages import TimerStage, gpt_stage, timer_loss
 from pipeline_timelines import Recorder
-from runtime import distributed_worker
+from workers.place import worker_of_test
 
 CPU = torch.device("cpu")
 STEPS, BATCH, LENGTH, SECONDS = 3, 12, 16, 0.02
@@ -43,9 +45,9 @@ BY_TORCH = [
 ]
 
 
-def build(stage: int = 0, stages: int = 1) -> GPT:
+def build(stage: int = 0, stages: int = 1, device=CPU) -> GPT:
     """GPT-2's first values are so small that some gradients would be below the tolerance."""
-    model = gpt_stage(CONFIG, stage, stages, 0, CPU)
+    model = gpt_stage(CONFIG, stage, stages, 0, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -63,7 +65,7 @@ def train(models, step, optimizer: str) -> dict:
     steps = []
     for number in range(STEPS):
         optim.zero_grad()
-        loss = step(*text_batch(number, BATCH, LENGTH, "cpu"))
+        loss = step(*text_batch(number, BATCH, LENGTH, named[0][1].device))
         gradients = torch.cat([p.grad.flatten() for _, p in named])
         optim.step()
         steps.append((loss, gradients, torch.cat([p.detach().flatten() for _, p in named])))
@@ -81,27 +83,28 @@ def one_process(optimizer: str) -> dict:
     return train([model], step, optimizer)
 
 
-def run_by_hand(groups, name: str, m: int, optimizer: str) -> dict:
+def run_by_hand(groups, name: str, m: int, optimizer: str, device) -> dict:
     rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
-    model = build(rank, p)
+    model = build(rank, p, device)
     pipeline = by_hand.Pipeline(model, cross_entropy, groups)
     order = by_hand.SCHEDULES[name](rank, p, m)
     found = train([model], lambda x, y: pipeline.step(order, x, y), optimizer)
-    return {**found, **what_is_kept([model], lambda *a: pipeline.step(order, *a))}
+    return {**found, **what_is_kept([model], lambda *a: pipeline.step(order, *a), device)}
 
 
-def run_by_torch(group, name: str, m: int, optimizer: str) -> dict:
-    pipeline = by_torch.Pipeline(name, m, build, cross_entropy, CPU, group)
+def run_by_torch(group, name: str, m: int, optimizer: str, device) -> dict:
+    build_here = partial(build, device=device)
+    pipeline = by_torch.Pipeline(name, m, build_here, cross_entropy, device, group)
     found = train(pipeline.models, pipeline.step, optimizer)
-    found |= what_is_kept(pipeline.models, pipeline.step)
-    found["contiguous"] = contiguous_inputs(pipeline)
+    found |= what_is_kept(pipeline.models, pipeline.step, device)
+    found["contiguous"] = contiguous_inputs(pipeline, device)
     return found
 
 
-def what_is_kept(models, step) -> dict:
+def what_is_kept(models, step, device) -> dict:
     activations = Activations(*models)
-    recorder = Recorder(CPU, activations)
-    step(*text_batch(0, BATCH, LENGTH, "cpu"), recorder)
+    recorder = Recorder(device, activations)
+    step(*text_batch(0, BATCH, LENGTH, device), recorder)
     return {
         "kept": activations.most,
         "left": len(activations.kept),
@@ -109,7 +112,7 @@ def what_is_kept(models, step) -> dict:
     }
 
 
-def contiguous_inputs(pipeline) -> list[bool]:
+def contiguous_inputs(pipeline, device) -> list[bool]:
     """Of each micro-batch that a stage of this rank computes with, where the batch is a window."""
     found = []
 
@@ -118,60 +121,61 @@ def contiguous_inputs(pipeline) -> list[bool]:
 
     hooks = [model.register_forward_pre_hook(note) for model in pipeline.models]
     tokens = torch.randint(256, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(device)
     pipeline.step(tokens[:, :-1], tokens[:, 1:])
     for hook in hooks:
         hook.remove()
     return found
 
 
-def accumulated(groups) -> dict:
+def accumulated(groups, device) -> dict:
     """Gradients of two batches without zero_grad() in between: ours, and those of one process."""
     rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
-    model = build(rank, p)
+    model = build(rank, p, device)
     pipeline = by_hand.Pipeline(model, cross_entropy, groups)
-    whole = build()
+    whole = build(device=device)
     for number in range(2):
-        x, y = text_batch(number, BATCH, LENGTH, "cpu")
+        x, y = text_batch(number, BATCH, LENGTH, device)
         pipeline.step(by_hand.one_f_one_b(rank, p, 4), x, y)
         cross_entropy(whole(x), y).backward()
     expected = dict(whole.named_parameters())
     return {n: (q.grad, expected[n].grad) for n, q in model.named_parameters()}
 
 
-def timers_by_hand(groups, name: str, m: int) -> list[list]:
+def timers_by_hand(groups, name: str, m: int, device) -> list[list]:
     """The timelines of this rank in some steps of stages that only wait."""
     rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
-    stage = TimerStage(CONFIG, rank, p, SECONDS)
+    stage = TimerStage(CONFIG, rank, p, SECONDS).to(device)
     pipeline = by_hand.Pipeline(stage, timer_loss, groups)
     order = by_hand.SCHEDULES[name](rank, p, m)
-    batch, timelines = text_batch(0, m, LENGTH, "cpu"), []
+    batch, timelines = text_batch(0, m, LENGTH, device), []
     for _ in range(4):
         dist.barrier()
-        recorder = Recorder(CPU)
+        recorder = Recorder(device)
         pipeline.step(order, *batch, recorder)
         timelines.append(recorder.timeline)
     return timelines[1:]
 
 
 def main() -> None:
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         torch.save(collect(worker), f"{sys.argv[1]}.{worker.rank}")
 
 
 def collect(worker) -> dict:
-    results = {}
+    results, device = {}, worker.device
     for optimizer in OPTIMIZERS if worker.is_main else ():
         results["one process", optimizer] = one_process(optimizer)
     groups = {p: by_hand.connect(list(range(p))) for p in COUNTS}
     for p, name, m, optimizer in BY_HAND:
         if worker.rank < p:
-            results["by hand", p, name, m] = run_by_hand(groups[p], name, m, optimizer)
+            results["by hand", p, name, m] = run_by_hand(groups[p], name, m, optimizer, device)
     for p, name, m, optimizer in BY_TORCH:
         if worker.rank < p:
-            results["by torch", p, name, m] = run_by_torch(groups[p][0], name, m, optimizer)
-    results["accumulated"] = accumulated(groups[4])
+            results["by torch", p, name, m] = run_by_torch(groups[p][0], name, m, optimizer, device)
+    results["accumulated"] = accumulated(groups[4], device)
     for name in by_hand.SCHEDULES:
-        results["timers", name] = timers_by_hand(groups[4], name, 4)
+        results["timers", name] = timers_by_hand(groups[4], name, 4, device)
     dist.barrier()
     return results
 

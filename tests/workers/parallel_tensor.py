@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from comparing import as_it_is, norm_of, train
+from comparing import OPTIMIZERS, as_it_is, norm_of, train
 from counting import CountCollectives
 from model import GPT, GPTConfig, cross_entropy, initialize
-from runtime import distributed_worker
 from sequence_parallel import measure_kept, sum_gradients
 from sequence_parallel import run as run_sequence_parallel
 from tensor_parallel import run as run_tensor_parallel
@@ -30,6 +30,7 @@ from tensor_parallel_from_scratch import (
     local_part,
     vocab_parallel_cross_entropy,
 )
+from workers.place import on_cpu, worker_of_test
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 256, "length": 12, "layers": 2, "heads": 4, "dim": 32}
@@ -49,11 +50,28 @@ DTENSORS = {  # name -> (sequence parallel, logits cut, optimizer, gradients sum
     "gathered adamw": (False, False, "adamw", False),
     "cut sgd": (False, True, "sgd", False),
     "cut adamw": (False, True, "adamw", False),
+    "cut sgd, one call for each group": (False, True, "sgd foreach", False),
+    "cut adamw, one call for each group": (False, True, "adamw foreach", False),
     "cut, of sequence_parallel.py": (False, True, "sgd", False),
     "sequence sgd": (True, True, "sgd", True),
     "sequence adamw": (True, True, "adamw", True),
     "sequence lazy adamw": (True, True, "adamw", False),
 }
+
+
+def foreach(make):
+    """The optimizer that `make` makes, as on a GPU: a call updates all parameters of a group."""
+
+    def made(parameters):
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            group["foreach"] = True
+        return optimizer
+
+    return made
+
+
+OPTIMIZERS |= {f"{name} foreach": foreach(make) for name, make in OPTIMIZERS.items()}
 
 
 def arguments(sizes: dict, optimizer: str) -> SimpleNamespace:
@@ -70,9 +88,9 @@ def one_process(sizes: dict, optimizer: str, tied: bool = False) -> list[dict]:
     return train(model, cross_entropy, norm_of, as_it_is, arguments(sizes, optimizer), CPU)
 
 
-def by_hand(name: str, group) -> dict:
+def by_hand(name: str, group, device) -> dict:
     _, sizes, tied, optimizer = CASES[name]
-    model = cut_model(initialize(GPT(config_of(sizes, tied)), seed=1), group)
+    model = cut_model(initialize(GPT(config_of(sizes, tied)), seed=1).to(device), group)
     for block in model.blocks.values():
         block.recompute = "recompute" in name
     count = CountCollectives(model)
@@ -82,7 +100,7 @@ def by_hand(name: str, group) -> dict:
         partial(gradient_norm, group=group),
         partial(full_tensor, group=group),
         arguments(sizes, optimizer),
-        CPU,
+        device,
         count,
     )
     named = dict(model.named_parameters())
@@ -94,7 +112,7 @@ def by_hand(name: str, group) -> dict:
         "sent": (count.calls, count.nbytes),
     }
     everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    dist.all_gather_object(everyone, on_cpu(own), group=group)
     return {"steps": steps, "ranks": everyone}
 
 
@@ -112,16 +130,16 @@ def with_dtensors(name: str, worker) -> dict:
     return found
 
 
-def operators(rank: int) -> dict:
+def operators(rank: int, device) -> dict:
     """f and g: results and gradients on each rank."""
-    x = torch.full((2,), 10.0**rank, requires_grad=True)
+    x = torch.full((2,), 10.0**rank, requires_grad=True, device=device)
     shared, summed = CopyToRanks.apply(x, None), ReduceFromRanks.apply(x * 1, None)
-    (to_share,) = torch.autograd.grad(shared, x, torch.full((2,), 2.0 * 10**rank))
-    (to_sum,) = torch.autograd.grad(summed, x, torch.full((2,), 3.0))
+    (to_share,) = torch.autograd.grad(shared, x, torch.full_like(x, 2.0 * 10**rank))
+    (to_sum,) = torch.autograd.grad(summed, x, torch.full_like(x, 3.0))
     return {"f": shared.detach(), "f back": to_share, "g": summed.detach(), "g back": to_sum}
 
 
-def losses() -> list[dict]:
+def losses(device) -> list[dict]:
     """Cross-entropy over cut logits, next to torch's over whole ones; extreme ones, too."""
     found = []
     for scale, shift, dtype in (
@@ -130,8 +148,8 @@ def losses() -> list[dict]:
         (5, 0, torch.bfloat16),
     ):
         generator = torch.Generator().manual_seed(0)
-        logits = (torch.randn(5, 7, 20, generator=generator) * scale + shift).to(dtype)
-        targets = torch.randint(20, (5, 7), generator=generator)
+        logits = (torch.randn(5, 7, 20, generator=generator) * scale + shift).to(device, dtype)
+        targets = torch.randint(20, (5, 7), generator=generator).to(device)
         logits.requires_grad_()
         expected = 3 * F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         expected.backward()
@@ -150,12 +168,12 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-def outputs() -> dict:
+def outputs(device) -> dict:
     """What the cut model returns, without gradients, and what its embedding finds."""
-    tokens = torch.arange(24).view(2, 12) * 10
+    tokens = torch.arange(24, device=device).view(2, 12) * 10
     with torch.no_grad():
-        one = initialize(GPT(config_of(SMALL)), seed=1)
-        ours = cut_model(initialize(GPT(config_of(SMALL)), seed=1))
+        one = initialize(GPT(config_of(SMALL)), seed=1).to(device)
+        ours = cut_model(initialize(GPT(config_of(SMALL)), seed=1).to(device))
         embedded = (ours.token_embedding(tokens), one.token_embedding(tokens))
         logits = ours(tokens)
         return {
@@ -181,13 +199,14 @@ def refusals() -> dict[str, str]:
 
 def collect(worker) -> dict:
     groups = {n: dist.new_group(list(range(n))) for n in (2, 3, 4)}
-    results = {"refusals": refusals(), "outputs": outputs(), "losses": losses()}
+    results = {"refusals": refusals(), "outputs": outputs(worker.device)}
+    results["losses"] = losses(worker.device)
     everyone = [None] * worker.world_size
-    dist.all_gather_object(everyone, operators(worker.rank))
+    dist.all_gather_object(everyone, on_cpu(operators(worker.rank, worker.device)))
     results["operators"] = everyone
     for name, (ranks, *_) in CASES.items():
         if worker.rank < ranks:
-            results["by hand", name] = by_hand(name, groups[ranks])
+            results["by hand", name] = by_hand(name, groups[ranks], worker.device)
     dist.barrier()
     for name in DTENSORS:
         results["dtensors", name] = with_dtensors(name, worker)
@@ -200,7 +219,7 @@ def collect(worker) -> dict:
 
 
 def main() -> None:
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         results = collect(worker)
         if worker.is_main:
             torch.save(results, sys.argv[1])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "parallel_basics"))
 
 import tied_stages
@@ -16,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compare_pipelines import gather
 from model import GPT, initialize
-from runtime import distributed_worker
 from torch import nn
+from workers.place import on_cpu, worker_of_test
 
 ARGS = SimpleNamespace(
     steps=4, batch_size=6, microbatches=3, length=7, layers=3, dim=16, vocab_size=128, seed=3
@@ -40,8 +41,10 @@ class SmallestStage(nn.Module):
 
 def smallest(worker) -> dict:
     generator = torch.Generator().manual_seed(5)
-    x, y = torch.randint(10, (2, 6, 7), generator=generator)
-    tied_stages.gpt_stage = lambda config, stage, stages, *_: SmallestStage(stage, stages)
+    x, y = torch.randint(10, (2, 6, 7), generator=generator).to(worker.device)
+    tied_stages.gpt_stage = lambda config, stage, stages, *_: SmallestStage(stage, stages).to(
+        worker.device
+    )
     tied_stages.text_batch = lambda *_: (x, y)
     torch.manual_seed(worker.rank)  # the broadcast is what makes the copies equal
     matrix = SmallestStage(worker.rank, 2).state_dict()
@@ -52,7 +55,7 @@ def smallest(worker) -> dict:
 
 def main(output: Path) -> None:
     found = {}
-    with distributed_worker("cpu") as worker:
+    with worker_of_test() as worker:
         config = tied_stages.make_config(ARGS, tied=True)
         found["start"] = initialize(GPT(config), ARGS.seed).state_dict()
         found["batches"] = [
@@ -61,14 +64,14 @@ def main(output: Path) -> None:
         folder = output.parent / f"saved by {worker.world_size}"
         for optimizer in ("sgd", "adamw"):
             args = SimpleNamespace(**vars(ARGS), optimizer=optimizer, output_dir=folder / optimizer)
-            found[optimizer] = gather(tied_stages.train(args, worker))
-        found["loaded"] = gather(loaded(folder / "adamw", worker))
+            found[optimizer] = gather(on_cpu(tied_stages.train(args, worker)))
+        found["loaded"] = gather(on_cpu(loaded(folder / "adamw", worker)))
         metadata = dcp.FileSystemReader(folder / "adamw").read_metadata()
         found["stored"] = {
             name: tuple(tensor.size) for name, tensor in metadata.state_dict_metadata.items()
         }
         if worker.world_size == 2:
-            found["smallest"] = gather(smallest(worker))
+            found["smallest"] = gather(on_cpu(smallest(worker)))
         if worker.is_main:
             torch.save(found, output)
         dist.barrier()
