@@ -20,6 +20,7 @@ To use it, copy the class; the loop tells where it waits for others:
 """
 
 import argparse
+import gc
 import os
 import socket
 import statistics
@@ -123,6 +124,15 @@ def main() -> None:
     store, rank, world_size = next(dist.rendezvous("env://"))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     watch = StragglerWatch(store, rank, world_size, every=args.every)
+    own, whole = train(args, rank, watch)  # a function: the model must end before the group
+    show_table(rank, world_size, own, whole)
+    gc.collect()  # a model holds cycles; when it is gone, nothing uses the group any more
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(args, rank: int, watch: StragglerWatch) -> tuple[float, float]:
+    """The median seconds of a step: this rank's own work, and the whole step."""
     model = DistributedDataParallel(nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     own, whole = [], []
@@ -137,10 +147,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         whole.append(time.perf_counter() - began)
-    show_table(rank, world_size, statistics.median(own), statistics.median(whole))
-    del model
-    dist.barrier()
-    dist.destroy_process_group()
+    return statistics.median(own), statistics.median(whole)
 
 
 def show_table(rank: int, world_size: int, own: float, whole: float) -> None:

@@ -29,15 +29,15 @@ BEGINS = re.compile(rf"(\$ )?([A-Z_]+=(\".*?\"|\S*) )*({'|'.join(PROGRAMS.split(
 # Why a command is left out, and how it shows. Where a command does not show it, the page says it
 # above the block: <!-- make readme leaves this out: long -->
 REASONS = {
-    "placeholder": r"\.\.\.|your_train|\b(PID|NAME|COMMAND|FOLDER)\b",
+    "placeholder": r"\.\.\.|your_train|\b(PID|NAME|COMMAND|FOLDER)\b|/path/to/",
     "cluster manager": r"\b(srun|sbatch|salloc|kubectl|docker|mpirun)\b|mpi/|test_cluster|RAY_ADDR",
     "several hosts": r"\bHOST\b|hosts\.txt|\$SLURM|(?s:^(?!.*lab\.py exec).*host0:)",
     "GPU": r"--device cuda|pytest -m gpu|# .*\bGPUs",
     "network": r"--model google",
     "interactive": r"\bjupyter lab|--breakpoint-on",
     "changes the machine": r"pip install|-m venv|make test-torch",
-    "long": r"# .*minutes|make (test|quick|lint|notebooks|bench|foreign|readme)\b"
-    r"|^(\.venv/bin/)?pytest|\.ci/run|benchmarks/\w+\.py|notebooks/execute|foreign/matrix",
+    "long": r"# .*minutes|make (test|quick|lint|notebooks|bench|foreign|mutants|readme)\b"
+    r"|^(\.venv/bin/)?pytest|\.ci/run|benchmarks/\w+\.py|notebooks/execute|foreign/matrix|mutants/run",
     "not on this machine": r"(?!)",  # see `is_missing`
 }
 STATUS = re.compile(r"# .*\bstatus (\d+)")  # how a command ends, where not with 0

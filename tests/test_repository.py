@@ -414,6 +414,39 @@ def test_minimals_leave_in_order():
     assert_clean(MINIMAL, lambda path: [] if leaves_in_order(path.read_text()) else [wrong])
 
 
+WRAPPERS = {"DistributedDataParallel", "fully_shard"}
+
+
+def ends_with_a_model(source: str) -> list[str]:
+    """Functions that end the group while a model of theirs still holds it: some exits abort.
+
+    `del model` is not enough: a loss holds the graph, and the graph the model.
+    """
+    found = []
+    for function in ast.walk(parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+            if "destroy_process_group" in names and names & WRAPPERS:
+                found.append(f"{function.name}() ends the group, and has a model that holds it")
+    return found
+
+
+def test_models_end_before_the_group():
+    # A backend in Python has no threads that could abort the exit.
+    ours = [path for path in SOURCES if path != ROOT / "custom_backend/minimal.py"]
+    assert_clean(ours, lambda path: ends_with_a_model(path.read_text()))
+
+
+def test_a_model_that_lives_longer_is_caught():
+    made, end = (
+        "def main():\n    model = fully_shard(layer)\n",
+        "    dist.destroy_process_group()\n",
+    )
+    assert len(ends_with_a_model(made + end)) == 1
+    assert ends_with_a_model(f"{made}def leave():\n{end}") == []
+
+
 def test_leaving_without_a_barrier_is_caught():
     begin, meet = "    dist.init_process_group()\n", "    dist.barrier()  # why\n"
     end = "    dist.destroy_process_group()\n"
