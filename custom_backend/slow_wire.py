@@ -26,8 +26,7 @@ class SlowWire(Wire):
         # What has arrived from each rank and is not due yet; in the end, why nothing more comes.
         self.arrived = [SimpleQueue() for _ in range(size)]
         super().__init__(store, rank, size, timeout, names)
-        for peer in self.sockets:
-            start_thread(f"wire late {peer}", self.hand_over, peer)
+        self.late = [start_thread(f"wire late {p}", self.hand_over, p) for p in self.sockets]
 
     def transmit(self, peer: int, message: Message, asked: float) -> None:
         source, to = self.names[self.rank], self.names[peer]
@@ -40,6 +39,11 @@ class SlowWire(Wire):
 
     def lose(self, peer: int, why: str) -> None:
         self.arrived[peer].put(why)  # behind what has arrived before: a goodbye, for one
+
+    def close(self) -> None:
+        super().close()
+        for thread in self.late:
+            thread.join(self.timeout)
 
     def hand_over(self, peer: int) -> None:
         for message in iter(self.arrived[peer].get, None):

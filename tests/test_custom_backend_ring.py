@@ -386,6 +386,18 @@ def test_who_has_left_is_missed_only_by_those_who_want_something(make_groups):
     assert found[0].endswith("rank 2 has left the group")
 
 
+def test_who_leaves_has_no_thread_any_more(make_groups):
+    """While the others go on. At the end of Python one that is inside PyTorch aborts the exit."""
+    groups = make_groups(3)
+    on_all(groups, lambda group: group.barrier().wait())
+    groups[2].shutdown()
+    wire = groups[2].wire
+    threads = [groups[2].thread, *wire.writers, *wire.readers.values()]
+    assert [thread.name for thread in threads if thread.is_alive()] == []
+    works = [groups[0].send([torch.ones(1)], 1, 0), groups[1].recv([torch.zeros(1)], 0, 0)]
+    assert all(work.wait() for work in works)
+
+
 def test_who_leaves_finishes_what_it_has_begun(make_groups):
     def run(group):
         x = torch.ones(1 << 20)

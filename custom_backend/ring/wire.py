@@ -57,6 +57,7 @@ class Wire:
         self.expect = self.inbox.expect
         self.left = set()  # who said goodbye
         self.sockets = connect(store, rank, size, self.timeout, names)
+        self.closed = False
         self.to_write = {peer: SimpleQueue() for peer in self.sockets}
         self.readers = {p: start_thread(f"wire from {p}", self.read_from, p) for p in self.sockets}
         self.writers = [start_thread(f"wire to {p}", self.write_to, p) for p in self.sockets]
@@ -126,7 +127,9 @@ class Wire:
 
     def lose(self, peer: int, why: str) -> None:
         """Nothing comes from this peer any more."""
-        if peer in self.left:
+        if self.closed:
+            self.inbox.lose(peer, "this rank has left the group")
+        elif peer in self.left:
             self.inbox.lose(peer, f"rank {self.names[peer]} has left the group")
         else:
             why = f"rank {self.names[peer]} is gone: {why}"
@@ -162,6 +165,11 @@ class Wire:
             queue.put(None)
         for writer in self.writers:
             writer.join(self.timeout)
+        # A thread that is inside PyTorch when Python ends aborts the process.
+        self.closed = True
+        for peer, reader in self.readers.items():
+            shut(self.sockets[peer], socket.SHUT_RD)
+            reader.join(self.timeout)
 
     def cut(self) -> None:
         """Leave at once: for the others it is as if this process had died."""
