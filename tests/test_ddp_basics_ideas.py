@@ -247,13 +247,10 @@ def zero(tmp_path_factory):
     shutil.copytree(folder / "two", folder / "three")
     for ranks, name in ((2, "two"), (3, "three")):
         runs[name] = pool.run(ZERO, "--output-dir", folder / name, ranks=ranks)
+    output = {name: run.check().output for name, run in runs.items()}
     last = {name: folder / name / "checkpoints" / "step_00000012.pt" for name in runs}
     states = {name: torch.load(file, weights_only=True) for name, file in last.items()}
-    return SimpleNamespace(
-        folder=folder,
-        states=states,
-        output={name: run.check().output for name, run in runs.items()},
-    )
+    return SimpleNamespace(folder=folder, states=states, output=output)
 
 
 def test_zero_equals_adamw(zero, load):
