@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 fsdp_basics/memory.py
     torchrun --standalone --nproc_per_node=4 fsdp_basics/memory.py --plot memory.png
-    torchrun --standalone --nproc_per_node=3 fsdp_basics/memory.py --dim 132 --depth 3 --batch-size 15
+    torchrun --standalone --nproc_per_node=3 fsdp_basics/memory.py --dim 132 --batch-size 15
 
 Parameters and optimizer state exist all the time. Activations, and parameters gathered from other
 ranks, exist from forward to backward. Gradients exist until zero_grad().
