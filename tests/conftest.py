@@ -40,7 +40,7 @@ def use(test_file: Path) -> None:
 def pytest_addoption(parser):
     says = "what the ranks talk through, where a script does not name it"
     parser.addoption("--backend", choices=("gloo", "shm"), default="gloo", help=says)
-    says = "where ranks compute that are compared with one process: see workers/place.py"
+    says = "cuda: run the tests marked `device`, with their ranks on GPUs (see workers/place.py)"
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=says)
     parser.addoption("--cold", action="store_true", help="start new processes, fork none")
 
@@ -95,7 +95,10 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("device") == "cuda":
+        config.hook.pytest_deselected(items=[i for i in items if "device" not in i.keywords])
+        items[:] = [item for item in items if "device" in item.keywords]
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {name: at for at, name in enumerate(in_turn({unit(i.nodeid) for i in items}))}
         items.sort(key=lambda item: place[unit(item.nodeid)])

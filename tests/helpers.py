@@ -267,7 +267,7 @@ class Patience:
         self.jobs, self.seconds = jobs, seconds
         self.size, self.used = self.printed(), 0.0
         self.looked = self.grown = time.monotonic()  # when it was looked at, and had grown
-        self.why = ""  # once it is over: what the jobs have not done
+        self.why = ""  # why it is over; "" while it is not
 
     def is_over(self) -> bool:
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""merge_traces.py: clocks that differ are found, and the rank that all others wait for."""
+"""merge_traces.py: clocks that differ are found, and the rank that every other rank waits for."""
 
 import json
 import random

@@ -278,8 +278,8 @@ def test_out_of_memory_on_one_rank(here):
 def entries(output: str) -> dict[str, tuple[str, str]]:
     """What torchrun's report says of each rank: its exit status, and the cause of a killed one.
 
-    Rank 0's exception is of the moment that it raised, a killed rank's of the moment that torchrun
-    looked: "Root Cause" can be either.
+    torchrun dates an exception when it is raised, and a killed rank when it looks. "Root Cause" is
+    the earlier of the two.
     """
     report = output.rpartition("FAILED")[2]
     entry = r"rank +: (\d) .*\n +exitcode +: (\S+) .*\n.*\n +traceback : (Signal.*PID|)"

@@ -387,7 +387,7 @@ def test_who_has_left_is_missed_only_by_those_who_want_something(make_groups):
 
 
 def test_who_leaves_has_no_thread_any_more(make_groups):
-    """While the others go on. At the end of Python one that is inside PyTorch aborts the exit."""
+    """Other ranks go on. A thread that is inside PyTorch when Python ends aborts the process."""
     groups = make_groups(3)
     on_all(groups, lambda group: group.barrier().wait())
     groups[2].shutdown()

@@ -47,6 +47,7 @@ def matrix(tmp_path_factory):
     return OnDemand(run)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_ddp_equals_one_process(matrix, case, ranks):
@@ -70,6 +71,7 @@ def close(actual, expected, tolerance, what=""):
     )
 
 
+@pytest.mark.device
 def test_matrix_compares_something(matrix):
     """The gradients are far above the tolerances, clipping clips, frozen and idle layers stay."""
     one = {case: matrix[1][case] for case in CASES}

@@ -38,6 +38,7 @@ def same_set_of_gradients(version: str, case: str) -> bool:
     return not (version == "naive" and "sometimes" in case)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("version", HAND_WRITTEN)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(results, version, case):
@@ -63,6 +64,7 @@ def test_equals_one_process(results, version, case):
         torch.testing.assert_close(mine["parameters"], expected["parameters"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("version", HAND_WRITTEN)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_torch_ddp(results, ranks, version, case):

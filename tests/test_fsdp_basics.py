@@ -39,6 +39,7 @@ def matrix(tmp_path_factory):
     return OnDemand(run)
 
 
+@pytest.mark.device
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
@@ -49,8 +50,9 @@ def test_fsdp_equals_one_process(matrix, case, ranks):
     compare(matrix[1][case], matrix[ranks][case], case)
 
 
+@pytest.mark.device
 def test_two_cases_on_two_ranks(tmp_path):
-    """For the quick run."""
+    """The quick run's part of the matrix."""
     cases = ("sgd, tied", "adamw, clip, accumulate")
     for ranks in (1, 2):
         pool.run(MATRIX, tmp_path / str(ranks), *cases, ranks=ranks).check()
@@ -61,7 +63,7 @@ def test_two_cases_on_two_ranks(tmp_path):
 
 
 def compare(one: list[dict], many: list[dict], case: str) -> None:
-    """What each step was in one process and on several ranks."""
+    """Compare each step of one process with the same step on several ranks."""
     assert len(one) == len(many) == STEPS
     # fp32 sums in another order: about 1e-7 for numbers of order one, times 5 for other machines.
     # AdamW divides by the root of small squares, which magnifies that in the parameters. bf16 has 8
@@ -88,6 +90,7 @@ def close(actual, expected, tolerance, what):
     )
 
 
+@pytest.mark.device
 @pytest.mark.slow
 def test_matrix_compares_something(matrix):
     """The gradients are far above the tolerances, clipping clips, frozen and idle layers stay."""

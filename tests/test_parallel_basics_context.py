@@ -44,6 +44,7 @@ def reference(kind: str, causal: bool) -> dict:
     return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "in order"])
 @pytest.mark.parametrize(("kind", "size"), ATTENTIONS)
@@ -89,6 +90,7 @@ def test_blocks(results, size, balanced, causal):
 # ---- the model
 
 
+@pytest.mark.device
 @pytest.mark.quick
 @pytest.mark.parametrize("case", sorted(MODELS), ids=str)
 def test_model(results, case):

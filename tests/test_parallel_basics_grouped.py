@@ -79,6 +79,7 @@ def held(name: str, tensor: torch.Tensor, rank: int, ranks: int, kv_heads: int) 
     return tensor
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_equals_one_process(seen, optimizer, kv_heads):

@@ -148,6 +148,7 @@ def results(tmp_path_factory):
 EACH = [("by hand", *case) for case in BY_HAND] + [("by torch", *case) for case in BY_TORCH]
 
 
+@pytest.mark.device
 @slow
 @pytest.mark.parametrize(("how", "p", "name", "m", "optimizer"), EACH)
 def test_equals_one_process(results, how, p, name, m, optimizer):
@@ -185,6 +186,7 @@ def test_the_reference_learns(results):
         assert min(g.abs().max() for g in gradients.values()) > 1e-5  # ten times the tolerance
 
 
+@pytest.mark.device
 @slow
 def test_gradients_are_added_until_zero_grad(results):
     pairs = [pair for gradients in results["accumulated"] for pair in gradients.values()]

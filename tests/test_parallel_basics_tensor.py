@@ -61,6 +61,7 @@ def check_sent(sent, rows) -> None:
 # ---- by hand
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", CASES)
 def test_by_hand_equals_one_process(results, name):
     _, sizes, tied, optimizer = CASES[name]
@@ -99,6 +100,7 @@ def test_by_hand_each_rank_holds_its_part(results, name):
             assert rank["memory"][parameter] == 4 * torch.Size(expected).numel(), parameter
 
 
+@pytest.mark.device
 def test_operators_are_conjugate(results):
     total = sum(10.0**rank for rank in range(RANKS))
     for rank, found in enumerate(results["operators"]):
@@ -108,6 +110,7 @@ def test_operators_are_conjugate(results):
         }
 
 
+@pytest.mark.device
 def test_loss_over_cut_logits(results):
     """The last is in bfloat16: its gradient has 8 bits. A shift of 1e4 leaves 3 digits in fp32."""
     for found, (loss, gradient) in zip(
@@ -117,6 +120,7 @@ def test_loss_over_cut_logits(results):
         torch.testing.assert_close(*found["gradient"], rtol=0, atol=gradient)
 
 
+@pytest.mark.device
 def test_outputs_without_gradients(results):
     found = results["outputs"]
     assert torch.equal(*found["embedded"])  # one rank's row plus zeros: the same bits
@@ -134,6 +138,7 @@ def test_what_does_not_divide_is_refused(results):
 # ---- with DTensors
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", DTENSORS)
 def test_dtensors_equal_one_process(results, name):
     optimizer = DTENSORS[name][2].split()[0]  # with "foreach" or without
@@ -161,9 +166,7 @@ def test_dtensors_send_what_the_formula_says(results, name):
 
 
 @pytest.mark.parametrize("name", [name for name, case in DTENSORS.items() if case[1]])
-def test_activations_kept_for_backward(results, name, request):
-    if request.config.getoption("device") != "cpu":
-        pytest.skip("the formula is of the attention kernel for CPUs")
+def test_activations_kept_for_backward(results, name):
     expected = kept_by_formula(config_of(SMALL), BATCH * SMALL["length"], RANKS, DTENSORS[name][0])
     assert results["dtensors", name]["kept"] == expected
 

@@ -98,6 +98,7 @@ def check(ranks: list[list[dict]], expected: list[dict], optimizer: str) -> None
         assert all(torch.equal(mine["norm"], first["norm"]) for mine in of_ranks)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_equals_one_process(seen, optimizer):
     expected = plain(seen["start"], seen["batches"], gpt, optimizer)
@@ -105,6 +106,7 @@ def test_equals_one_process(seen, optimizer):
     assert expected[0]["norm"] > 1.2  # so clipping had something to do
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("seen", [2], indirect=True)
 def test_the_smallest_model_equals_one_process(seen):
     """An embedding (10 x 4) and its transpose, which starts with other values; one step of SGD."""
@@ -116,6 +118,7 @@ def test_the_smallest_model_equals_one_process(seen):
     check([first["steps"], last["steps"]], expected, "sgd")
 
 
+@pytest.mark.device
 def test_a_checkpoint_holds_the_matrix_once(seen):
     shapes = {name: tuple(t.shape) for name, t in seen["start"].items() if name != "head.weight"}
     assert seen["stored"] == shapes

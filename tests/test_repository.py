@@ -418,9 +418,9 @@ WRAPPERS = {"DistributedDataParallel", "fully_shard"}
 
 
 def ends_with_a_model(source: str) -> list[str]:
-    """Functions that end the group while a model of theirs still holds it: some exits abort.
+    """Functions that end the group while their model still holds it: such a process may abort.
 
-    `del model` is not enough: a loss holds the graph, and the graph the model.
+    `del model` is not enough: the loss holds the graph, and the graph holds the model.
     """
     found = []
     for function in ast.walk(parse(source)):
@@ -433,16 +433,14 @@ def ends_with_a_model(source: str) -> list[str]:
 
 
 def test_models_end_before_the_group():
-    # A backend in Python has no threads that could abort the exit.
+    # The backend of custom_backend/minimal.py starts no thread: none can abort the exit.
     ours = [path for path in SOURCES if path != ROOT / "custom_backend/minimal.py"]
     assert_clean(ours, lambda path: ends_with_a_model(path.read_text()))
 
 
 def test_a_model_that_lives_longer_is_caught():
-    made, end = (
-        "def main():\n    model = fully_shard(layer)\n",
-        "    dist.destroy_process_group()\n",
-    )
+    made = "def main():\n    model = fully_shard(layer)\n"
+    end = "    dist.destroy_process_group()\n"
     assert len(ends_with_a_model(made + end)) == 1
     assert ends_with_a_model(f"{made}def leave():\n{end}") == []
 

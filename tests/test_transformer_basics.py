@@ -68,6 +68,7 @@ def matrix(tmp_path_factory, reference):
     return {1: reference} | {ranks: on_meshes(folder, ranks, "all") for ranks in (2, 4, 8)}
 
 
+@pytest.mark.device
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mesh", "kind"), CASES)
 def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
@@ -75,6 +76,7 @@ def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     flags_do_something(matrix[1][kind], matrix[ranks][mesh, kind], ranks, mesh, kind)
 
 
+@pytest.mark.device
 def test_one_mesh_of_each_strategy_equals_one_process(reference, tmp_path):
     found = on_meshes(tmp_path, 2, "quick")
     assert {mesh for mesh, _ in found} == QUICK[2].keys()

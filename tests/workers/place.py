@@ -14,9 +14,9 @@ DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # see conftest.py
 
 @contextmanager
 def worker_of_test() -> Iterator[Worker]:
-    """This rank's worker: NCCL with a GPU for each rank; Gloo where all ranks share one GPU.
+    """This rank's worker: NCCL if each rank has a GPU; Gloo if all ranks share one GPU.
 
-    One process alone is the reference of the other ranks: it computes on the CPU.
+    A world of one process is the reference: it computes on the CPU.
     """
     rank, ranks = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
     if DEVICE == "cpu" or ranks == 0:
@@ -25,7 +25,7 @@ def worker_of_test() -> Iterator[Worker]:
     elif torch.accelerator.device_count() >= ranks:
         with distributed_worker(DEVICE) as worker:
             yield worker
-    else:  # a template refuses that
+    else:  # distributed_worker() refuses to share a GPU
         store = meeting_point(timedelta(minutes=2))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         print(f"{ranks} ranks share one {DEVICE} device, {dist.get_backend()}", flush=True)
