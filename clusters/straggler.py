@@ -1,14 +1,14 @@
-"""Name the rank that all others wait for, while they train: four lines in a training loop.
+"""Name the rank that every other rank waits for, while they train: four lines in a training loop.
 
-    torchrun --standalone --nproc_per_node=2 clusters/straggler.py                    # nobody
+    torchrun --standalone --nproc_per_node=2 clusters/straggler.py                    # no rank
     torchrun --standalone --nproc_per_node=2 clusters/straggler.py --slow-rank 1      # rank 1
 
-In a job of N ranks a slow one makes all slow, and nobody can tell who it was: each step ends
-with a collective, and the fast ranks wait in it for the slow one. Look at the table at the end: "a
-whole step" takes equally long on all ranks. What differs is the time from the end of one collective
-to the beginning of the next, in which a rank depends on nobody: its own work.
+One slow rank slows all ranks, and the time of a step does not tell which: each step ends with a
+collective, in which the fast ranks wait for the slow one. Look at the table at the end: "a whole
+step" takes equally long on all ranks. "Own work", from the end of one collective to the beginning
+of the next, differs: in that time a rank waits for no other rank.
 
-To use it, copy the class; the loop tells where it waits for others:
+To use it, copy the class, and mark in the loop where the rank waits for other ranks:
 
     store, _, _ = next(dist.rendezvous("env://"))
     watch = StragglerWatch(store, rank, world_size, device)
@@ -35,14 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class StragglerWatch:
-    """Compares each rank's own work, the median of some seconds; rank 0 prints who is slow.
+    """Compares the median time of each rank's own work; rank 0 prints which ranks are slow.
 
-    store: that all ranks reach. It is told one short text per rank and look; no rank waits for
-        another's: rank 0 takes what is there.
-    device: of the model. On a GPU the times are those of its stream, and it is not held up.
+    store: a store that all ranks reach. Each rank writes one short text per look. No rank waits for
+        the text of another rank: rank 0 reads the texts that are there.
+    device: of the model. On a GPU, events in its stream take the times; one look synchronizes once.
     every: seconds between two looks; a look also needs five steps.
-    factor: slow is who takes so many times as long as the median rank in two looks in succession,
-        because anybody may have a bad moment. He is named after 2 to 3 times `every`.
+    factor: a rank is slow if it takes `factor` times as long as the median rank in two consecutive
+        looks. (One look may be bad luck.) It is named after 2 to 3 times `every`.
     """
 
     def __init__(self, store, rank, world_size, device="cpu", every=10.0, factor=1.2):
@@ -55,12 +55,12 @@ class StragglerWatch:
 
     @contextmanager
     def waiting(self):
-        """Around what may wait for other ranks: the first collective of a step up to the last.
+        """Put it around each step's lines from the first collective to the last.
 
-        Under DDP that is backward(): a slow processor or loader shows before it all the same. (With
-        BatchNorm, DDP sends buffers in the forward pass: then it goes around that, too.) FSDP
-        gathers in the forward pass, too: there it goes around both, and only what is slow in
-        loading and in the optimizer is seen. (preflight.py finds a slow GPU.)
+        Under DDP that is backward(); own work is then the loader, the forward pass and the
+        optimizer. With BatchNorm, DDP sends buffers in the forward pass: include that as well. FSDP
+        gathers in the forward pass: include it, and own work is the loader and the optimizer only.
+        (preflight.py finds a slow GPU.)
         """
         self.marks.append(self._now())
         yield
@@ -80,7 +80,7 @@ class StragglerWatch:
         self.marks = self.marks[-1:]
         self.next_look = time.monotonic() + self.every
         self.store.set(self.keys[self.rank], f"{mine} {socket.gethostname()}")
-        if self.rank == 0 and self.store.check(self.keys):  # else some have not looked yet
+        if self.rank == 0 and self.store.check(self.keys):  # else some ranks have not looked yet
             texts = [text.decode().split() for text in self.store.multi_get(self.keys)]
             self._compare([float(seconds) for seconds, _ in texts], [host for _, host in texts])
 
@@ -109,7 +109,7 @@ def own_work(marks: list) -> list[float]:
 def slow_ranks(seconds: list[float], factor: float) -> dict[int, float]:
     """{rank: how many times the median rank's time it takes}, of those at `factor` or above.
 
-    The lower median: of two ranks it is the faster one, with whom the other is compared.
+    The lower median: of two ranks it is the faster one, and the other is compared with it.
     """
     usual = statistics.median_low(seconds)
     return {rank: t / usual for rank, t in enumerate(seconds) if t >= factor * usual}
@@ -160,10 +160,17 @@ def show_table(rank: int, world_size: int, own: float, whole: float) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slow-rank", type=int, help="makes this one slow")
-    parser.add_argument("--sleep", type=float, default=0.03, help="by so many seconds a step")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks")
+    parser.add_argument("--slow-rank", type=int, help="rank that is slowed down (default: none)")
+    parser.add_argument(
+        "--sleep",
+        type=float,
+        default=0.03,
+        help="seconds that it sleeps in each step (default: 0.03)",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="number of steps (default: 200)")
+    parser.add_argument(
+        "--every", type=float, default=1.0, help="seconds between two looks (default: 1)"
+    )
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("it needs other ranks: torchrun --standalone --nproc_per_node=2 straggler.py")

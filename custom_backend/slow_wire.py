@@ -23,7 +23,7 @@ class SlowWire(Wire):
 
     def __init__(self, store, rank: int, size: int, timeout, names, schedule: Schedule):
         self.schedule = schedule
-        # What has arrived from each rank and is not due yet; in the end, why nothing more comes.
+        # Messages from each rank that are not due yet; the last entry says why no more come.
         self.arrived = [SimpleQueue() for _ in range(size)]
         super().__init__(store, rank, size, timeout, names)
         self.late = [start_thread(f"wire late {p}", self.hand_over, p) for p in self.sockets]
@@ -38,7 +38,7 @@ class SlowWire(Wire):
         self.arrived[message.source].put(message)  # and go on reading
 
     def lose(self, peer: int, why: str) -> None:
-        self.arrived[peer].put(why)  # behind what has arrived before: a goodbye, for one
+        self.arrived[peer].put(why)  # after the messages that arrived before, such as GOODBYE
 
     def close(self) -> None:
         super().close()

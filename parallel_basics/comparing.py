@@ -128,7 +128,7 @@ def print_differences(rows: dict[str, dict[str, float]]) -> None:
 
 
 def make_config(args, ranks: int) -> GPTConfig:
-    """Raises `UserError` if the model cannot be cut over so many ranks."""
+    """Raises `UserError` if the model cannot be sharded over this number of ranks."""
     if args.dim % args.heads:
         raise UserError(f"--dim {args.dim} does not divide into {args.heads} heads")
     for flag, value in (("--heads", args.heads), ("--vocab-size", args.vocab_size)):

@@ -3,10 +3,9 @@
     wire.send(to, TAGGED, tag, tensor)       returns at once; a Future that is done when it has left
     wire.expect(source, TAGGED, tag)         a Future of the Message
 
-Two threads per connection, one that writes and one that reads. The one that reads always reads, and
-keeps what nobody has asked for yet: so every send comes to an end, whatever the other program is
-doing, and no order of sends and receives can block the wire. (The price: a message that nobody
-wants yet takes memory where it has arrived.)
+Each connection has two threads: one writes, one reads. The reader never stops, and keeps messages
+that the program has not asked for yet. So every send ends, whatever the other program is doing, and
+no order of sends and receives can block a connection. (The price: such messages take memory.)
 """
 
 import socket
@@ -35,7 +34,7 @@ TAGGED = 2  # send and recv: their tag
 WHERE = 3  # "in which collective are you?", asked when time is up
 HERE = 4  # the answer: of the thread that reads, also where the program does something else
 GOODBYE = 5  # the sender leaves the group properly
-DEATH = 6  # somebody has not: the sender is about to fail, and says whose fault it is
+DEATH = 6  # a rank has not: the sender is about to fail, and says which rank caused it
 
 A_MOMENT = 1.0  # seconds for what a living rank does at once
 
@@ -55,7 +54,7 @@ class Wire:
         self.bytes_sent = 0  # of tensors, without the headers
         self.inbox = Inbox(needs_all=COLLECTIVE)
         self.expect = self.inbox.expect
-        self.left = set()  # who said goodbye
+        self.left = set()  # peers that have left the group properly
         self.sockets = connect(store, rank, size, self.timeout, names)
         self.closed = False
         self.to_write = {peer: SimpleQueue() for peer in self.sockets}
@@ -84,7 +83,7 @@ class Wire:
                     self.lose(peer, why)
                     shut(self.sockets[peer], socket.SHUT_RDWR)
                 if message.kind != DEATH:
-                    self.readers[peer].join(A_MOMENT)  # it finds the end too, and tells the others
+                    self.readers[peer].join(A_MOMENT)  # it finds the end too, and tells other ranks
                 sent.set_exception(dist.DistBackendError(f"rank {self.names[peer]} is gone: {why}"))
             del message, sent  # hold no tensor while waiting for the next
         shut(self.sockets[peer], socket.SHUT_WR)
@@ -172,7 +171,7 @@ class Wire:
             reader.join(self.timeout)
 
     def cut(self) -> None:
-        """Leave at once: for the others it is as if this process had died."""
+        """Leave at once: other ranks see what they see when a process dies."""
         self.inbox.mourn("this rank has cut its connections")
         for peer, connection in self.sockets.items():
             shut(connection, socket.SHUT_RDWR)
