@@ -106,7 +106,7 @@ def end_session(leader: int) -> None:
 
 
 class Keeper:
-    """The tests' end of a keeper: asks it for processes, and hears how they have ended."""
+    """The tests' end of a keeper: asks it for forks, and hears how they have ended."""
 
     def __init__(self, seed: int, environment: dict[str, str]):
         self.environment = environment
@@ -119,7 +119,7 @@ class Keeper:
             start_new_session=True,
         )
         other.close()
-        self.statuses = {}  # of those who have ended, by process
+        self.running: dict[int, Fork] = {}  # by process: the number of one that has ended returns
         self.lock = threading.Lock()
         atexit.register(self.process.wait)
         atexit.register(self.connection.close)  # first: this ends it
@@ -129,25 +129,25 @@ class Keeper:
         names = {n for n in environment | self.environment if n.startswith(READ_AT_START)}
         return all(environment.get(name) == self.environment.get(name) for name in names)
 
-    def start(self, *told) -> int:
+    def start(self, fork: "Fork", *told) -> None:
         with self.lock:
             self.connection.send(told)
-            while True:
-                said, *about = self.connection.recv()  # EOFError: the keeper has ended
-                if said == "started":
-                    return about[0]
-                self.note(*about)
+            while fork.pid is None:
+                self.hear(fork)
 
-    def status(self, pid: int) -> int | None:
-        """The exit status of this process; None: it runs."""
+    def look(self) -> None:
+        """Hear what there is to hear."""
         with self.lock:
-            while pid not in self.statuses and self.connection.poll():
-                _, *about = self.connection.recv()
-                self.note(*about)
-            return self.statuses.get(pid)
+            while self.connection.poll():
+                self.hear()
 
-    def note(self, pid: int, status: int) -> None:
-        self.statuses[pid] = status
+    def hear(self, asked_for: "Fork | None" = None) -> None:
+        said, pid, *status = self.connection.recv()  # EOFError: the keeper has ended
+        if said == "started":
+            asked_for.pid = pid
+            self.running[pid] = asked_for
+        else:
+            (self.running.pop(pid).status,) = status
 
 
 class Fork:
@@ -158,10 +158,14 @@ class Fork:
     ):
         """command: a script and its arguments. log: a file that exists, for all that it prints."""
         self.keeper = keeper
-        self.pid = keeper.start(command, str(cwd), environment, log)
+        self.pid: int | None = None
+        self.status: int | None = None  # None: it runs
+        keeper.start(self, command, str(cwd), environment, log)
 
     def poll(self) -> int | None:
-        return self.keeper.status(self.pid)
+        if self.status is None:
+            self.keeper.look()
+        return self.status
 
     @property
     def returncode(self) -> int | None:

@@ -4,12 +4,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pool
 import psutil
 import pytest
 from helpers import COLD, Job, keeper, python
 
+LAST = Path("/proc/sys/kernel/ns_last_pid")
 pytestmark = pytest.mark.skipif(COLD, reason="nothing is forked")
 
 
@@ -62,6 +64,19 @@ def test_a_fork_ends_as_a_new_process_does(script):
     for statement, (status, output) in ENDS.items():
         result = python(script(f"import os, signal, sys, threading, time\n{statement}\n"))
         assert (result.returncode, result.output) == (status, output), statement
+
+
+@pytest.mark.skipif(not os.access(LAST, os.W_OK), reason="needs root on Linux")
+def test_a_number_of_a_process_may_return(script):
+    """After 32,768 processes and threads, numbers are given again: a few times in a whole run."""
+    ended = python(script("import os\nprint(os.getpid())\n")).check().output
+    for _ in range(100):  # others may take the number first
+        LAST.write_text(str(int(ended) - 1))
+        with Job([script("import time\ntime.sleep(60)\n")], fork=0) as job:
+            if job.process.pid == int(ended):
+                assert job.process.poll() is None
+                return
+    pytest.fail(f"100 processes, and none had the number {ended}")
 
 
 def test_a_fork_shows_the_traceback_of_a_new_process(script):
