@@ -541,48 +541,17 @@ def test_train_options_are_found():
     assert {"--epochs", "--device"} <= all_options(ROOT / "ddp_basics/train.py")
 
 
-# Each directory alone, without a network. Python asks the audit hook before it opens a connection
-# or looks up a name, also for libraries written in Python. (Gloo's own sockets do not ask.)
+# Each directory alone, without a network.
 
-OFFLINE = """
-import os, sys, socket
-here = {"localhost", "", None, socket.gethostname(), socket.gethostname().encode(), b"localhost"}
-events = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
-
-def write(line):
-    handle = os.open(os.environ["OFFLINE_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(handle, (line + "\\n").encode())
-    os.close(handle)
-
-def refuse(event, args):
-    if event not in events:
-        return
-    host = args[1] if event in ("socket.connect", "socket.sendto") else args[0]
-    if isinstance(host, tuple):
-        host = host[0]
-    elif event in ("socket.connect", "socket.sendto"):
-        return  # a Unix socket
-    if host in here or str(host).startswith("127.") or host in ("::1", "0.0.0.0", "::"):
-        return
-    write(f"{event} {host!r}")
-    raise OSError(f"offline: {event} {host!r}")
-
-write("on, rank " + os.environ.get("RANK", "none"))
-sys.addaudithook(refuse)
-"""
+OFFLINE = ROOT / "tests/workers/offline.py"
 
 
 def offline(folder: Path) -> dict[str, str]:
-    """Environment under which Python refuses to leave this machine; attempts go to a file."""
+    """Environment of a run by OFFLINE, which notes there each attempt to leave this machine."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(OFFLINE)  # Python imports it when it starts
     proxies = [f"{kind}_proxy" for kind in ("http", "https", "all", "ftp")]
-    return {
-        **{name: "" for proxy in proxies for name in (proxy, proxy.upper())},
-        "PYTHONPATH": str(folder),
-        "OFFLINE_LOG": str(folder / "log"),
-        "HF_HUB_OFFLINE": "0",  # as a reader has it, who does not know of this switch
-    }
+    none = {name: "" for proxy in proxies for name in (proxy, proxy.upper())}
+    return none | {"OFFLINE_LOG": str(folder / "log")}
 
 
 def attempts(environment: dict) -> tuple[list[str], list[str]]:
@@ -614,11 +583,17 @@ def test_runs_alone_and_offline(script, helps, tmp_path):
     alone = tmp_path / "alone"
     shutil.copytree(script.parent, alone, ignore=shutil.ignore_patterns("__pycache__"))
     environment = offline(tmp_path / "offline")
+    if any(
+        re.search(r"^\s*(from|import) transformers", p.read_text(), re.M)
+        for p in alone.glob("*.py")
+    ):
+        environment["HF_HUB_OFFLINE"] = "0"  # as a reader has it: a new process
     help_text = helps.get(script, (0, ""))[1]
     options = short_run(script, help_text)
     if "--device" in help_text:
         options += ["--device", "cpu"]
-    pool.run(alone / script.name, *options, ranks=2, cwd=alone, timeout=240, **environment).check()
+    script = alone / script.name
+    pool.run(OFFLINE, script, *options, ranks=2, cwd=alone, **environment).check()
     started, refused = attempts(environment)
     assert {"on, rank 0", "on, rank 1"} <= set(started)
     assert not refused, f"{script} looks for the network: {refused}"
@@ -637,7 +612,7 @@ def test_offline_means_offline(tmp_path):
         "    except OSError as error:\n"
         "        print(error)\n"
     )
-    output = python(script, **environment).check().output
+    output = python(OFFLINE, script, **environment).check().output
     assert output.count("offline: ") == 2, output
     refused = ["socket.getaddrinfo 'example.org'", "socket.connect '192.0.2.1'"]
     assert attempts(environment)[1] == refused
