@@ -41,7 +41,7 @@ test: $(TESTS) ready ## all tests, the notebooks too
 	.venv/bin/python -m pytest -n 3
 
 quick: $(TESTS) ready ## what takes little time, an equivalence test of each strategy among it
-	.venv/bin/python -m pytest -n 3 -m "quick or not slow"
+	.venv/bin/python -m pytest -n 2 -m "quick or not slow"
 
 test-torch: .venv-$(TORCH)/installed ## all tests but the notebooks, with another torch: TORCH=2.13.0
 	.venv-$(TORCH)/bin/python -m pytest -n 3 --ignore=tests/test_notebooks.py

@@ -17,7 +17,7 @@ import argparse
 import subprocess
 import sys
 
-import report
+import records
 from clusters_faults import faults_text
 from clusters_links import LAB, TEXTS
 
@@ -38,7 +38,7 @@ def main() -> None:
     if args.no_write:
         print("\n\n".join(sections))
     else:
-        report.write("clusters", "Several hosts", sections)
+        records.write("clusters", "Several hosts", sections)
 
 
 def why_no_lab() -> str | None:

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
 import lab
 import psutil
-import report
+import records
 from clusters_links import hosts
 
 TIMEOUT = 5  # seconds that a collective waits for the missing
@@ -183,8 +183,8 @@ def faults_text(repeats: int, parts: dict[str, list[str]] = PARTS) -> list[str]:
     for fault, title in FAULTS.items():
         cells = [found.get((fault, name, what)) for name in parts for what in WHAT]
         if any(cells):
-            rows.append((title, *(report.summary(cell) if cell else "-" for cell in cells)))
-    return ["## Faults: noticed, and the next step", report.table(rows), ABOUT]
+            rows.append((title, *(records.summary(cell) if cell else "-" for cell in cells)))
+    return ["## Faults: noticed, and the next step", records.table(rows), ABOUT]
 
 
 WHAT = ("noticed", "next step")

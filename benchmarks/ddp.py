@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "ddp_basics"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and for the one process too
 
-import report
+import records
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-TORCHRUN = report.torchrun(ranks=2)
+TORCHRUN = records.torchrun(ranks=2)
 SETTINGS = Settings(optimizer="adamw", lr=2e-3)
 
 
@@ -52,16 +52,16 @@ def main() -> None:
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats)
             if worker.is_main:
-                report.say(samples)
+                records.say(samples)
         return
     options = (__file__, "--repeats", args.repeats, "--part")
-    a = report.measure(sys.executable, *options, "template")
-    b = report.measure(*TORCHRUN, *options, "scaling")
-    c = report.measure(*TORCHRUN, *options, "from_scratch")
-    e = report.measure(*TORCHRUN, *options, "checksum")
+    a = records.measure(sys.executable, *options, "template")
+    b = records.measure(*TORCHRUN, *options, "scaling")
+    c = records.measure(*TORCHRUN, *options, "from_scratch")
+    e = records.measure(*TORCHRUN, *options, "checksum")
     d = start_up(args.repeats)
     texts = [*template_text(a), *text(b, c), *start_up_text(d), *checksum_text(e)]
-    report.write("ddp", "What DDP costs", texts)
+    records.write("ddp", "What DDP costs", texts)
 
 
 # ---- (a) the template's loop against the barest one: images per second of one process
@@ -90,7 +90,7 @@ def template(worker: Worker, repeats: int) -> dict[str, list[float]]:
             optimizer.step()
         return len(loader) * 64 / (time.perf_counter() - started)
 
-    return report.alternate(repeats, {"template": with_template, "barest": barest})
+    return records.alternate(repeats, {"template": with_template, "barest": barest})
 
 
 # ---- (b) and (c): images per second of two ranks
@@ -109,7 +109,7 @@ def scaling(worker: Worker, repeats: int) -> dict[str, list[float]]:
         model = DistributedDataParallel(SmallCNN(image_size=28), gradient_as_bucket_view=True)
         return steps(model, batch, batch // 2, 6)
 
-    return report.alternate(repeats, {"one": one, "two": two})
+    return records.alternate(repeats, {"one": one, "two": two})
 
 
 def from_scratch(worker: Worker, repeats: int) -> dict[str, list[float]]:
@@ -126,7 +126,7 @@ def from_scratch(worker: Worker, repeats: int) -> dict[str, list[float]]:
         "bucketed": lambda: BucketedDDP(build()),
         "naive": lambda: NaiveDDP(build()),
     }
-    return report.alternate(
+    return records.alternate(
         repeats,
         {name: lambda wrap=wrap: steps(wrap(), 64, 32, 5) for name, wrap in wrappers.items()},
     )
@@ -167,7 +167,7 @@ def checksum(worker: Worker, repeats: int) -> dict[str, list[float]]:
         measured[f"checksum, {name}"] = lambda model=model: seconds_of(
             lambda: check_replicas(model, 1, worker)
         )
-    return report.alternate(repeats, measured)
+    return records.alternate(repeats, measured)
 
 
 def seconds_of(action) -> float:
@@ -214,7 +214,7 @@ def start_up(repeats: int) -> dict[str, list[float]]:
                 run / "metrics.jsonl", [*TORCHRUN, ROOT / "ddp_basics/train.py", *options]
             )
 
-        return report.alternate(repeats, {"train.py": full, "bare": bare})
+        return records.alternate(repeats, {"train.py": full, "bare": bare})
 
 
 def seconds_until(mark: Path, command: list) -> float:
@@ -236,60 +236,60 @@ def seconds_until(mark: Path, command: list) -> float:
 
 
 def template_text(a: dict) -> list[str]:
-    ratio = report.ratio_of_pairs(a["template"], a["barest"])
+    ratio = records.ratio_of_pairs(a["template"], a["barest"])
     rows = [
         ("one process, batch 64, 28 x 28 images", "images/s: median (min ... max)"),
-        ("train.py's loop", report.summary(a["template"])),
-        ("the barest loop", report.summary(a["barest"])),
-        ("ratio, pair by pair", report.summary(ratio)),
+        ("train.py's loop", records.summary(a["template"])),
+        ("the barest loop", records.summary(a["barest"])),
+        ("ratio, pair by pair", records.summary(ratio)),
     ]
-    return ["## (a) The template against the barest loop", report.table(rows)]
+    return ["## (a) The template against the barest loop", records.table(rows)]
 
 
 def text(b: dict, c: dict) -> list[str]:
     rows_b = [
         ("global batch 256, 28 x 28 images, one thread per rank", "images/s: median (min ... max)"),
-        ("one process", report.summary(b["one"])),
-        ("two ranks, DDP", report.summary(b["two"])),
-        ("speed-up, pair by pair", report.summary(report.ratio_of_pairs(b["two"], b["one"]))),
+        ("one process", records.summary(b["one"])),
+        ("two ranks, DDP", records.summary(b["two"])),
+        ("speed-up, pair by pair", records.summary(records.ratio_of_pairs(b["two"], b["one"]))),
     ]
     rows_c = [
         ("two ranks, global batch 64, 14 M parameters", "images/s: median (min ... max)"),
-        *((name, report.summary(samples)) for name, samples in c.items()),
+        *((name, records.summary(samples)) for name, samples in c.items()),
         *(
             (
                 f"{name} / torch, pair by pair",
-                report.summary(report.ratio_of_pairs(c[name], c["torch"])),
+                records.summary(records.ratio_of_pairs(c[name], c["torch"])),
             )
             for name in ("bucketed", "naive")
         ),
     ]
     return [
         "## (b) Two ranks against one process",
-        report.table(rows_b),
+        records.table(rows_b),
         "## (c) torch's DDP against ddp_from_scratch.py",
-        report.table(rows_c),
+        records.table(rows_c),
     ]
 
 
 def checksum_text(e: dict) -> list[str]:
     rows = [("two ranks, global batch 32", "ms: median (min ... max)")]
-    rows += [(name, report.summary([1e3 * x for x in samples])) for name, samples in e.items()]
+    rows += [(name, records.summary([1e3 * x for x in samples])) for name, samples in e.items()]
     for name in ("SmallCNN, 28 x 28", "14 M parameters"):
         share = statistics.median(e[f"checksum, {name}"]) / statistics.median(e[f"step, {name}"])
         rows.append((f"every 50 steps: {name}", f"{share / 50:.2%} of the time"))
-    return ["## (e) The checksum of the replicas", report.table(rows)]
+    return ["## (e) The checksum of the replicas", records.table(rows)]
 
 
 def start_up_text(d: dict) -> list[str]:
     difference = statistics.median(x - y for x, y in zip(d["train.py"], d["bare"], strict=True))
     rows = [
         ("torchrun, two ranks", "seconds: median (min ... max)"),
-        ("train.py: launch to the first step", report.summary(d["train.py"])),
-        ("import torch + init_process_group + one all_reduce", report.summary(d["bare"])),
+        ("train.py: launch to the first step", records.summary(d["train.py"])),
+        ("import torch + init_process_group + one all_reduce", records.summary(d["bare"])),
         ("difference, pair by pair (median)", f"{difference:.3g}"),
     ]
-    return ["## (d) Start-up", report.table(rows)]
+    return ["## (d) Start-up", records.table(rows)]
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def assert_same_run(actual, expected, tolerance: float) -> None:
     )
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_computes_the_same(tmp_path):
     """5 ranks have 3, 3, 2, 2 and 2 of the 12 parts."""
     for ranks in (1, 5):

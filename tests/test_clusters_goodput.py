@@ -133,6 +133,7 @@ def test_a_training_that_is_killed_agrees(tmp_path):
     print(f"step {step:.3f} s, restarts {restarts} s, goodput {200 * step / (end - begin):.1%}")
 
 
+@pytest.mark.slow
 def test_the_table():
     said = python(SCRIPT, timeout=30).check().output.splitlines()
     assert said[0].startswith("one GPU fails every 50,677 h")

@@ -353,9 +353,9 @@ def test_bad_arguments(monkeypatch, capsys, module, arguments, message):
 def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import private_network
-    import report
+    import records
 
-    return SimpleNamespace(network=private_network, report=report)
+    return SimpleNamespace(network=private_network, records=records)
 
 
 def test_benchmark_says_why_it_leaves_the_slow_link_out(benchmarks, monkeypatch):
@@ -370,10 +370,10 @@ def test_benchmark_says_why_it_leaves_the_slow_link_out(benchmarks, monkeypatch)
 
 def test_benchmark_reads_what_a_part_says_or_fails(benchmarks):
     said = "print('a line'); print('SAMPLES {\"gloo\": [1.5]}')"
-    assert benchmarks.report.measure(sys.executable, "-c", said) == {"gloo": [1.5]}
+    assert benchmarks.records.measure(sys.executable, "-c", said) == {"gloo": [1.5]}
     with pytest.raises(RuntimeError, match="boom"):
-        benchmarks.report.measure(sys.executable, "-c", "raise ValueError('boom')")
+        benchmarks.records.measure(sys.executable, "-c", "raise ValueError('boom')")
 
 
 def test_a_summary_is_read_without_counting_zeros(benchmarks):
-    assert benchmarks.report.summary([0.5, 15_134.2, 99.961]) == "99.96 (0.5 ... 15,134)"
+    assert benchmarks.records.summary([0.5, 15_134.2, 99.961]) == "99.96 (0.5 ... 15,134)"

@@ -92,6 +92,7 @@ def test_a_group_without_a_method(copy):
     assert "gradients off by" in copy.run("minimal.py").check().output
 
 
+@pytest.mark.slow
 def test_a_backend_that_nobody_has_registered(copy):
     script = copy.path / "mine.py"
     script.write_text(

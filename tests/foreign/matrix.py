@@ -26,7 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: this process is forked
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-import report
+import records
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -95,7 +95,7 @@ def main() -> None:
         f"{processor:.0f} s of processor time"
     )
     if args.write:
-        report.write("foreign", "Other people's models in our templates", sections(rows))
+        records.write("foreign", "Other people's models in our templates", sections(rows))
     sys.exit(1 if wrong else 0)
 
 
@@ -212,11 +212,11 @@ def sections(rows: list[dict]) -> list[str]:
     return [
         EXPLANATION,
         "## In short",
-        report.table(summary(rows)),
+        records.table(summary(rows)),
         "## What cannot work",
-        report.table(exceptions(rows)),
+        records.table(exceptions(rows)),
         "## Each architecture",
-        report.table(details(rows)),
+        records.table(details(rows)),
     ]
 
 
