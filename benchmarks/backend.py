@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / d) for d in ("custom_backend", "transformer_basics", 
 sys.path.append(str(ROOT / "parallel_basics"))  # last: it has a model.py and a runtime.py, too
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
-import records
+import bench
 import shm
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ LARGE = {"1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}
 
 
 def main() -> None:
-    records.main("backend", "A shared-memory backend", __doc__, TEXTS, part)
+    bench.main("backend", "A shared-memory backend", __doc__, TEXTS, part)
 
 
 def part(name: str, repeats: int) -> None:
@@ -52,7 +52,7 @@ def part(name: str, repeats: int) -> None:
     groups = {name: dist.new_group(backend=name) for name in ("gloo", "shm", "null")}
     samples = PARTS[name](groups, repeats)
     if dist.get_rank() == 0:
-        records.say(samples)
+        bench.say(samples)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -90,14 +90,14 @@ def latency(groups: dict, repeats: int) -> dict:
             count = (100 if backend == "gloo" else 2000) * 2 // world_size
             here = partial(call, group=group) if call is not there_and_back else None
             here = here or partial(there_and_back, group)
-            sides[f"{name}, {backend}"] = partial(records.seconds_per_call, here, count)
-    return records.alternate(repeats, sides)
+            sides[f"{name}, {backend}"] = partial(bench.seconds_per_call, here, count)
+    return bench.alternate(repeats, sides)
 
 
 def latency_text(repeats: int) -> list[str]:
     sections = []
     for ranks in (2, 4, 8):
-        found = records.measure_part(__file__, "latency", ranks, repeats)
+        found = bench.measure_part(__file__, "latency", ranks, repeats)
         sections += [f"## {ranks} ranks: small messages", latency_table(found)]
     return sections
 
@@ -108,19 +108,17 @@ def latency_table(found: dict) -> str:
     rows[0] += ("shm / floor", "gloo / shm")
     for name in dict.fromkeys(side.rpartition(", ")[0] for side in found):
         null, ours, gloo = (found[f"{name}, {b}"] for b in ("null", "shm", "gloo"))
-        cells = (records.summary([1e6 * s for s in side]) for side in (null, ours, gloo))
-        ratios = (
-            statistics.median(records.ratio_of_pairs(*p)) for p in ((ours, null), (gloo, ours))
-        )
+        cells = (bench.summary([1e6 * s for s in side]) for side in (null, ours, gloo))
+        ratios = (statistics.median(bench.ratio_of_pairs(*p)) for p in ((ours, null), (gloo, ours)))
         rows.append((name, *cells, *(f"{ratio:.3g}" for ratio in ratios)))
-    return records.table(rows)
+    return bench.table(rows)
 
 
 def busy_text(repeats: int) -> list[str]:
     code = "while True: pass"
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(os.cpu_count())]
     try:
-        found = records.measure_part(__file__, "latency", 2, repeats)
+        found = bench.measure_part(__file__, "latency", 2, repeats)
     finally:
         for other in others:
             other.kill()
@@ -152,9 +150,9 @@ def bandwidth(groups: dict, repeats: int) -> dict:
         for name, call in calls.items():
             fast = 2 if "gloo" in name else 8
             sides[f"{size}: {name}"] = partial(
-                records.seconds_per_call, call, max(1, fast * 2**24 // bytes)
+                bench.seconds_per_call, call, max(1, fast * 2**24 // bytes)
             )
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 # The second names are those of torch before 2.13.
@@ -165,7 +163,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def bandwidth_text(repeats: int) -> list[str]:
     sections = []
     for ranks in (2, 4):
-        found = records.measure_part(__file__, "bandwidth", ranks, repeats)
+        found = bench.measure_part(__file__, "bandwidth", ranks, repeats)
         sections += [f"## {ranks} ranks: large messages, fp32", bandwidth_table(found, ranks)]
         sections += [others_table(found)]
     sections.append(
@@ -184,26 +182,26 @@ def bandwidth_table(found: dict, ranks: int) -> str:
             size: [factor * bytes / seconds / 1e9 for seconds in found[f"{size}: {name}"]]
             for size, bytes in LARGE.items()
         }
-        rows.append((name, *(records.summary(rates[name][size]) for size in LARGE)))
+        rows.append((name, *(bench.summary(rates[name][size]) for size in LARGE)))
     for name in ("staged", "zero copy"):
         for other in ("limit", "all_reduce, gloo"):
             ratios = (
-                records.ratio_of_pairs(rates[f"all_reduce, {name}"][size], rates[other][size])
+                bench.ratio_of_pairs(rates[f"all_reduce, {name}"][size], rates[other][size])
                 for size in LARGE
             )
-            rows.append((f"{name} / {other}", *map(records.summary, ratios)))
-    return records.table(rows)
+            rows.append((f"{name} / {other}", *map(bench.summary, ratios)))
+    return bench.table(rows)
 
 
 def others_table(found: dict) -> str:
     rows = [("shm against gloo: ratio of times", *LARGE)]
     for name in ("all_gather", "reduce_scatter", "broadcast"):
         ratios = (
-            records.ratio_of_pairs(found[f"{size}: {name}, gloo"], found[f"{size}: {name}, shm"])
+            bench.ratio_of_pairs(found[f"{size}: {name}, gloo"], found[f"{size}: {name}, shm"])
             for size in LARGE
         )
-        rows.append((name, *map(records.summary, ratios)))
-    return records.table(rows)
+        rows.append((name, *map(bench.summary, ratios)))
+    return bench.table(rows)
 
 
 # ---- MPI
@@ -222,22 +220,22 @@ def mpi_text(repeats: int) -> list[str]:
         options = ("--allow-run-as-root", "--bind-to", "core", "-n", 2)
         mpi, ours, floor = {}, {}, []
         for _ in range(repeats):  # taking turns
-            for name, seconds in records.measure("mpirun", *options, program, 1).items():
+            for name, seconds in bench.measure("mpirun", *options, program, 1).items():
                 mpi.setdefault(name, []).extend(seconds)
-            for name, seconds in records.measure_part(__file__, "as_mpi", 2, 1).items():
+            for name, seconds in bench.measure_part(__file__, "as_mpi", 2, 1).items():
                 ours.setdefault(name, []).extend(seconds)
     floor = statistics.median(ours.pop("floor"))
     rows = [
         ("us a call: median (min ... max)", "Open MPI, from C", "shm, from Python", "MPI / shm")
     ]
     for name, seconds in mpi.items():
-        ratio = statistics.median(records.ratio_of_pairs(seconds, ours[name]))
-        cells = (records.summary([1e6 * s for s in side]) for side in (seconds, ours[name]))
+        ratio = statistics.median(bench.ratio_of_pairs(seconds, ours[name]))
+        cells = (bench.summary([1e6 * s for s in side]) for side in (seconds, ours[name]))
         rows.append((f"{name} B", *cells, f"{ratio:.3g}"))
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
     return [
         f"{heading}: {version.splitlines()[0]}",
-        records.table(rows),
+        bench.table(rows),
         f"The floor of a call from Python, all_reduce on a backend that does nothing: "
         f"{1e6 * floor:.2f} us.",
     ]
@@ -246,7 +244,7 @@ def mpi_text(repeats: int) -> list[str]:
 def as_mpi(groups: dict, repeats: int) -> dict:
     rank, group = dist.get_rank(), groups["shm"]
     reduce = partial(dist.all_reduce, torch.zeros(2), group=groups["null"])
-    sides = {"floor": partial(records.seconds_per_call, reduce, 2000)}
+    sides = {"floor": partial(bench.seconds_per_call, reduce, 2000)}
     for bytes in (8, 4096, 65536, 2**20, 2**24, 2**26):
         x, count = torch.zeros(bytes // 4), 2000 if bytes <= 65536 else 2**27 // bytes
 
@@ -256,9 +254,9 @@ def as_mpi(groups: dict, repeats: int) -> dict:
             then(x, 1 - rank, group=group)
 
         reduce = partial(dist.all_reduce, x, group=group)
-        sides[f"all_reduce {bytes}"] = partial(records.seconds_per_call, reduce, count)
-        sides[f"there and back {bytes}"] = partial(records.seconds_per_call, there_and_back, count)
-    return records.alternate(repeats, sides)
+        sides[f"all_reduce {bytes}"] = partial(bench.seconds_per_call, reduce, count)
+        sides[f"there and back {bytes}"] = partial(bench.seconds_per_call, there_and_back, count)
+    return bench.alternate(repeats, sides)
 
 
 PARTS = {f.__name__: f for f in (latency, bandwidth, training, tensor_parallel, as_mpi)}

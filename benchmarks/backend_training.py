@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import records
+import bench
 import shm
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ def training(groups: dict, repeats: int) -> dict:
             what = "freed" if free else "kept"
             wrap = partial(sharded, mesh=mesh, free=free, allocate=name == "shm")
             sides[f"GPT, FSDP2 {what}, {name}"] = gpt(wrap)
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 def tensor_parallel(groups: dict, repeats: int) -> dict:
@@ -51,7 +51,7 @@ def tensor_parallel(groups: dict, repeats: int) -> dict:
             loss = partial(cut_loss, group=groups[name])
             wrap = partial(cut_model, group=groups[name])
             sides[f"{size}, by hand, {name}"] = steps(build, wrap, loss, size, copies=1)
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 def ddp_sides(groups: dict) -> list[tuple]:
@@ -145,27 +145,25 @@ def wait_for_the_other() -> float:
 
 
 def training_text(repeats: int) -> list[str]:
-    found = records.measure_part(SCRIPT, "training", 2, repeats)
+    found = bench.measure_part(SCRIPT, "training", 2, repeats)
     sending_nothing = {"GPT": "GPT, nothing sent", "MLP": "MLP, DDP, nothing sent"}
     rows = [("samples/s of two ranks: median (min ... max)", "", "/ nothing sent", "/ gloo")]
     for name, rates in found.items():
         alone = found[sending_nothing[name[:3]]]
         gloo = found.get(name.replace("shm, zero copy", "gloo").replace("shm", "gloo"), rates)
-        ratios = (
-            statistics.median(records.ratio_of_pairs(rates, other)) for other in (alone, gloo)
-        )
-        rows.append((name, records.summary(rates), *(f"{ratio:.3f}" for ratio in ratios)))
-    kept = records.ratio_of_pairs(found["GPT, FSDP2 kept, shm"], found["GPT, DDP, shm"])
-    tensor = records.measure_part(SCRIPT, "tensor_parallel", 2, repeats)
+        ratios = (statistics.median(bench.ratio_of_pairs(rates, other)) for other in (alone, gloo))
+        rows.append((name, bench.summary(rates), *(f"{ratio:.3f}" for ratio in ratios)))
+    kept = bench.ratio_of_pairs(found["GPT, FSDP2 kept, shm"], found["GPT, DDP, shm"])
+    tensor = bench.measure_part(SCRIPT, "tensor_parallel", 2, repeats)
     tp_rows = [("samples/s: median (min ... max)", "", "/ one process")]
     for name, rates in tensor.items():
         one = tensor[f"{name.split(',')[0]}, one process, two threads"]
-        ratio = statistics.median(records.ratio_of_pairs(rates, one))
-        tp_rows.append((name, records.summary(rates), f"{ratio:.3f}"))
+        ratio = statistics.median(bench.ratio_of_pairs(rates, one))
+        tp_rows.append((name, bench.summary(rates), f"{ratio:.3f}"))
     return [
         "## Training on two ranks: GPT of 10.9 M parameters, 4 sequences a rank; MLP of 10 M",
-        records.table(rows),
-        f"FSDP2 kept / DDP, both on shm: {records.summary(kept)}",
+        bench.table(rows),
+        f"FSDP2 kept / DDP, both on shm: {bench.summary(kept)}",
         "## Two tensor-parallel ranks against one process with two threads",
-        records.table(tp_rows),
+        bench.table(tp_rows),
     ]

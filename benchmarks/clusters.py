@@ -17,7 +17,7 @@ import argparse
 import subprocess
 import sys
 
-import records
+import bench
 from clusters_faults import faults_text
 from clusters_links import LAB, TEXTS
 
@@ -38,7 +38,7 @@ def main() -> None:
     if args.no_write:
         print("\n\n".join(sections))
     else:
-        records.write("clusters", "Several hosts", sections)
+        bench.write("clusters", "Several hosts", sections)
 
 
 def why_no_lab() -> str | None:

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "clusters")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
+import bench
 import lab
 import psutil
-import records
 from clusters_links import hosts
 
 TIMEOUT = 5  # seconds that a collective waits for the missing
@@ -183,8 +183,8 @@ def faults_text(repeats: int, parts: dict[str, list[str]] = PARTS) -> list[str]:
     for fault, title in FAULTS.items():
         cells = [found.get((fault, name, what)) for name in parts for what in WHAT]
         if any(cells):
-            rows.append((title, *(records.summary(cell) if cell else "-" for cell in cells)))
-    return ["## Faults: noticed, and the next step", records.table(rows), ABOUT]
+            rows.append((title, *(bench.summary(cell) if cell else "-" for cell in cells)))
+    return ["## Faults: noticed, and the next step", bench.table(rows), ABOUT]
 
 
 WHAT = ("noticed", "next step")

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "clusters")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
+import bench
 import lab
 import psutil
-import records
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     samples = PARTS[args.part](args.repeats)
     if dist.get_rank() == 0:
-        records.say(samples)
+        bench.say(samples)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -86,7 +86,7 @@ def run(part: str, repeats: int) -> dict:
             for rank in (1, 2, 3)
         ]
         told = [f"{name}={value}" for name, value in job.items()]
-        samples = records.measure("env", "RANK=0", *told, *ranks[0], timeout=500)
+        samples = bench.measure("env", "RANK=0", *told, *ranks[0], timeout=500)
         for process in others:
             process.wait(60)
     return samples
@@ -175,7 +175,7 @@ def links(repeats: int) -> dict:
         apart = make([0, 2])
         for rate in RATES:
             sides[f"{name}, {rate}"] = partial(sample, apart, rate)
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 def links_text(repeats: int) -> list[str]:
@@ -187,22 +187,22 @@ def links_text(repeats: int) -> list[str]:
         alone = [seconds for seconds, _ in found[f"{name}, one host"]]
         for where in ("one host", *RATES):
             seconds, sent = zip(*found[f"{name}, {where}"], strict=True)
-            slower = records.ratio_of_pairs(seconds, alone)
+            slower = bench.ratio_of_pairs(seconds, alone)
             formula = "0" if where == "one host" else f"{per_parameter * PARAMETERS / 1e6:.3g}"
-            rate = records.summary([2 * ROWS / s for s in seconds])
-            cells = (records.summary(seconds), rate, megabytes(sent), formula)
-            rows.append((f"{name}, {where}", *cells, records.summary(slower)))
+            rate = bench.summary([2 * ROWS / s for s in seconds])
+            cells = (bench.summary(seconds), rate, megabytes(sent), formula)
+            rows.append((f"{name}, {where}", *cells, bench.summary(slower)))
     about = (
         f"{PARAMETERS:,} fp32 parameters, {ROWS} samples a rank, so that parameters dominate. By "
         "formula, of N = 2 ranks: an all_reduce sends 2 (N - 1) / N of its 4 bytes a parameter, "
         "an all_gather half of that. FSDP gathers twice, and reduce_scatter of Gloo is an "
         "all_reduce: 8 bytes a parameter. (NCCL's is half an all_reduce: 6.)"
     )
-    return ["## DDP and FSDP: one host, and two", records.table(rows), about]
+    return ["## DDP and FSDP: one host, and two", bench.table(rows), about]
 
 
 def megabytes(sent) -> str:
-    return records.summary([nbytes / 1e6 for nbytes in sent])
+    return bench.summary([nbytes / 1e6 for nbytes in sent])
 
 
 # ---- HSDP: sharded on a host, replicated between hosts
@@ -218,7 +218,7 @@ def hsdp(repeats: int) -> dict:
     for parts in (1, 4):
         sides[f"FSDP, {parts}"] = fsdp_step(flat, parts)
         sides[f"HSDP, {parts}"] = fsdp_step(mesh, parts)
-    return records.alternate(repeats, {k: partial(sample, s, SLOW) for k, s in sides.items()})
+    return bench.alternate(repeats, {k: partial(sample, s, SLOW) for k, s in sides.items()})
 
 
 def hsdp_text(repeats: int) -> list[str]:
@@ -228,10 +228,10 @@ def hsdp_text(repeats: int) -> list[str]:
         kind, _, parts = name.partition(", ")
         seconds, sent = zip(*found[name], strict=True)
         fsdp = [s for s, _ in found[f"FSDP, {parts or 1}"]]
-        ratio = records.summary(records.ratio_of_pairs(fsdp, seconds))
+        ratio = bench.summary(bench.ratio_of_pairs(fsdp, seconds))
         formula = f"{per_parameter * PARAMETERS / 1e6:.3g}"
         title = f"{kind}, {parts} micro-batches" if parts == "4" else kind
-        rows.append((title, records.summary(seconds), megabytes(sent), formula, ratio))
+        rows.append((title, bench.summary(seconds), megabytes(sent), formula, ratio))
     about = (
         f"{PARAMETERS:,} fp32 parameters, {SLOW}. In a ring of all four ranks one rank of a host "
         "sends to the other host, 3/4 of the bytes in an all_gather, 6/4 in an all_reduce. With k "
@@ -241,7 +241,11 @@ def hsdp_text(repeats: int) -> list[str]:
         "parameter, whatever k is. So of the factor without micro-batches, 12 / 4, a quarter is "
         "Gloo's: it would be 9 / 4."
     )
-    return ["## HSDP and FSDP when the link between the hosts is slow", records.table(rows), about]
+    return [
+        "## HSDP and FSDP when the link between the hosts is slow",
+        bench.table(rows),
+        about,
+    ]
 
 
 # ---- gradient compression
@@ -261,7 +265,7 @@ def compression(repeats: int) -> dict:
     prepare |= {name: partial(low_rank, rank) for name, rank in RANKS.items()}
     made = {name: ddp_step([0, 2], how) for name, how in prepare.items()}
     torch.manual_seed(dist.get_rank())
-    found = records.alternate(
+    found = bench.alternate(
         repeats, {name: partial(sample, step, SLOW) for name, (step, _) in made.items()}
     )
     with torch.no_grad():
@@ -280,16 +284,16 @@ def compression_text(repeats: int) -> list[str]:
     rows = [("DDP", "s per step", "MB sent by a host", "none / this", f"loss after {steps} steps")]
     for name in ("none", "fp16", *RANKS):
         seconds, sent = zip(*found[name], strict=True)
-        ratio = records.summary(records.ratio_of_pairs(plain, seconds))
+        ratio = bench.summary(bench.ratio_of_pairs(plain, seconds))
         loss = f"{found['losses'][name]:.3f}"
-        rows.append((name, records.summary(seconds), megabytes(sent), ratio, loss))
+        rows.append((name, bench.summary(seconds), megabytes(sent), ratio, loss))
     about = (
         f"Two hosts, a rank on each, {SLOW}; {PARAMETERS:,} fp32 parameters. fp16: "
         "fp16_compress_hook, half the bytes. PowerSGD sends two thin matrices for each large one; "
         "its first two steps, in the warm-up, are sent as they are. The losses are those of one "
         "short training each, with batches of its own: near, not equal."
     )
-    return ["## Gradient compression", records.table(rows), about]
+    return ["## Gradient compression", bench.table(rows), about]
 
 
 PARTS = {f.__name__: f for f in (links, hsdp, compression)}

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "collectives"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
+import bench
 import private_network
-import records
 import torch
 import torch.distributed as dist
 from all_reduce_algorithms import ring
@@ -45,14 +45,14 @@ def main() -> None:
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats)
             if worker.is_main:
-                records.say(samples)
+                bench.say(samples)
         return
     options = (__file__, "--repeats", args.repeats, "--part")
     sections = []
     for ranks in (2, 4):
-        results = records.measure(*records.torchrun(ranks), *options, "against_gloo")
+        results = bench.measure(*bench.torchrun(ranks), *options, "against_gloo")
         sections += ring_text(results, ranks)
-    results = records.measure(*records.torchrun(2), *options, "loopback")
+    results = bench.measure(*bench.torchrun(2), *options, "loopback")
     sections += ["## (b) Overlap over loopback", *overlap_text(results, *LOOPBACK)]
     sections.append("## (c) Overlap over a link of 100 Mbit/s")
     for frame in FRAMES:
@@ -60,8 +60,8 @@ def main() -> None:
             sections.append(f"Not measured: {reason}")
             break
         ranks = private_network.two_ranks(frame, sys.executable, *options, "slow")
-        sections += slow_text(records.measure(*ranks), frame)
-    records.write("collectives", "What communication costs", sections)
+        sections += slow_text(bench.measure(*ranks), frame)
+    bench.write("collectives", "What communication costs", sections)
 
 
 # ---- (a) seconds per call of the slowest rank
@@ -162,9 +162,9 @@ def ring_text(results: dict, ranks: int) -> list[str]:
     for size, sides in results.items():
         nbytes, name = int(size), label(int(size))
         gloo, ours = ([1e3 * t for t in sides[side]] for side in ("gloo", "ring"))
-        ratio = records.ratio_of_pairs(gloo, ours)
+        ratio = bench.ratio_of_pairs(gloo, ours)
         rates = [f"{factor * nbytes / statistics.median(s) / 1e6:.3g}" for s in (gloo, ours)]
-        rows.append((name, *map(records.summary, (gloo, ours, ratio)), *rates))
+        rows.append((name, *map(bench.summary, (gloo, ours, ratio)), *rates))
         ring_ms, sent_ms, added_ms = (
             1e3 * statistics.median(sides[side]) for side in ("ring", "messages", "additions")
         )
@@ -183,7 +183,7 @@ def ring_text(results: dict, ranks: int) -> list[str]:
         fits.append(f"{side} {1e6 * alpha:.0f} us + {1e9 * beta:.3g} ns per byte")
     text = [
         f"## (a) The ring against Gloo's all_reduce, {ranks} ranks",
-        records.table(rows),
+        bench.table(rows),
         "A ratio above 1: the ring is faster. Medians (min ... max). 1 KB = 2^10 bytes.",
         f"Fitted, time = alpha + bytes * beta: {', '.join(fits)}.",
     ]
@@ -198,7 +198,7 @@ def ring_text(results: dict, ranks: int) -> list[str]:
             "alone, would take of its time, then its processor time in units of Gloo's: over "
             "loopback that is what a transfer is made of."
         )
-    return [*text, records.table(parts)]
+    return [*text, bench.table(parts)]
 
 
 def overlap_text(results: dict, buckets: int, megabytes: float) -> list[str]:
@@ -212,17 +212,17 @@ def overlap_text(results: dict, buckets: int, megabytes: float) -> list[str]:
     ]
     for order in ("compute", "communicate", "sequential", "overlapped"):
         used = f"{1e3 * results['processor'][order]:.0f}"
-        rows.append((order, records.summary([1e3 * t for t in results[order]]), used))
-    gain = records.ratio_of_pairs(results["sequential"], results["overlapped"])
+        rows.append((order, bench.summary([1e3 * t for t in results[order]]), used))
+    gain = bench.ratio_of_pairs(results["sequential"], results["overlapped"])
     share = [100 * h for h in hidden(results)]
-    rows.append(("sequential / overlapped, pair by pair", records.summary(gain), ""))
-    rows.append(("hidden of the communication, per cent", records.summary(share), ""))
+    rows.append(("sequential / overlapped, pair by pair", bench.summary(gain), ""))
+    rows.append(("hidden of the communication, per cent", bench.summary(share), ""))
     alone, sent = (statistics.median(results[name]) for name in ("compute", "communicate"))
     limits = [("no order can take fewer ms than", "ms", "hides at most, per cent")]
     for name, seconds in bounds(results, buckets, cores).items():
         most = min(100, 100 * (alone + sent - seconds) / sent)
         limits.append((name, f"{1e3 * seconds:.4g}", f"{most:.3g}"))
-    return [records.table(rows), records.table(limits)]
+    return [bench.table(rows), bench.table(limits)]
 
 
 def slow_text(results: dict, frame: int) -> list[str]:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "ddp_basics"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and for the one process too
 
-import records
+import bench
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-TORCHRUN = records.torchrun(ranks=2)
+TORCHRUN = bench.torchrun(ranks=2)
 SETTINGS = Settings(optimizer="adamw", lr=2e-3)
 
 
@@ -52,16 +52,16 @@ def main() -> None:
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats)
             if worker.is_main:
-                records.say(samples)
+                bench.say(samples)
         return
     options = (__file__, "--repeats", args.repeats, "--part")
-    a = records.measure(sys.executable, *options, "template")
-    b = records.measure(*TORCHRUN, *options, "scaling")
-    c = records.measure(*TORCHRUN, *options, "from_scratch")
-    e = records.measure(*TORCHRUN, *options, "checksum")
+    a = bench.measure(sys.executable, *options, "template")
+    b = bench.measure(*TORCHRUN, *options, "scaling")
+    c = bench.measure(*TORCHRUN, *options, "from_scratch")
+    e = bench.measure(*TORCHRUN, *options, "checksum")
     d = start_up(args.repeats)
     texts = [*template_text(a), *text(b, c), *start_up_text(d), *checksum_text(e)]
-    records.write("ddp", "What DDP costs", texts)
+    bench.write("ddp", "What DDP costs", texts)
 
 
 # ---- (a) the template's loop against the barest one: images per second of one process
@@ -90,7 +90,7 @@ def template(worker: Worker, repeats: int) -> dict[str, list[float]]:
             optimizer.step()
         return len(loader) * 64 / (time.perf_counter() - started)
 
-    return records.alternate(repeats, {"template": with_template, "barest": barest})
+    return bench.alternate(repeats, {"template": with_template, "barest": barest})
 
 
 # ---- (b) and (c): images per second of two ranks
@@ -109,7 +109,7 @@ def scaling(worker: Worker, repeats: int) -> dict[str, list[float]]:
         model = DistributedDataParallel(SmallCNN(image_size=28), gradient_as_bucket_view=True)
         return steps(model, batch, batch // 2, 6)
 
-    return records.alternate(repeats, {"one": one, "two": two})
+    return bench.alternate(repeats, {"one": one, "two": two})
 
 
 def from_scratch(worker: Worker, repeats: int) -> dict[str, list[float]]:
@@ -126,7 +126,7 @@ def from_scratch(worker: Worker, repeats: int) -> dict[str, list[float]]:
         "bucketed": lambda: BucketedDDP(build()),
         "naive": lambda: NaiveDDP(build()),
     }
-    return records.alternate(
+    return bench.alternate(
         repeats,
         {name: lambda wrap=wrap: steps(wrap(), 64, 32, 5) for name, wrap in wrappers.items()},
     )
@@ -167,7 +167,7 @@ def checksum(worker: Worker, repeats: int) -> dict[str, list[float]]:
         measured[f"checksum, {name}"] = lambda model=model: seconds_of(
             lambda: check_replicas(model, 1, worker)
         )
-    return records.alternate(repeats, measured)
+    return bench.alternate(repeats, measured)
 
 
 def seconds_of(action) -> float:
@@ -214,7 +214,7 @@ def start_up(repeats: int) -> dict[str, list[float]]:
                 run / "metrics.jsonl", [*TORCHRUN, ROOT / "ddp_basics/train.py", *options]
             )
 
-        return records.alternate(repeats, {"train.py": full, "bare": bare})
+        return bench.alternate(repeats, {"train.py": full, "bare": bare})
 
 
 def seconds_until(mark: Path, command: list) -> float:
@@ -236,60 +236,60 @@ def seconds_until(mark: Path, command: list) -> float:
 
 
 def template_text(a: dict) -> list[str]:
-    ratio = records.ratio_of_pairs(a["template"], a["barest"])
+    ratio = bench.ratio_of_pairs(a["template"], a["barest"])
     rows = [
         ("one process, batch 64, 28 x 28 images", "images/s: median (min ... max)"),
-        ("train.py's loop", records.summary(a["template"])),
-        ("the barest loop", records.summary(a["barest"])),
-        ("ratio, pair by pair", records.summary(ratio)),
+        ("train.py's loop", bench.summary(a["template"])),
+        ("the barest loop", bench.summary(a["barest"])),
+        ("ratio, pair by pair", bench.summary(ratio)),
     ]
-    return ["## (a) The template against the barest loop", records.table(rows)]
+    return ["## (a) The template against the barest loop", bench.table(rows)]
 
 
 def text(b: dict, c: dict) -> list[str]:
     rows_b = [
         ("global batch 256, 28 x 28 images, one thread per rank", "images/s: median (min ... max)"),
-        ("one process", records.summary(b["one"])),
-        ("two ranks, DDP", records.summary(b["two"])),
-        ("speed-up, pair by pair", records.summary(records.ratio_of_pairs(b["two"], b["one"]))),
+        ("one process", bench.summary(b["one"])),
+        ("two ranks, DDP", bench.summary(b["two"])),
+        ("speed-up, pair by pair", bench.summary(bench.ratio_of_pairs(b["two"], b["one"]))),
     ]
     rows_c = [
         ("two ranks, global batch 64, 14 M parameters", "images/s: median (min ... max)"),
-        *((name, records.summary(samples)) for name, samples in c.items()),
+        *((name, bench.summary(samples)) for name, samples in c.items()),
         *(
             (
                 f"{name} / torch, pair by pair",
-                records.summary(records.ratio_of_pairs(c[name], c["torch"])),
+                bench.summary(bench.ratio_of_pairs(c[name], c["torch"])),
             )
             for name in ("bucketed", "naive")
         ),
     ]
     return [
         "## (b) Two ranks against one process",
-        records.table(rows_b),
+        bench.table(rows_b),
         "## (c) torch's DDP against ddp_from_scratch.py",
-        records.table(rows_c),
+        bench.table(rows_c),
     ]
 
 
 def checksum_text(e: dict) -> list[str]:
     rows = [("two ranks, global batch 32", "ms: median (min ... max)")]
-    rows += [(name, records.summary([1e3 * x for x in samples])) for name, samples in e.items()]
+    rows += [(name, bench.summary([1e3 * x for x in samples])) for name, samples in e.items()]
     for name in ("SmallCNN, 28 x 28", "14 M parameters"):
         share = statistics.median(e[f"checksum, {name}"]) / statistics.median(e[f"step, {name}"])
         rows.append((f"every 50 steps: {name}", f"{share / 50:.2%} of the time"))
-    return ["## (e) The checksum of the replicas", records.table(rows)]
+    return ["## (e) The checksum of the replicas", bench.table(rows)]
 
 
 def start_up_text(d: dict) -> list[str]:
     difference = statistics.median(x - y for x, y in zip(d["train.py"], d["bare"], strict=True))
     rows = [
         ("torchrun, two ranks", "seconds: median (min ... max)"),
-        ("train.py: launch to the first step", records.summary(d["train.py"])),
-        ("import torch + init_process_group + one all_reduce", records.summary(d["bare"])),
+        ("train.py: launch to the first step", bench.summary(d["train.py"])),
+        ("import torch + init_process_group + one all_reduce", bench.summary(d["bare"])),
         ("difference, pair by pair (median)", f"{difference:.3g}"),
     ]
-    return ["## (d) Start-up", records.table(rows)]
+    return ["## (d) Start-up", bench.table(rows)]
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ sys.path[:0] = [str(ROOT / "fsdp_basics"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
 import async_checkpoint
+import bench
 import measure_memory
 import process_memory
-import records
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -50,19 +50,19 @@ def main() -> None:
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats, args.sizes)
             if worker.is_main:
-                records.say(samples)
+                bench.say(samples)
         return
     results = {(part, n): measure(part, n, args) for n in args.ranks for part in ("speed", "held")}
     sections = [*text(results, args), *save_text(measure("save", args.ranks[0], args))]
     if args.no_write:
         print("\n\n".join(sections))
     else:
-        records.write("fsdp", "What sharding costs and saves", sections)
+        bench.write("fsdp", "What sharding costs and saves", sections)
 
 
 def measure(part: str, ranks: int, args) -> dict:
     options = ("--part", part, "--repeats", args.repeats, "--sizes", *args.sizes)
-    return records.measure(*records.torchrun(ranks), __file__, *options)
+    return bench.measure(*bench.torchrun(ranks), __file__, *options)
 
 
 # ---- (a) images per second, over all ranks
@@ -71,7 +71,7 @@ def measure(part: str, ranks: int, args) -> dict:
 def speed(worker: Worker, repeats: int, sizes: list[str]) -> dict:
     meshes = make_meshes("cpu", worker.world_size)
     return {
-        size: records.alternate(
+        size: bench.alternate(
             repeats,
             {
                 name: lambda name=name, size=size: images_per_second(name, size, meshes[name])
@@ -126,7 +126,7 @@ def held(worker: Worker, repeats: int, sizes: list[str]) -> dict:
     names = [name for name in COMPARED if name in meshes]
     repeats = min(repeats, 3)  # they hardly differ
     return {
-        size: records.alternate(repeats, {n: lambda n=n, size=size: sample(n, size) for n in names})
+        size: bench.alternate(repeats, {n: lambda n=n, size=size: sample(n, size) for n in names})
         for size in sizes
     }
 
@@ -162,14 +162,14 @@ def text(results: dict, args) -> list[str]:
         rows = [(f"{ranks} ranks", *map(describe, args.sizes))]
         samples = results["speed", ranks]
         for name in samples[args.sizes[0]]:
-            rows.append((name, *(records.summary(samples[size][name]) for size in args.sizes)))
+            rows.append((name, *(bench.summary(samples[size][name]) for size in args.sizes)))
             if name != "DDP":
                 pairs = [
-                    records.ratio_of_pairs(samples[size][name], samples[size]["DDP"])
+                    bench.ratio_of_pairs(samples[size][name], samples[size]["DDP"])
                     for size in args.sizes
                 ]
-                rows.append((f"{name} / DDP, pair by pair", *map(records.summary, pairs)))
-        sections.append(records.table(rows))
+                rows.append((f"{name} / DDP, pair by pair", *map(bench.summary, pairs)))
+        sections.append(bench.table(rows))
     sections.append(
         "## (b) Memory of the fullest rank\n\n"
         "peak: of the process in a step, above what it was before the model was built, MB: median "
@@ -182,11 +182,9 @@ def text(results: dict, args) -> list[str]:
         samples = results["held", ranks]
         for name in samples[args.sizes[0]]:
             cells = [samples[size][name] for size in args.sizes]
-            rows.append(
-                (f"{name}: peak", *(records.summary([s[0] / 1e6 for s in c]) for c in cells))
-            )
+            rows.append((f"{name}: peak", *(bench.summary([s[0] / 1e6 for s in c]) for c in cells)))
             rows.append((f"{name}: held", *(ratios(c[0]) for c in cells)))
-        sections.append(records.table(rows))
+        sections.append(bench.table(rows))
     sections.append("HSDP needs two rows of two ranks: it begins at 4 ranks.")
     return sections
 
@@ -205,14 +203,14 @@ def ratios(sample: list[float]) -> str:
 
 
 def save_text(waits: dict) -> list[str]:
-    fraction = records.ratio_of_pairs(waits["async_save"], waits["save"])
+    fraction = bench.ratio_of_pairs(waits["async_save"], waits["save"])
     rows = [
         (f"{waits['bytes'] / 1e6:.0f} MB a rank", "training waits, seconds: median (min ... max)"),
-        ("dcp.save", records.summary(waits["save"])),
-        ("dcp.async_save", records.summary(waits["async_save"])),
-        ("ratio, pair by pair", records.summary(fraction)),
+        ("dcp.save", bench.summary(waits["save"])),
+        ("dcp.async_save", bench.summary(waits["async_save"])),
+        ("ratio, pair by pair", bench.summary(fraction)),
     ]
-    return [f"## (c) Saving the {waits['size']} model", records.table(rows)]
+    return [f"## (c) Saving the {waits['size']} model", bench.table(rows)]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "transformer_basics"), str(ROOT / "benchmarks")]
 sys.path.append(str(ROOT / "parallel_basics"))  # last: both directories have model.py, runtime.py
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
-import records
+import bench
 import torch
 import torch.distributed as dist
 from benchmark import SIZES, Side, config_of
@@ -53,20 +53,20 @@ def main() -> None:
             torch.set_float32_matmul_precision("high")  # as train.py, for all sides
             samples = {size: PARTS[args.part](worker, args.repeats, size) for size in args.sizes}
             if worker.is_main:
-                records.say(samples)
+                bench.say(samples)
         return
     options = (__file__, "--repeats", args.repeats, "--device", args.device)
     options += ("--sizes", *args.sizes, "--part")
-    one = records.measure(sys.executable, *options, "one_process")
+    one = bench.measure(sys.executable, *options, "one_process")
     sections = one_process_text(one)
     if args.device == "cpu" or torch.cuda.device_count() > 1:
-        torchrun = records.torchrun(ranks=2)
-        sections += data_parallel_text(records.measure(*torchrun, *options, "data_parallel"))
-        sections += tensor_parallel_text(records.measure(*torchrun, *options, "tensor_parallel"))
+        torchrun = bench.torchrun(ranks=2)
+        sections += data_parallel_text(bench.measure(*torchrun, *options, "data_parallel"))
+        sections += tensor_parallel_text(bench.measure(*torchrun, *options, "tensor_parallel"))
     if args.no_write:
         print("\n\n".join(sections))
     else:
-        records.write("gpt", "How fast the GPT trains", sections)
+        bench.write("gpt", "How fast the GPT trains", sections)
 
 
 def pin_to_a_core() -> None:
@@ -189,7 +189,7 @@ def one_process(worker: Worker, repeats: int, size: str) -> dict:
     }
     if sides["bf16 peak"]() > sides["fp32 peak"]():  # or it is emulated: nobody would train so
         sides["bf16"] = template(mesh, size, worker, batch, precision="bf16")
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
@@ -206,7 +206,7 @@ def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
         "ZeRO-2": template("dp_shard=2", *both),
         "ZeRO-3": template("dp_shard=2", *both, keep_gathered=False),
     }
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
@@ -226,7 +226,7 @@ def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
         "train.py --tp 2": template("tp=2", *common, clip=0.0),
         "and --sequence-parallel": template("tp=2", *common, clip=0.0, sequence_parallel=True),
     }
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 PARTS = {f.__name__: f for f in (one_process, data_parallel, tensor_parallel)}
@@ -238,11 +238,11 @@ PARTS = {f.__name__: f for f in (one_process, data_parallel, tensor_parallel)}
 def table(samples: dict, names: list[str], ratios: dict[str, tuple[str, str]]) -> str:
     sizes = list(samples)
     rows = [("tokens/s: median (min ... max)", *map(describe, sizes))]
-    rows += [(name, *(records.summary(samples[s][name]) for s in sizes)) for name in names]
+    rows += [(name, *(bench.summary(samples[s][name]) for s in sizes)) for name in names]
     for title, (a, b) in ratios.items():
-        pairs = [records.ratio_of_pairs(samples[s][a], samples[s][b]) for s in sizes]
-        rows.append((title, *map(records.summary, pairs)))
-    return records.table(rows)
+        pairs = [bench.ratio_of_pairs(samples[s][a], samples[s][b]) for s in sizes]
+        rows.append((title, *map(bench.summary, pairs)))
+    return bench.table(rows)
 
 
 def describe(size: str) -> str:
@@ -271,10 +271,10 @@ def one_process_text(samples: dict) -> list[str]:
             flops = config_of(size).flops_per_token(config_of(size).block_size)
             best = statistics.median(found[peak])
             shares = [r * flops / best for r in found[rate]]
-            cells.append(f"{records.summary(shares)} of {best / 1e9:.0f} GFLOP/s")
+            cells.append(f"{bench.summary(shares)} of {best / 1e9:.0f} GFLOP/s")
         rows.append((title, *cells))
     heading = "## (a), (b) One process, one thread"
-    return [heading, table(samples, names, ratios), records.table(rows)]
+    return [heading, table(samples, names, ratios), bench.table(rows)]
 
 
 def data_parallel_text(samples: dict) -> list[str]:

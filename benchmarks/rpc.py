@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are few on a busy machine
 
-import records
+import bench
 import torch
 import torch.distributed as dist
 from batched_server import BatchedServer
@@ -41,14 +41,14 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 
 def main() -> None:
-    records.main("rpc", "Remote calls", __doc__, TEXTS, part)
+    bench.main("rpc", "Remote calls", __doc__, TEXTS, part)
 
 
 def part(name: str, repeats: int) -> None:
     with distributed_worker("cpu"), rpc_worker(120) as worker:
         samples = PARTS[name](worker, repeats)
         if worker.rank == 0:
-            records.say(samples)
+            bench.say(samples)
 
 
 # ---- one update of all gradients, or one of each
@@ -60,9 +60,9 @@ def batching(worker: RpcWorker, repeats: int) -> dict:
         server = rpc.RRef(BatchedServer(torch.zeros(size), worker.world_size - 1))
         for name in ("one of all", "one of each"):
             push = partial(on_the_others, worker, push_only, server, size, name)
-            side = partial(records.seconds_per_call, push if worker.rank == 0 else nothing, 1)
+            side = partial(bench.seconds_per_call, push if worker.rank == 0 else nothing, 1)
             sides[f"{size:,}, {name}"] = side
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 def on_the_others(worker: RpcWorker, function, *args) -> None:
@@ -85,14 +85,17 @@ PUSHES = 10  # of each trainer
 
 
 def batching_text(repeats: int) -> list[str]:
-    found = records.measure_part(__file__, "batching", 4, repeats)
+    found = bench.measure_part(__file__, "batching", 4, repeats)
     rows = [("pushes/s of 3 trainers: median (min ... max)", "one of all", "one of each", "ratio")]
     for size in dict.fromkeys(name.rpartition(", ")[0] for name in found):
         both = [found[f"{size}, {name}"] for name in rows[0][1:3]]
-        cells = (records.summary([3 * PUSHES / s for s in seconds]) for seconds in both)
-        ratio = statistics.median(records.ratio_of_pairs(*reversed(both)))
+        cells = (bench.summary([3 * PUSHES / s for s in seconds]) for seconds in both)
+        ratio = statistics.median(bench.ratio_of_pairs(*reversed(both)))
         rows.append((f"{size} parameters", *cells, f"{ratio:.3g}"))
-    return ["## One AdamW update of the gradients of all trainers, or of each", records.table(rows)]
+    return [
+        "## One AdamW update of the gradients of all trainers, or of each",
+        bench.table(rows),
+    ]
 
 
 # ---- a parameter server, and DDP
@@ -118,7 +121,7 @@ def training(worker: RpcWorker, repeats: int) -> dict:
             steps[mode] = call if worker.rank == 0 else nothing
         for name, step in steps.items():
             sides[f"{size}, {name}"] = partial(samples_per_second, step, worker.world_size)
-    return records.alternate(repeats, sides)
+    return bench.alternate(repeats, sides)
 
 
 def samples_per_second(steps: Callable[[], None], ranks: int) -> float:
@@ -189,13 +192,13 @@ def training_text(repeats: int) -> list[str]:
     rows = [("median (min ... max)", "DDP", "server, sync", "server, async", "sync / DDP")]
     traffic = [("bytes and calls of a step", "DDP: a rank sends", "server: it sends", "calls")]
     for ranks in (2, 4):
-        found = records.measure_part(__file__, "training", ranks, repeats)
+        found = bench.measure_part(__file__, "training", ranks, repeats)
         for size, width in WIDTHS.items():
             rates = [found[f"{size}, {name}"] for name in ("DDP", "sync", "async")]
-            ratio = statistics.median(records.ratio_of_pairs(rates[1], rates[0]))
+            ratio = statistics.median(bench.ratio_of_pairs(rates[1], rates[0]))
             parameters = width * 75 + 10
             name = f"{ranks} ranks, {parameters:,} parameters"
-            rows.append((name, *map(records.summary, rates), f"{ratio:.3g}"))
+            rows.append((name, *map(bench.summary, rates), f"{ratio:.3g}"))
             ring = f"{2 * (ranks - 1) * 4 * parameters // ranks:,}"
             traffic.append((name, ring, f"{(ranks - 1) * 4 * parameters:,}", 2 * ranks))
     reason = (
@@ -203,7 +206,7 @@ def training_text(repeats: int) -> list[str]:
         "all at the same time. The server sends all parameters to each of the n - 1 other ranks, "
         "and receives as many gradients: one process does it, in Python, for 2 calls a rank."
     )
-    return [*texts, records.table(rows), records.table(traffic), reason]
+    return [*texts, bench.table(rows), bench.table(traffic), reason]
 
 
 PARTS = {f.__name__: f for f in (latency, batching, training)}

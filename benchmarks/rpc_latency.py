@@ -7,7 +7,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import records
+import bench
 import torch
 import torch.distributed as dist
 from rpc_worker import RpcWorker
@@ -48,17 +48,15 @@ def measure_latency(rank: int, repeats: int, ray) -> dict:
             calls["Ray"] = partial(over_ray, ray, actor, x)
         for name, call in calls.items():
             mine = call if rank == 0 or name == "send and recv" else nothing
-            sides[f"{size}, {name}"] = partial(records.seconds_per_call, mine, count)
+            sides[f"{size}, {name}"] = partial(bench.seconds_per_call, mine, count)
     x = torch.zeros(2)
     calls = {"a plain socket": partial(many_over_socket, connection, x)}
     calls["RPC"] = partial(many_calls, other, x)
     if RAY:
         calls["Ray"] = partial(many_over_ray, ray, actor, x)
     for name, call in calls.items():
-        sides[f"many, {name}"] = partial(
-            records.seconds_per_call, call if rank == 0 else nothing, 3
-        )
-    samples = records.alternate(repeats, sides)
+        sides[f"many, {name}"] = partial(bench.seconds_per_call, call if rank == 0 else nothing, 3)
+    samples = bench.alternate(repeats, sides)
     if rank == 0:
         connection.close()
     return samples
@@ -140,21 +138,25 @@ def read(connection: socket.socket, place: memoryview) -> bool:
 
 
 def latency_text(repeats: int) -> list[str]:
-    found = records.measure_part(SCRIPT, "latency", 2, repeats)
+    found = bench.measure_part(SCRIPT, "latency", 2, repeats)
     names = ["a plain socket", "send and recv", "rpc_sync", *["Ray"] * RAY]
     rows = [("us there and back: median (min ... max)", *names, "rpc_sync / socket")]
     for size in SIZES:
         of_size = {name: found[f"{size}, {name}"] for name in names}
-        cells = (records.summary([1e6 * s for s in of_size[name]]) for name in names)
-        ratio = records.ratio_of_pairs(of_size["rpc_sync"], of_size["a plain socket"])
+        cells = (bench.summary([1e6 * s for s in of_size[name]]) for name in names)
+        ratio = bench.ratio_of_pairs(of_size["rpc_sync"], of_size["a plain socket"])
         rows.append((size, *cells, f"{statistics.median(ratio):.3g}"))
     rates = [("calls/s: median (min ... max)", "one after the other", f"{IN_FLIGHT} in flight")]
     for name, one in (("a plain socket", "a plain socket"), ("RPC", "rpc_sync"), ("Ray", "Ray")):
         if f"many, {name}" in found:
-            alone = records.summary([1 / s for s in found[f"8 B, {one}"]])
-            many = records.summary([IN_FLIGHT / s for s in found[f"many, {name}"]])
+            alone = bench.summary([1 / s for s in found[f"8 B, {one}"]])
+            many = bench.summary([IN_FLIGHT / s for s in found[f"many, {name}"]])
             rates.append((name, alone, many))
-    texts = ["## Between two processes of one machine", records.table(rows), records.table(rates)]
+    texts = [
+        "## Between two processes of one machine",
+        bench.table(rows),
+        bench.table(rates),
+    ]
     return texts if RAY else [*texts, "Ray is not installed here."]
 
 

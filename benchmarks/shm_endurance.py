@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-import records
+import bench
 
 STRESS = Path(__file__).resolve().parent.parent / "tests/workers/shm_stress.py"
 RANKS = (2, 3, 4)
@@ -35,19 +35,19 @@ def main() -> None:
     for ranks, each in seconds.items():
         if each:
             count = LISTS * len(each)
-            rows.append((ranks, len(each), count, count * OPERATIONS, records.summary(each)))
+            rows.append((ranks, len(each), count, count * OPERATIONS, bench.summary(each)))
     lists = f"{args.jobs} jobs, {args.jobs * LISTS:,} lists"
-    sections = [records.table(rows), f"All ended with status 0 and equal to Gloo: {lists}."]
+    sections = [bench.table(rows), f"All ended with status 0 and equal to Gloo: {lists}."]
     if args.no_write:
         print("\n\n".join(sections))
     else:
-        records.write("shm_endurance", "A shared-memory backend, for a long time", sections)
+        bench.write("shm_endurance", "A shared-memory backend, for a long time", sections)
 
 
 def job(seed: int, ranks: int) -> float:
     """Seconds that it took. Raises: RuntimeError where it failed, TimeoutExpired where it hung."""
     leave = ["--leave"] if seed % 2 else []
-    command = [*records.torchrun(ranks), str(STRESS), str(seed), str(LISTS * OPERATIONS), *leave]
+    command = [*bench.torchrun(ranks), str(STRESS), str(seed), str(LISTS * OPERATIONS), *leave]
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode != 0 or "operations in groups of" not in done.stdout:

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "custom_backend"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
+import bench
 import private_network
-import records
 import torch
 import torch.distributed as dist
 from links import read_links, ring_seconds
@@ -52,10 +52,10 @@ def main() -> None:
         sys.exit(f"nothing was measured: {reason}")
     command = (__file__, "--repeats", args.repeats, "--part")
     real = private_network.two_ranks(FRAME, sys.executable, *command, "ring")
-    ours = (*records.torchrun(2), *command, "slow")
-    rounds = [(records.measure(*real), records.measure(*ours)) for _ in range(2)]
+    ours = (*bench.torchrun(2), *command, "slow")
+    rounds = [(bench.measure(*real), bench.measure(*ours)) for _ in range(2)]
     sections = [text(rounds, "message"), text(rounds, "all_reduce"), about()]
-    records.write("slow_links", "A slow link, real and made", sections)
+    bench.write("slow_links", "A slow link, real and made", sections)
 
 
 def measure_part(backend: str, repeats: int) -> None:
@@ -73,7 +73,7 @@ def measure_part(backend: str, repeats: int) -> None:
                 # The first one warms up.
                 results[name][nbytes] = seconds_of(run, group, repeats + 1)[1:]
         if worker.is_main:
-            records.say(results)
+            bench.say(results)
 
 
 def text(rounds: list, operation: str) -> str:
@@ -84,12 +84,12 @@ def text(rounds: list, operation: str) -> str:
     rows = [("bytes", "formula, ms", "real link", "slow backend", "real, again", "slow, again")]
     for nbytes in SIZES:
         cells = [
-            records.summary([1e3 * seconds for seconds in side[operation][str(nbytes)]])
+            bench.summary([1e3 * seconds for seconds in side[operation][str(nbytes)]])
             for pair in rounds
             for side in pair
         ]
         rows.append((f"{nbytes:,}", f"{1e3 * formula(nbytes):.4g}", *cells))
-    return f"## {operation}, 2 ranks\n\n{records.table(rows)}"
+    return f"## {operation}, 2 ranks\n\n{bench.table(rows)}"
 
 
 def about() -> str:

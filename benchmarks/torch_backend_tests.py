@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "custom_backend"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
-import records
+import bench
 import torch
 
 # torch's own tests: what is measured here, and there is no public name for it.
@@ -43,13 +43,13 @@ def main() -> None:
     if importlib.util.find_spec("expecttest") is None:
         sys.exit("PyTorch's tests need one more package: pip install expecttest")
     if args.side:
-        records.say(run_tests(*SIDES[args.side], args.only))
+        bench.say(run_tests(*SIDES[args.side], args.only))
         return
     sections = [section for ranks in args.ranks for section in both(ranks, args.only)]
     if args.no_write:
         print("\n\n".join(sections))
     else:
-        records.write("torch_backend_tests", "PyTorch's own tests of a backend", sections)
+        bench.write("torch_backend_tests", "PyTorch's own tests of a backend", sections)
 
 
 def both(ranks: int, only: str) -> list[str]:
@@ -59,7 +59,7 @@ def both(ranks: int, only: str) -> list[str]:
         os.environ.update(WORLD_SIZE=str(ranks), TEMP_DIR=folder)
         for side in SIDES:
             command = (sys.executable, __file__, "--side", side, "--only", only)
-            found[side] = records.measure(*command, timeout=1500)
+            found[side] = bench.measure(*command, timeout=1500)
     rows = [(f"{ranks} ranks", "passed", "failed", "skipped")]
     for side, outcomes in found.items():
         counts = collections.Counter(outcome for outcome, _ in outcomes.values())
@@ -68,7 +68,7 @@ def both(ranks: int, only: str) -> list[str]:
     for name, (outcome, why) in found["shm, gates open"].items():
         if found["gloo"][name][0] == "passed" and outcome != "passed":
             different.append((f"`{name}`", outcome, why.replace("|", "/")))
-    return [records.table(rows), records.table(different)]
+    return [bench.table(rows), bench.table(different)]
 
 
 # ---- in a process of its own, for the module reads the backend's name when it is imported

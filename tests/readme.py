@@ -12,7 +12,7 @@ import printed_commands
 from helpers import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
-import records
+import bench
 
 
 def main() -> None:
@@ -46,9 +46,9 @@ def main() -> None:
         above = printed - run - left_out.total()
         rows.append((name, printed, run, above, listed(left_out), failed, used))
     rows.append(("all", *totals(rows[1:]), listed(all_left_out), len(failures), total(rows, 6)))
-    sections = [EXPLANATION, records.table(rows), *failures]
+    sections = [EXPLANATION, bench.table(rows), *failures]
     if args.write:
-        records.write("readme", "The commands of READMEs and docstrings", sections)
+        bench.write("readme", "The commands of READMEs and docstrings", sections)
     else:
         print("\n\n".join(sections))
     sys.exit(bool(failures))

@@ -352,10 +352,10 @@ def test_bad_arguments(monkeypatch, capsys, module, arguments, message):
 @pytest.fixture
 def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import bench
     import private_network
-    import records
 
-    return SimpleNamespace(network=private_network, records=records)
+    return SimpleNamespace(network=private_network, bench=bench)
 
 
 def test_benchmark_says_why_it_leaves_the_slow_link_out(benchmarks, monkeypatch):
@@ -370,10 +370,10 @@ def test_benchmark_says_why_it_leaves_the_slow_link_out(benchmarks, monkeypatch)
 
 def test_benchmark_reads_what_a_part_says_or_fails(benchmarks):
     said = "print('a line'); print('SAMPLES {\"gloo\": [1.5]}')"
-    assert benchmarks.records.measure(sys.executable, "-c", said) == {"gloo": [1.5]}
+    assert benchmarks.bench.measure(sys.executable, "-c", said) == {"gloo": [1.5]}
     with pytest.raises(RuntimeError, match="boom"):
-        benchmarks.records.measure(sys.executable, "-c", "raise ValueError('boom')")
+        benchmarks.bench.measure(sys.executable, "-c", "raise ValueError('boom')")
 
 
 def test_a_summary_is_read_without_counting_zeros(benchmarks):
-    assert benchmarks.records.summary([0.5, 15_134.2, 99.961]) == "99.96 (0.5 ... 15,134)"
+    assert benchmarks.bench.summary([0.5, 15_134.2, 99.961]) == "99.96 (0.5 ... 15,134)"

@@ -26,7 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: this process is forked
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-import records
+import bench
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -95,7 +95,7 @@ def main() -> None:
         f"{processor:.0f} s of processor time"
     )
     if args.write:
-        records.write("foreign", "Other people's models in our templates", sections(rows))
+        bench.write("foreign", "Other people's models in our templates", sections(rows))
     sys.exit(1 if wrong else 0)
 
 
@@ -212,11 +212,11 @@ def sections(rows: list[dict]) -> list[str]:
     return [
         EXPLANATION,
         "## In short",
-        records.table(summary(rows)),
+        bench.table(summary(rows)),
         "## What cannot work",
-        records.table(exceptions(rows)),
+        bench.table(exceptions(rows)),
         "## Each architecture",
-        records.table(details(rows)),
+        bench.table(details(rows)),
     ]
 
 
