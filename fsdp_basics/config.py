@@ -125,6 +125,13 @@ def parse_args() -> Settings:
         )
     if ranks % settings.dp_replicate:
         parser.error(f"--dp-replicate {settings.dp_replicate} does not divide {ranks} rank(s)")
+    if settings.offload and settings.precision == "fp16":
+        # GradScaler copies 1 / scale from the GPU with non_blocking=True, and the CPU does not wait
+        # for the copy before it multiplies the offloaded gradients by it (torch 2.11 to 2.15).
+        parser.error(
+            "--offload does not work with --precision fp16: GradScaler may read its scale on the "
+            "CPU before the copy from the GPU has arrived; use bf16, which needs no scaler"
+        )
     if (settings.tensorboard or settings.profile) and not settings.output_dir:
         parser.error("--tensorboard and --profile need an --output-dir to write to")
     parser.make_folder("--output-dir", settings.output_dir)

@@ -38,6 +38,7 @@ class Option:
     successor: str
     build: Callable[[Job], tuple[nn.Module | None, nn.Module]]  # (old, new)
     gpu_only: bool  # True: FSDP1 has it on GPUs only; on CPUs its FULL_SHARD is compared
+    offloads: bool  # True: parameters and gradients are in CPU memory
     accumulate: int  # backward passes per step
     clip: bool
 
@@ -46,12 +47,17 @@ OPTIONS: list[Option] = []
 
 
 def option(
-    name: str, successor: str, gpu_only: bool = False, accumulate: int = 1, clip: bool = False
+    name: str,
+    successor: str,
+    gpu_only: bool = False,
+    offloads: bool = False,
+    accumulate: int = 1,
+    clip: bool = False,
 ) -> Callable:
     """Put the function below into OPTIONS."""
 
     def add(build: Callable) -> Callable:
-        OPTIONS.append(Option(name, successor, build, gpu_only, accumulate, clip))
+        OPTIONS.append(Option(name, successor, build, gpu_only, offloads, accumulate, clip))
         return build
 
     return add
@@ -172,7 +178,7 @@ def mixed_precision(job: Job):
     return old, new
 
 
-@option("CPUOffload(True)", "CPUOffloadPolicy()", gpu_only=True)
+@option("CPUOffload(True)", "CPUOffloadPolicy()", gpu_only=True, offloads=True)
 def cpu_offload(job: Job):
     if job.on_gpu:
         old = fsdp1(job, job.model(), cpu_offload=CPUOffload(True))

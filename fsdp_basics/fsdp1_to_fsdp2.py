@@ -71,16 +71,19 @@ def compare(args, worker: Worker) -> None:
         if old is None:
             print_row(name, option.successor, None, None, None, worker)
             continue
+        # FSDP1 gathers gradients from where they are, and NCCL refuses those that are on the CPU.
+        gradients = not (option.offloads and job.on_gpu)
         results = []
         for model in (old, new):
             run = Run(model, args, worker, data, option.accumulate, option.clip)
             for i in range(args.steps - 1):
                 run.step(i)
-            results.append(run.step(args.steps - 1, look=True))
+            results.append(run.step(args.steps - 1, look=True, gradients=gradients))
         row = torch.tensor(largest_differences(*results), dtype=torch.float64)
         row = row.to(worker.device)
         dist.all_reduce(row, op=dist.ReduceOp.MAX)  # the largest difference on any rank
-        print_row(name, option.successor, *row.tolist(), worker)
+        loss, gradient, parameter = row.tolist()
+        print_row(name, option.successor, loss, gradient if gradients else None, parameter, worker)
     if worker.is_main:
         print()
     for row in compare_state_dicts(job, args, data):
@@ -102,10 +105,11 @@ class Run:
         self.is_fsdp2 = isinstance(model, FSDPModule)
         self.optimizer = OPTIMIZERS[args.optimizer](model.parameters())
 
-    def step(self, index: int, look: bool = False) -> dict[str, Tensor]:
+    def step(self, index: int, look: bool = False, gradients: bool = True) -> dict[str, Tensor]:
         """Take a step on batch `index`.
 
         look: return its loss, and its full gradients and updated parameters.
+        gradients: False leaves out the gradients.
         """
         worker, tensors = self.worker, {}
         local_batch = torch.arange(worker.rank, self.batch_size, worker.world_size)
@@ -121,7 +125,9 @@ class Run:
         if look:
             loss /= worker.world_size
             dist.all_reduce(loss)
-            tensors = {"loss": loss} | full_tensors(self.model, "gradient")
+            tensors["loss"] = loss
+        if look and gradients:
+            tensors |= full_tensors(self.model, "gradient")
         self.optimizer.step()
         if look:
             tensors |= full_tensors(self.model, "parameter")
@@ -144,7 +150,8 @@ def full_tensors(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """Copies of all parameters, or of all gradients, under "parameter NAME" or "gradient NAME"."""
     if isinstance(model, FullyShardedDataParallel):
         # Only in this context do the wrapped modules hold full parameters.
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        with_grads = kind == "gradient"
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=with_grads):
             return copies(model, kind)
     return copies(model, kind)  # which gathers DTensors
 

@@ -179,7 +179,7 @@ def compare(args, worker: Worker) -> None:
     check(config.layers, batch_size, counts, p)
     say(f"{config.layers} blocks in {p} stage(s), {batch_size} sequences of {args.length} tokens")
     groups = connect(list(range(p)))
-    timer_stage = TimerStage(config, rank, p, SECONDS).to(device)
+    timer_stage = TimerStage(config, rank, p, SECONDS, device)
     timers = Pipeline(timer_stage, timer_loss, groups)
 
     runs, timer_runs = {}, {}

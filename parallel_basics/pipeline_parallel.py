@@ -176,7 +176,7 @@ def show_timelines(runs: dict, counts: list[int], config: GPTConfig, batch, work
 
 def timer_timelines(name: str, m: int, config: GPTConfig, batch, device) -> list[list[tuple]]:
     """The timelines of all ranks, whose stages only wait."""
-    build = partial(TimerStage, config, seconds=SECONDS / SCHEDULES[name][1])
+    build = partial(TimerStage, config, seconds=SECONDS / SCHEDULES[name][1], device=device)
     pipeline = Pipeline(name, m, build, timer_loss, device)
     return quickest(Run(pipeline.models, pipeline.step), *batch, steps=2)
 

@@ -28,11 +28,13 @@ class TimerStage(nn.Module):
     seconds: of a forward. The gradient of the input takes as long, those of the weights too.
     """
 
-    def __init__(self, config: GPTConfig, stage: int, stages: int, seconds: float):
+    def __init__(
+        self, config: GPTConfig, stage: int, stages: int, seconds: float, device: torch.device
+    ):
         super().__init__()
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.config, self.seconds = config, seconds
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(1, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:  # tokens become vectors

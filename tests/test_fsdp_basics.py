@@ -286,6 +286,7 @@ BAD_ARGUMENTS = [  # the flags of DDP's template are tested there: config.py say
     (("--prefetch", "-1"), "--prefetch: must be an integer of at least 0"),
     (("--keep", "0"), "--keep: must be an integer of at least 1"),
     (("--precision", "fp8"), "fp8"),
+    (("--offload", "--precision", "fp16"), "--offload does not work with --precision fp16"),
     (("--tensorboard",), "--tensorboard and --profile need an --output-dir"),
     (("--output-dir", "/dev/null/run"), "--output-dir /dev/null/run cannot be made"),
 ]

@@ -22,6 +22,7 @@ ROWS = {
     "grows with `--accumulate`": "test_fsdp_basics.py::test_what_is_reduced_per_step",
     "(RSS) does not shrink": "test_memory_that_malloc_keeps",
     "`Cannot access accelerator device": "test_offloading_without_a_gpu",
+    "`--offload does not work with": "test_offloading_in_fp16",
     "during `dcp.async_save`": "test_a_thread_that_saves_in_the_group_of_training",
     "`No backend type associated": "test_a_group_without_a_backend_for_the_cpu",
     "tied weights drift apart": (
@@ -183,6 +184,13 @@ def test_offloading_without_a_gpu(copy):
     assert re.search(says, result.output)
     copy.edit("sharding.py", "CPUOffloadPolicy()", "CPUOffloadPolicy(pin_memory=pinned)")
     copy.run("train.py", *STEPS, "--offload").check()
+
+
+def test_offloading_in_fp16(copy):
+    refused = copy.run("train.py", *STEPS, "--offload", "--precision", "fp16")
+    assert refused.returncode == 2
+    assert refused.output.count("error: --offload does not work with --precision fp16") == 1
+    copy.run("train.py", *STEPS, "--offload", "--precision", "bf16").check()
 
 
 def test_a_thread_that_saves_in_the_group_of_training(copy):

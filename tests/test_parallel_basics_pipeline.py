@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import compare_pipelines
 import pipeline_from_scratch as by_hand
+import pipeline_parallel as by_torch
 import pipeline_stages
 import pipeline_timelines as timelines_of
 import pool
@@ -129,6 +130,19 @@ def test_stages_have_all_blocks():
             assert len(sizes) == stages
             assert sizes == sorted(sizes, reverse=True)
             assert sizes[0] - sizes[-1] <= 1
+
+
+def test_stages_that_only_wait_are_on_the_device(monkeypatch):
+    """PipelineStage does not move its module: on GPUs the input would be on another device."""
+
+    def pipeline(name, m, build, loss_fn, device):
+        raise InterruptedError([parameter.device for parameter in build(0, 2).parameters()])
+
+    monkeypatch.setattr(by_torch, "Pipeline", pipeline)
+    gpu = torch.device("meta")  # stands for one
+    with pytest.raises(InterruptedError) as built:
+        by_torch.timer_timelines("1F1B", 2, CONFIG, batch=None, device=gpu)
+    assert built.value.args == ([gpu],)
 
 
 # ---- equal to one process

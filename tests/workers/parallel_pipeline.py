@@ -145,7 +145,7 @@ def accumulated(groups, device) -> dict:
 def timers_by_hand(groups, name: str, m: int, device) -> list[list]:
     """The timelines of this rank in some steps of stages that only wait."""
     rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
-    stage = TimerStage(CONFIG, rank, p, SECONDS).to(device)
+    stage = TimerStage(CONFIG, rank, p, SECONDS, device)
     pipeline = by_hand.Pipeline(stage, timer_loss, groups)
     order = by_hand.SCHEDULES[name](rank, p, m)
     batch, timelines = text_batch(0, m, LENGTH, device), []
