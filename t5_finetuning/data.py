@@ -110,15 +110,22 @@ def epoch_batches(lengths: Tensor, batch_size: int, seed: int) -> Tensor:
 
 
 def make_loader(
-    dataset: JsonLines, batches: list[list[int]], collate: Callable, workers: int
+    dataset: JsonLines,
+    batches: list[list[int]],
+    collate: Callable,
+    workers: int,
+    device: torch.device,
 ) -> DataLoader:
-    """Yields the given batches of pairs as tokens; `workers` processes read and tokenize."""
+    """Yields the given batches of pairs as tokens; `workers` processes read and tokenize.
+
+    device: the rank's. The batches are in CPU memory: pinned if the rank copies them to a GPU.
+    """
     return DataLoader(
         dataset,
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=workers,
         worker_init_fn=obey_the_rank_only,
-        pin_memory=torch.accelerator.is_available(),
+        pin_memory=device.type != "cpu",
         generator=torch.Generator(),  # its own: the model's dropout draws from the global one
     )

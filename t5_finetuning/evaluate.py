@@ -60,7 +60,7 @@ def local_batches(
     shares = equal_shares(samples, micro_batch, worker.rank, worker.world_size)
     collate_pairs = partial(collate, tokenizer=tokenizer, settings=settings)
     indices = [indices for indices, _ in shares]
-    loader = make_loader(dataset, indices, collate_pairs, settings.workers)
+    loader = make_loader(dataset, indices, collate_pairs, settings.workers, worker.device)
     for batch, (_, count) in zip(loader, shares, strict=True):
         yield {name: tensor.to(worker.device) for name, tensor in batch.items()}, count
 

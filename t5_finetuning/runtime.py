@@ -81,7 +81,13 @@ def distributed_worker(
         with suppress(RuntimeError):  # a rank that is still missing has its own problem
             everybody = [f"rank {r} has joined" for r in range(world_size)]
             store.wait(everybody, timedelta(seconds=10))
-        fail(str(error))
+        sys.stdout.flush()
+        try:
+            fail(str(error))
+        finally:
+            # At once: when Python exits, NCCL warns of a group that was not destroyed. To destroy
+            # the group takes all ranks, and a rank without this mistake would not come.
+            os._exit(2)
     leave()  # not in a "finally": after an exception, the other ranks may never get here
 
 
@@ -141,13 +147,14 @@ def choose_backend(name: str | None, kind: str) -> str:
     if not dist.is_backend_available(name):
         fail(f"--backend {name} is unknown to this torch, or it was built without it")
     if ":" in name:  # such as "cpu:gloo,cuda:nccl"
-        return name
-    devices = devices_of(name)
+        by_device, devices = name, [part.partition(":")[0] for part in name.split(",")]
+    else:
+        by_device, devices = f"{kind}:{name}", devices_of(name)
     if kind not in devices:
         fail(f"--backend {name} is for tensors on {' and '.join(devices)}; this job is on {kind}")
     if "cpu" in devices:
         return name
-    return f"cpu:{DEFAULTS['cpu']},{kind}:{name}"  # CPU: offloads, objects, short messages
+    return f"cpu:{DEFAULTS['cpu']},{by_device}"  # CPU: offloads, objects, short messages
 
 
 def leave() -> None:

@@ -236,7 +236,10 @@ def batches(
         # Rank r takes the pairs r, r + N, r + 2N, ... of each remaining global batch.
         local_indices = indices[done:, worker.rank :: worker.world_size].tolist()
         if local_indices:
-            for batch in make_loader(dataset, local_indices, collate_pairs, settings.workers):
+            loader = make_loader(
+                dataset, local_indices, collate_pairs, settings.workers, worker.device
+            )
+            for batch in loader:
                 for name, tensor in batch.items():
                     batch[name] = tensor.to(worker.device, non_blocking=True)
                 yield epoch, batch

@@ -246,6 +246,7 @@ def test_one_rank_reads_all_and_the_others_read_one_key(monkeypatch):
         ("NCCL", "cuda", "cpu:gloo,cuda:nccl"),
         ("gloo", "cuda", "gloo"),
         ("cpu:gloo,cuda:gloo", "cuda", "cpu:gloo,cuda:gloo"),
+        ("cuda:nccl", "cuda", "cpu:gloo,cuda:nccl"),
     ],
 )
 def test_cpu_tensors_always_have_a_backend(monkeypatch, name, kind, expected):
@@ -259,6 +260,7 @@ def test_cpu_tensors_always_have_a_backend(monkeypatch, name, kind, expected):
         ("nowhere", "--backend nowhere is unknown to this torch"),
         ("cpu:nowhere", "--backend cpu:nowhere is unknown to this torch"),
         ("a/b", "--backend a/b is unknown to this torch"),
+        ("cuda:gloo", "--backend cuda:gloo is for tensors on cuda; this job is on cpu"),
         ("nccl", "--backend nccl is "),  # a build for CPUs does not have it
     ],
 )
@@ -533,3 +535,31 @@ def test_a_mistake_is_said_when_all_have_joined(tmp_path):
     result = pool.run(script, ranks=2)
     assert result.returncode == 2
     assert result.output.endswith("rank 1 has joined\nlate.py: error: a mistake\n")
+
+
+WARNS = """
+import sys
+sys.path.insert(0, {directory!r})
+import torch.distributed as dist
+from arguments import UserError
+from runtime import distributed_worker
+
+class Group:  # as ProcessGroupNCCL: lives in a module, and warns when Python exits
+    def __del__(self):
+        print("destroy_process_group() was not called before program exit")
+
+dist.left = Group()
+with distributed_worker("cpu"):
+    print("this line waits in the buffer")
+    raise UserError("a mistake")
+"""
+
+
+def test_a_mistake_is_the_last_word(tmp_path):
+    """NCCL would warn of its group, and a thread of Gloo could abort the exit."""
+    script = tmp_path / "warns.py"
+    script.write_text(WARNS.format(directory=str(HERE)))
+    result = python(script, cold=True, PYTHONUNBUFFERED="")
+    assert result.returncode == 2
+    _, *said = result.output.splitlines()  # the first line is about ranks and devices
+    assert said == ["this line waits in the buffer", "warns.py: error: a mistake"]

@@ -21,6 +21,7 @@ from data import (
     JsonLines,
     Pair,
     epoch_batches,
+    make_loader,
 )
 from evaluate import EarlyStopping, equal_shares, first_words, rouge
 from helpers import ROOT, learned, read_metrics, torchrun
@@ -295,6 +296,14 @@ def test_other_run_is_not_continued(results):
     stop_and_resume = results["stop and resume"]
     assert "was trained with name_epochs = 1, not 0" in stop_and_resume["other names"]
     assert "was trained with checksum of the training file = " in stop_and_resume["other data"]
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True)])
+def test_batches_are_pinned_for_a_gpu_only(monkeypatch, device, pinned):
+    """With --device cpu on a machine with GPUs, pinning would take memory of the first one."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    loader = make_loader([], [[0]], list, workers=0, device=torch.device(device))
+    assert loader.pin_memory == pinned
 
 
 def test_another_file_on_one_host_is_named(tmp_path):
