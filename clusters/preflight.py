@@ -118,7 +118,8 @@ def look(fleet: "Fleet", args) -> list[str]:
     found += slow_links(names, speed, 0.3, lambda v: f"{(1 / v - 5e-4) * 1e3:.2f} ms", "latency")
 
     say("all_reduce")
-    reduced, failed = measure_all_reduce(fleet, names, set(broken))
+    gpus = [len(about["same"]["GPUs"]) for about in known]
+    reduced, failed = measure_all_reduce(fleet, names, gpus, set(broken))
     found += failed
     found += slow_links(names, reduced, args.slow, lambda r: f"{r * 1e-6:.0f} MB/s", "all_reduce")
 
@@ -174,8 +175,13 @@ def measure_pairs(fleet: "Fleet", names: list[str]) -> tuple[dict, dict, dict]:
     return latency, rate, broken
 
 
-def measure_all_reduce(fleet: "Fleet", names: list[str], skip: set) -> tuple[dict, list[str]]:
-    """Bytes per second between neighbours of a ring: each host has two, in two or three rounds."""
+def measure_all_reduce(
+    fleet: "Fleet", names: list[str], gpus: list[int], skip: set
+) -> tuple[dict, list[str]]:
+    """Bytes per second between neighbours of a ring: each host has two, in two or three rounds.
+
+    gpus: of each host. Every GPU gets a rank, of the host with more only as many as the other has.
+    """
     count, reduced, failed = len(names), {}, []
     ring = [(i, (i + 1) % count) for i in range(count if count > 2 else count - 1)]
     even, odd = ring[: count // 2 * 2 : 2], ring[1::2]
@@ -185,10 +191,12 @@ def measure_all_reduce(fleet: "Fleet", names: list[str], skip: set) -> tuple[dic
         ports = fleet.ask({a: {"do": "store"} for a, _ in pairs})
         told = {}
         for a, b in pairs:
-            for rank, host in enumerate((a, b)):
-                where = {"host": names[a], "port": ports[a]}
-                told[host] = {"do": "all_reduce", "rank": rank, **where}
-        answers = fleet.ask(told, errors=True)
+            count = min(gpus[a], gpus[b])
+            ranks = {"ranks": count or 1, "device": "cuda" if count else "cpu"}
+            where = {"host": names[a], "port": ports[a]}
+            for node, host in enumerate((a, b)):
+                told[host] = {"do": "all_reduce", "node": node, **ranks, **where}
+        answers = fleet.ask(told, seconds=90, errors=True)  # each rank imports torch first
         for a, b in pairs:
             errors = [x["error"] for x in (answers[a], answers[b]) if "error" in x]
             if errors:

@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -165,22 +166,56 @@ def store() -> int:
     return served.port
 
 
-def all_reduce(rank: int, host: str, port: int) -> float:
-    """Bytes per second of an all_reduce between two hosts: NCCL if there are GPUs, else Gloo."""
+def all_reduce(node: int, ranks: int, **where) -> float:
+    """Bytes per second of an all_reduce between two hosts, of the slowest rank here.
+
+    node: 0 or 1, this host. ranks: processes on each host, one per GPU, so that every GPU, NVLink
+    and network card takes part. where: see `one_rank`.
+    """
+    told = [
+        {"rank": node * ranks + i, "local_rank": i, "world_size": 2 * ranks} for i in range(ranks)
+    ]
+    if ranks == 1:
+        return one_rank(**told[0], **where)
+    command, pipes = [sys.executable, __file__], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    agents = [subprocess.Popen(command, text=True, **pipes) for _ in told]
+    for agent, rank in zip(agents, told, strict=True):
+        agent.stdin.write(json.dumps({"do": "one_rank", **rank, **where}) + "\n")
+        agent.stdin.close()  # it ends once it has answered
+    answers = [json.loads(agent.stdout.read() or '{"error": "a rank died"}') for agent in agents]
+    for agent in agents:
+        agent.wait()
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    if errors:
+        raise RuntimeError(errors[0])
+    return min(answer["is"] for answer in answers)
+
+
+def one_rank(
+    rank: int, local_rank: int, world_size: int, host: str, port: int, device: str
+) -> float:
+    """This rank's bytes per second in an all_reduce: NCCL on "cuda" devices, Gloo on the "cpu"."""
     import torch
     import torch.distributed as dist
 
-    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    meeting = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))
-    limit = timedelta(seconds=15)
-    dist.init_process_group(backend, store=meeting, rank=rank, world_size=2, timeout=limit)
-    data, times = torch.ones(2**20 if device == "cpu" else 2**26, device=device), []  # float32
+    place = torch.device(device, local_rank if device == "cuda" else None)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10)),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=15),
+        device_id=place if device == "cuda" else None,
+    )
+    data, times = torch.ones(2**20 if device == "cpu" else 2**26, device=place), []  # float32
     for _ in range(4):
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(data)
         if device == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(place)
         times.append(time.perf_counter() - start)
     dist.barrier()
     dist.destroy_process_group()
@@ -200,6 +235,7 @@ def main() -> None:
         matmul,
         store,
         all_reduce,
+        one_rank,
     )
     commands = {command.__name__: command for command in known}
     for line in sys.stdin:

@@ -1,6 +1,7 @@
 """clusters/preflight.py: what is wrong is named, on hosts of the lab and in simulated fleets."""
 
 import itertools
+import json
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from helpers import ROOT, Job, clean_environment
 from lab_hosts import Lab, name_of
 
 sys.path.insert(0, str(ROOT / "clusters"))
+import preflight
 import preflight_verdict as verdict
 
 sys.path.remove(str(ROOT / "clusters"))
@@ -99,6 +101,64 @@ def test_clocks_and_devices():
         "b: its processor is slow: 3.0 GFLOP/s a core, the best processor 9.0",
         "b: its GPU 1 is slow: 100.0 TFLOP/s, the best GPU 700.0",
     ]
+
+
+# ---- all_reduce
+
+
+class Told:
+    """Stands for the agents of hosts: keeps what they are told."""
+
+    def __init__(self):
+        self.all_reduce = {}
+
+    def ask(self, told: dict[int, dict], **_) -> dict:
+        self.all_reduce |= {host: request for host, request in told.items() if "ranks" in request}
+        return {
+            host: {"is": 1.0} if "ranks" in request else 29500 for host, request in told.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "device"),
+    [([8, 8], 8, "cuda"), ([8, 7], 7, "cuda"), ([8, 0], 1, "cpu"), ([0, 0], 1, "cpu")],
+)
+def test_each_gpu_gets_a_rank(gpus, ranks, device):
+    fleet = Told()
+    reduced, failed = preflight.measure_all_reduce(fleet, ["a", "b"], gpus, skip=set())
+    assert (reduced, failed) == ({(0, 1): 1.0}, [])
+    both = {"do": "all_reduce", "ranks": ranks, "device": device, "host": "a", "port": 29500}
+    assert fleet.all_reduce == {node: {"node": node, **both} for node in (0, 1)}
+
+
+class Agent:
+    def __init__(self):
+        command = [sys.executable, CLUSTERS / "preflight_agent.py"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, text=True, env=clean_environment(), **pipes)
+
+    def tell(self, do: str, **told) -> None:
+        print(json.dumps({"do": do, **told}), file=self.process.stdin, flush=True)
+
+    def answer(self) -> dict:
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.mark.slow
+def test_ranks_of_two_hosts_meet():
+    """Two on each, as on hosts with two GPUs. Then an error of one of them is the host's."""
+    agents = [Agent(), Agent()]
+    agents[0].tell("store")
+    port = agents[0].answer()["is"]
+    where = {"host": "127.0.0.1", "port": port, "device": "cpu"}
+    for node, agent in enumerate(agents):
+        agent.tell("all_reduce", node=node, ranks=2, **where)
+    assert all(agent.answer()["is"] > 1e6 for agent in agents)
+    agents[0].tell("all_reduce", node=0, ranks=2, **where | {"device": "nowhere"})
+    assert "nowhere" in agents[0].answer()["error"]
+    for agent in agents:
+        agent.process.stdin.close()
+        assert agent.process.wait(30) == 0
 
 
 # ---- on hosts of the lab
