@@ -54,9 +54,9 @@ if __name__ == "__main__":
     device = torch.device("cpu")
     count = 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
     if count >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # a GPU for each rank of this machine
-        device = torch.accelerator.current_accelerator()
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))  # this rank's own
-    dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo, nccl, ...
+        device = torch.device(int(os.environ.get("LOCAL_RANK", 0)))  # this rank's own: cuda:0, ...
+        torch.accelerator.set_device_index(device)
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device.index)
     rank, world_size = dist.get_rank(), dist.get_world_size()  # who am I, of how many?
     if rank == 0:  # one rank prints
         print(f"{world_size} rank(s) on {device.type}, {dist.get_backend()}", flush=True)

@@ -141,9 +141,11 @@ def test_minimal_as_its_first_lines_say_ends_with_status_0():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "expected"), [(1, ("gloo", "cpu", [])), (2, ("nccl", "cuda", [1]))]
+    ("gpus", "expected"),
+    [(1, ("gloo", None, "cpu", [])), (2, ("nccl", 1, "cuda:1", [torch.device("cuda", 1)]))],
 )
 def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, gpus, expected):
+    """It binds the group to the GPU: otherwise barrier() warns that it has to guess."""
     chosen, joined = [], []
     for name, value in {"RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))  # rank 3 is on the second node
@@ -151,7 +153,9 @@ def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, gpus, expected)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setattr(dist, "init_process_group", joined.append)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, device_id: joined.append((name, device_id))
+    )
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
 
@@ -161,8 +165,9 @@ def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, gpus, expected)
     monkeypatch.setattr(nn.Module, "to", model_moves)
     with pytest.raises(InterruptedError) as decided:
         runpy.run_path(str(MINIMAL), run_name="__main__")
-    backend, device, indices = expected
-    assert (joined, str(decided.value), chosen) == ([backend], device, indices)
+    backend, bound_to, device, set_devices = expected
+    assert joined == [(backend, bound_to)]
+    assert (str(decided.value), chosen) == (device, set_devices)
 
 
 # ---- uneven_inputs_*.py

@@ -59,7 +59,9 @@ def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, directory, gpus
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, device_id: joined.extend((name, device_id))
+    )
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_backend", lambda: joined[0])
@@ -67,7 +69,7 @@ def test_minimal_takes_a_gpu_per_process_or_the_cpu(monkeypatch, directory, gpus
     monkeypatch.setattr(dist, "init_device_mesh", mesh)
     with pytest.raises(InterruptedError) as decided:
         runpy.run_path(str(ROOT / directory / "minimal.py"), run_name="__main__")
-    assert [str(decided.value), *joined] == (["cuda", "nccl"] if gpus == 2 else ["cpu", "gloo"])
-    assert [torch.device("cuda", getattr(d, "index", d)) for d in chosen] == (
-        [torch.device("cuda", 1)] if gpus == 2 else []
+    assert [str(decided.value), *joined] == (
+        ["cuda", "nccl", 1] if gpus == 2 else ["cpu", "gloo", None]
     )
+    assert chosen == ([torch.device("cuda", 1)] if gpus == 2 else [])

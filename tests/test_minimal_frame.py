@@ -41,7 +41,7 @@ def test_ranks_among_which_the_work_cannot_be_split(monkeypatch, directory, says
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(sys, "argv", ["minimal.py"])
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 7)
     with pytest.raises(SystemExit) as end:
@@ -57,7 +57,7 @@ def test_no_gpu_is_taken_that_no_backend_knows(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
-    monkeypatch.setattr(dist, "init_process_group", joined.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: joined.append(backend))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 7)
     with pytest.raises(SystemExit):
