@@ -369,6 +369,18 @@ def test_log_lines_tell_what_is_in_the_file(short):
             assert line["grad_norm"] > 0
 
 
+def test_memory_in_the_log_is_a_peak(monkeypatch):
+    """On a GPU of this rank's tensors: not of the whole card, and not at the moment of the log."""
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 3e6)
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda device: 5e6)
+    gpu = torch.device("cuda", 1)
+    assert metrics.peak_memory(gpu) == {"memory_mb": 3.0, "reserved_mb": 5.0}
+    before = metrics.peak_memory(CPU)["memory_mb"]
+    block = torch.ones(int(before * 1e6) // 4)  # as much again as the process has ever had
+    del block
+    assert metrics.peak_memory(CPU)["memory_mb"] > 1.2 * before
+
+
 COUNTED = """
 import sys
 sys.path.insert(0, {directory!r})
