@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from agreement import id_of
 from arguments import DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from model import SmallCNN
@@ -47,14 +48,17 @@ def main() -> None:
 
 def choose_devices(device: str, worker: Worker) -> list[torch.device]:
     """The devices of this rank's two halves. All ranks raise `UserError` if a rank lacks them."""
-    pairs = [None] * worker.world_size
-    dist.all_gather_object(pairs, own_devices(device, worker.local_rank))
-    for rank, pair in enumerate(pairs):
-        if not pair:
+    own = own_devices(device, worker.local_rank)
+    of_ranks = [None] * worker.world_size
+    dist.all_gather_object(of_ranks, (own, [id_of(torch.device(name)) for name in own]))
+    pairs, taken = [pair for pair, _ in of_ranks], set()
+    for rank, (pair, ids) in enumerate(of_ranks):
+        if not pair or taken.intersection(ids):
             raise UserError(
                 f"rank {rank} needs two devices of its own: start one rank per two devices of a "
                 "node, or pass --device cpu"
             )
+        taken.update(filter(None, ids))  # "" on a CPU
     kinds = {torch.device(pair[0]).type for pair in pairs}
     if len(kinds) > 1:
         raise UserError(f"some ranks are on {' and some on '.join(sorted(kinds))}")
@@ -69,8 +73,11 @@ def own_devices(device: str, local_rank: int) -> list[str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "cpu" or (device == "auto" and not accelerator):
         return ["cpu", "cpu"]
-    first = 2 * local_rank  # the global rank would be wrong on the second node
-    if first + 1 >= torch.accelerator.device_count():
+    count = torch.accelerator.device_count()
+    # The global rank would be wrong on the second node. If a launcher shows each process only its
+    # own two devices (Slurm: --gpus-per-task=2), they have the numbers 0 and 1 in every process.
+    first = 2 * local_rank if count > 2 else 0
+    if first + 1 >= count:
         return []
     return [f"{accelerator.type}:{first}", f"{accelerator.type}:{first + 1}"]
 

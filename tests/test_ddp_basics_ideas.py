@@ -390,14 +390,17 @@ def test_device_choice(load, monkeypatch):
     assert module.own_devices("auto", 2) == []
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     assert module.own_devices("auto", 1) == []  # no silent job on CPUs
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert module.own_devices("auto", 1) == ["xpu:0", "xpu:1"]  # Slurm: --gpus-per-task=2
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     assert module.own_devices("auto", 1) == cpus
     assert module.own_devices("cuda", 1) == []
 
-    def choose(*pairs):
+    def choose(*pairs, ids=("", "")):
         """On rank 3, the second of the second node."""
-        monkeypatch.setattr(dist, "all_gather_object", lambda found, own: found.extend(pairs))
+        of_ranks = [(pair, ids) for pair in pairs]
+        monkeypatch.setattr(dist, "all_gather_object", lambda found, own: found.extend(of_ranks))
         worker = SimpleNamespace(rank=3, local_rank=1, world_size=0)
         return [str(device) for device in module.choose_devices("auto", worker)]
 
@@ -406,6 +409,8 @@ def test_device_choice(load, monkeypatch):
     assert choose(cpus, cpus, cpus, cpus) == cpus
     with pytest.raises(ValueError, match="rank 1 needs two devices of its own: start one rank per"):
         choose(pair, [], pair, pair)
+    with pytest.raises(ValueError, match="rank 1 needs two devices of its own"):
+        choose(pair, pair, ids=("uuid of one", "uuid of another"))  # two ranks on one pair
     with pytest.raises(ValueError, match="some ranks are on cpu and some on xpu"):
         choose(pair, pair, cpus, cpus)
 
