@@ -65,6 +65,9 @@ bench: $(TESTS) ready ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/rpc.py
 	.venv/bin/python benchmarks/clusters.py
 
+gpu: ## on a machine with a GPU: check and measure for 30 minutes, with what is installed there
+	$(or $(wildcard .venv/bin/python),$(PYTHON)) benchmarks/gpu.py
+
 foreign: $(TESTS) ready ## train 49 models of torchvision and transformers, compare: an hour
 	.venv/bin/python tests/foreign/matrix.py --write
 
@@ -107,4 +110,4 @@ $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 		echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)."; exit 1; }
 	$(PYTHON) -m venv $*
 
-.PHONY: help demo test quick test-torch copies lint notebooks bench foreign readme mutants check ready
+.PHONY: help demo test quick test-torch copies lint notebooks bench gpu foreign readme mutants check ready

@@ -32,7 +32,7 @@ REASONS = {
     "placeholder": r"\.\.\.|your_train|\b(PID|NAME|COMMAND|FOLDER)\b|/path/to/",
     "cluster manager": r"\b(srun|sbatch|salloc|kubectl|docker|mpirun)\b|mpi/|test_cluster|RAY_ADDR",
     "several hosts": r"\bHOST\b|hosts\.txt|\$SLURM|(?s:^(?!.*lab\.py exec).*host0:)",
-    "GPU": r"--device cuda|pytest -m gpu|# .*\bGPUs",
+    "GPU": r"--device cuda|pytest -m gpu|# .*\bGPUs|make gpu\b",
     "network": r"--model google",
     "interactive": r"\bjupyter lab|--breakpoint-on",
     "changes the machine": r"pip install|-m venv|make test-torch",

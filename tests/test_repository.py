@@ -987,6 +987,9 @@ def test_make_other_targets(project):
     benchmarks = [f"python benchmarks/{name}.py" for name in names]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     assert make(project, "readme")[1] == [CHECK, "python tests/readme.py --write"]
+    assert make(project, "gpu")[1] == ["python benchmarks/gpu.py"]  # installs and checks nothing
+    shutil.rmtree(project / ".venv")
+    assert make(project, "gpu")[1] == ["python_stand_in benchmarks/gpu.py"]
     status, calls, output = make(project)
     assert (status, calls) == (0, [])
     targets = (
@@ -998,6 +1001,7 @@ def test_make_other_targets(project):
         "lint",
         "notebooks",
         "bench",
+        "gpu",
         "readme",
     )
     for target in (*targets, "help"):

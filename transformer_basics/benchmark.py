@@ -38,6 +38,7 @@ SIZES = {  # layers, heads, width, tokens of a sequence, size of the vocabulary;
     "large": ((16, 8, 512, 256, 256), 2),
     "124M": ((12, 12, 768, 1024, 50304), 8),
     "350M": ((24, 16, 1024, 1024, 50304), 8),
+    "1B": ((16, 16, 2048, 1024, 50304), 8),
 }
 
 

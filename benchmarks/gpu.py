@@ -1,0 +1,358 @@
+"""The day a GPU is there: one command checks and measures what no CPU can show.
+
+    python3 benchmarks/gpu.py                        # one GPU, 28 minutes at most; or: make gpu
+    python3 benchmarks/gpu.py --only speed traces    # some of the steps
+    python3 benchmarks/gpu.py --minutes 10           # the cheapest steps that fit
+    python3 benchmarks/gpu.py --only ranks --nodes 2 --host HOST       # the same line on two nodes
+    python3 benchmarks/gpu.py --device cpu --sizes tiny                # a rehearsal
+
+It needs a clone, torch 2.11 or newer, numpy and scikit-learn, and no network. Every command runs in
+processes of its own, until the time limit of its step. OUTPUT_DIR/gpu.json is written after every
+command, OUTPUT_DIR/STEP has the output of each. A run of all steps on GPUs also writes
+benchmarks/results/gpu.md. Exit status 0: no step failed.
+"""
+
+import argparse
+import gzip
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import bench
+import torch
+from gpu_runner import Failed, Job, LeftOut, section, status_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Job.run_all then ends what runs
+    day = {"machine": bench.machine(), "date": str(date.today()), "steps": {}}
+    for name in args.only or STEPS:
+        carry_out(name, args, day)
+    complete = args.device == "cuda" and args.sizes == "full" and not args.only
+    folder = bench.RESULTS if complete else args.output_dir
+    bench.write("gpu", "What a GPU showed", [*map(section, day["steps"].values())], folder)
+    sys.exit(any(step["status"] == "failed" for step in day["steps"].values()))
+
+
+def carry_out(name: str, args, day: dict) -> None:
+    """Run one step, whatever happens in it, and keep the record up to date in gpu.json."""
+
+    def save() -> None:
+        temporary = args.output_dir / "gpu.json.tmp"
+        temporary.write_text(json.dumps(day, indent=1))
+        os.replace(temporary, args.output_dir / "gpu.json")
+
+    step, started = STEPS[name], time.monotonic()
+    record = day["steps"][name] = {"title": step.title, "status": "running", "runs": {}}
+    job = Job(args, name, step.minutes, record, save)
+    try:
+        if name in args.skipped:
+            raise LeftOut(f"does not fit into {args.minutes:g} minutes")
+        step.run(job)
+        record["status"] = "passed"
+    except LeftOut as reason:
+        record |= {"status": "left out", "reason": str(reason)}
+    except Exception as error:
+        record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    record["seconds"] = round(time.monotonic() - started, 1)
+    save()
+    print(f"{name:12} {status_of(record)}", flush=True)
+
+
+def python(script: str, *flags, ranks: int = 1) -> tuple:
+    """A command: the script as one plain process, or on so many ranks of this node."""
+    launcher = bench.torchrun(ranks) if ranks > 1 else [sys.executable]
+    return (*launcher, ROOT / script, *flags)
+
+
+def part(job: Job, name: str, size: str = "124M", ranks: int = 1) -> tuple:
+    size = "tiny" if job.is_tiny else size
+    flags = ("--device", job.args.device, "--size", size)
+    return python("benchmarks/gpu_parts.py", name, *flags, ranks=ranks)
+
+
+# ---- the steps, in their order
+
+
+def environment(job: Job) -> None:
+    job.run("environment", *part(job, "environment"))
+
+
+def tests(job: Job) -> None:
+    """One NCCL rank, then two to eight: with NCCL if each has a GPU, else on one GPU by Gloo."""
+    needed = ("pytest", "xdist", "pytest_timeout", "psutil")
+    if not all(map(has, needed)):
+        raise LeftOut(f"needs the modules {', '.join(needed)}")
+    pytest = (sys.executable, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml")
+    if job.is_tiny:
+        one = (ROOT / "tests/test_gpu.py", "-k", "minimal and fsdp and 1")
+        job.run("pytest", *pytest, *one, expects=" passed")
+        return
+    commands = {}
+    for marker, flags in (("gpu", ("-m", "gpu")), ("device", ("--device", "cuda"))):
+        commands[" ".join(flags)] = (*pytest, "-n", 4, *flags, *test_files(marker))
+    job.run_all(commands, at_once=2, expects=" passed")
+
+
+def test_files(marker: str) -> list[Path]:
+    """Those with such tests: another file may import what is not installed."""
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    return [file for file in files if re.search(rf"mark\.{marker}\b", file.read_text())]
+
+
+def has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+TWO = "needs two ranks"
+LEFT_OUT = {
+    "collectives/hangs.py": TWO,
+    "collectives/point_to_point.py": TWO,
+    "fsdp_basics/fsdp1_to_fsdp2.py": TWO,
+    "parallel_basics/pipeline_parallel.py": TWO,
+    "parallel_basics/tied_stages.py": TWO,
+    "transformer_basics/generate.py": "needs a checkpoint: the step checkpoints runs it",
+    "transformer_basics/three_dimensions.py": "needs eight ranks",
+}
+SILENT = {"collectives/init_methods.py", "custom_backend/layers.py"}  # do not name the device
+SHORT = {
+    "ddp_basics/train.py": "--epochs 1",
+    "fsdp_basics/train.py": "--epochs 1",
+    "transformer_basics/train.py": "--steps 20 --sample 20 --eval-batches 1",
+    "t5_finetuning/train.py": "--dim 32 --layers 1 --epochs 1 --batch-size 512 --eval-samples 4",
+}
+
+
+def scripts(job: Job, ranks: int = 1) -> None:
+    """Each script that has --device, and each minimal.py, which takes a GPU by itself."""
+    names = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("*/*.py"))]
+    names = ["collectives/hello_world.py"] if job.is_tiny else list(filter(has_device, names))
+    commands = {}
+    for name in names:
+        needs_transformers = "\nfrom transformers import" in text_of_modules(name)
+        if name in LEFT_OUT and (ranks == 1 or LEFT_OUT[name] != TWO):
+            job.leave_out(name, LEFT_OUT[name])
+        elif needs_transformers and not has("transformers"):
+            job.leave_out(name, "transformers is not installed")
+        else:
+            flags = SHORT.get(name, "").split()
+            if not name.endswith("/minimal.py"):
+                flags += ["--device", job.args.device]
+            commands[name] = python(name, *flags, ranks=ranks)
+    at_once = max(1, min(8, os.cpu_count() // ranks))
+    names_it = rf"rank\(s\) on {job.args.device}"
+    job.run_all(commands, at_once, expects=names_it, silent=SILENT, seconds=120)
+
+
+def two_ranks(job: Job) -> None:
+    if job.args.count < 2 or job.is_tiny:
+        raise LeftOut("needs two devices, and --sizes full")
+    scripts(job, ranks=2)
+
+
+def has_device(name: str) -> bool:
+    script = (ROOT / name).read_text()
+    if "__main__" not in script or not (ROOT / name).with_name("runtime.py").exists():
+        return False
+    takes_a_gpu = "torch.accelerator" in script and name.endswith("/minimal.py")
+    return takes_a_gpu or '"--device"' in text_of_modules(name)
+
+
+def text_of_modules(name: str) -> str:
+    """Of the script, and of the files of its directory that it imports, directly or not."""
+    script = ROOT / name
+    texts, new = {}, {script}
+    while new:
+        texts |= {path: path.read_text() for path in new}
+        found = re.findall(r"^(?:from|import) (\w+)", "\n".join(texts.values()), re.MULTILINE)
+        new = {script.with_name(f"{module}.py") for module in found} - texts.keys()
+        new = {path for path in new if path.exists()}
+    return "\n".join(texts.values())
+
+
+def numbers(job: Job) -> None:
+    job.run("numbers", *part(job, "numbers"))
+
+
+def checkpoints(job: Job) -> None:
+    """CPU for 2 steps, device for 2, CPU for 2; then the device writes text with that model."""
+    flags = "--steps 6 --checkpoint-every 2 --keep 3 --log-every 1 --eval-batches 1 --sample 0"
+    flags = [*flags.split(), "--batch-size", 4, "--data", ROOT / "README.md"]
+    losses, previous = {}, None
+    for name, device, step in (
+        ("cpu", "cpu", 0),
+        ("there", job.args.device, 2),
+        ("back", "cpu", 4),
+    ):
+        folder = job.folder / name
+        if previous:
+            saved = previous / f"checkpoints/step_{step:08}"
+            shutil.copytree(saved, folder / "checkpoints" / saved.name)
+        here = ("--device", device, "--output-dir", folder)
+        job.run(name, *python("transformer_basics/train.py", *flags, *here))
+        previous = folder
+        seen = {f"loss of step {n}": loss for n, loss in logged(folder, "loss").items() if n > 4}
+        losses[name] = seen
+        job.note({name: seen})
+        for what, loss in seen.items():
+            expected = losses["cpu"][what]
+            if not abs(loss - expected) <= 5e-3:  # train.py uses TF32: 10 bits of mantissa
+                raise Failed(f"{name}: {what} is {loss}, on the CPU {expected}")
+    if not job.is_tiny:
+        generate = ("transformer_basics/generate.py", previous, "--device", job.args.device)
+        job.run("generate.py", *python(*generate))
+
+
+def logged(folder: Path, name: str) -> dict[int, float]:
+    """step -> value, of a train.py's metrics.jsonl."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def speed(job: Job) -> None:
+    for size in ["tiny"] if job.is_tiny else ["124M", "1B"]:
+        job.run(size, *part(job, "speed", size))
+
+
+def offload(job: Job) -> None:
+    batch = 256 if job.is_tiny else 64
+    model = "--dim 32 --depth 1" if job.is_tiny else "--dim 1024 --depth 12 --precision bf16"
+    flags = [*model.split(), "--epochs", 1, "--log-every", 2, "--batch-size", batch]
+    flags += ["--device", job.args.device]
+    peaks = []
+    for name in ("on_device", "offload"):
+        folder = job.folder / name
+        more = ["--offload"] if name == "offload" else []
+        job.run(name, *python("fsdp_basics/train.py", *flags, *more, "--output-dir", folder))
+        peaks.append(max(logged(folder, "memory_mb").values()))
+        _, *rates = logged(folder, "samples_per_second").values()  # the first steps warm up
+        times = [1e3 * batch / rate for rate in rates]
+        job.note({name: {"peak memory, MB": peaks[-1], "ms per step": times}})
+    if job.args.device != "cpu" and peaks[1] >= peaks[0]:
+        raise Failed(f"--offload saved no memory: {peaks} MB")
+
+
+def traces(job: Job) -> None:
+    """Steps 10 to 12 of the templates: open STEP/NAME/trace_RANK.json.gz in ui.perfetto.dev."""
+    scripts = {"ddp_basics": ["--epochs", 1], "fsdp_basics": ["--epochs", 1]}
+    if job.args.count > 1:
+        scripts["transformer_basics"] = ["--steps", 12, "--pp", 2, "--sample", 0]
+    for directory, flags in list(scripts.items())[: 1 if job.is_tiny else None]:
+        folder, ranks = job.folder / directory, 2 if "--pp" in flags else 1
+        flags += ["--profile", "--device", job.args.device, "--output-dir", folder]
+        job.run(directory, *python(f"{directory}/train.py", *flags, ranks=ranks))
+        for trace in sorted(folder.glob("trace_*.json")):
+            text, packed = trace.read_bytes(), trace.with_suffix(".json.gz")
+            packed.write_bytes(gzip.compress(text))
+            trace.unlink()
+            megabytes, kernels = packed.stat().st_size / 2**20, text.count(b'"cat": "kernel"')
+            job.note({f"{directory}/{packed.name}": {"MiB": megabytes, "kernels": kernels}})
+            if megabytes > 16:
+                raise Failed(f"{packed} is larger than 16 MiB")
+
+
+def syncs(job: Job) -> None:
+    directories = ["ddp_basics", "fsdp_basics", "transformer_basics", "t5_finetuning"]
+    if not has("transformers"):
+        job.leave_out(directories.pop(), "transformers is not installed")
+    commands = {}
+    for directory in directories[:1] if job.is_tiny else directories:
+        flags = (*SHORT[f"{directory}/train.py"].split(), "--device", job.args.device)
+        commands[directory] = python("benchmarks/gpu_syncs.py", directory, *flags)
+    job.run_all(commands, at_once=4, expects="no (wait for the )?GPU")
+
+
+def ranks(job: Job) -> None:
+    """All devices of this node, or of several nodes: NCCL between ranks."""
+    count, nodes, device = job.args.count, job.args.nodes, ("--device", job.args.device)
+    if count * nodes < 2:
+        raise LeftOut("needs two devices, or --nodes")
+    size = ("--size", "124M", "--precision", "bf16")
+    if job.is_tiny:
+        size = ("--size", "tiny", "--repeats", 1)
+    most = "64K" if job.is_tiny else "1G"
+    bandwidth = ("--operations", "all_reduce", "--max-bytes", most)
+    for name, script, flags, expects in (
+        ("equivalence", "benchmarks/gpu_parts.py", ("equivalence",), ""),
+        ("busbw of nccl-tests", "collectives/bandwidth.py", bandwidth, "^all_reduce "),
+        ("scaling", "transformer_basics/benchmark.py", size, "^(mesh|tp|pp|dp_)"),
+    ):
+        launcher = bench.torchrun(count)
+        if job.is_tiny and name != "equivalence":
+            launcher = [sys.executable]  # takes a third of the time
+        if nodes > 1:  # rank 0, which prints, may be on the other node
+            launcher = [*launcher[:3], f"--nnodes={nodes}", f"--nproc_per_node={count}"]
+            launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={job.args.host}:29500"]
+            launcher += [f"--rdzv-id={name.split()[0]}"]
+            expects = ""
+        job.run(name, *launcher, ROOT / script, *flags, *device, expects=expects)
+    if nodes == 1 and not job.is_tiny:
+        alone = python("transformer_basics/benchmark.py", *size, *device)
+        job.run("scaling: one rank", *alone, expects="^(mesh|dp_)")
+    if nodes == 1 and not job.is_tiny and has("transformers"):
+        ddp = ("--sizes", "124M", "--repeats", 3, "--no-write", *device)
+        job.run("DDP", *python("benchmarks/gpt.py", *ddp), expects=r"^\| .*(DDP|ZeRO|DTensor)")
+
+
+class Step(NamedTuple):
+    run: Callable[[Job], None]
+    minutes: float  # its time limit
+    title: str
+
+
+STEPS = {
+    "environment": Step(environment, 1, "The machine and its ceilings"),
+    "tests": Step(tests, 5, "Tests that need a GPU"),
+    "scripts": Step(scripts, 5, "Every script that has --device, one rank"),
+    "two-ranks": Step(two_ranks, 5, "The same scripts on two ranks"),
+    "numbers": Step(numbers, 1, "Losses and gradient norms: relative differences from the CPU's"),
+    "checkpoints": Step(checkpoints, 2, "A checkpoint of the CPU continued on the device and back"),
+    "speed": Step(speed, 8, "GPT in bf16"),
+    "offload": Step(offload, 2, "FSDP with and without --offload"),
+    "traces": Step(traces, 2, "Traces of three steps"),
+    "syncs": Step(syncs, 2, "Hot steps of each train.py: does a line wait for the GPU?"),
+    "ranks": Step(ranks, 6, "All ranks: equivalence, bandwidth, scaling"),
+}
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=STEPS, metavar="STEP", help=", ".join(STEPS))
+    says = "sum of the time limits: the cheapest steps that fit (default: all)"
+    add("--minutes", type=float, default=math.inf, help=says)
+    add("--sizes", choices=("full", "tiny"), default="full", help="tiny: a rehearsal")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--output-dir", type=Path, default=ROOT / "runs/gpu", help="default: runs/gpu")
+    add("--nodes", type=int, default=1, help="step ranks: type the same line on each of N nodes")
+    add("--host", help="with --nodes: the name or address of one of them")
+    args = parser.parse_args()
+    args.output_dir = args.output_dir.resolve()
+    args.count = torch.cuda.device_count() if args.device == "cuda" else 2
+    if not args.count:
+        parser.error("torch finds no CUDA device here; to rehearse: --device cpu --sizes tiny")
+    if (args.nodes > 1) != bool(args.host):
+        parser.error("--nodes N and --host NAME go together")
+    left, args.skipped = args.minutes, set()
+    for name in sorted(args.only or STEPS, key=lambda name: STEPS[name].minutes):
+        left -= STEPS[name].minutes
+        if left < 0:
+            args.skipped.add(name)
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""What benchmarks/gpu.py measures in processes of its own: each part prints rows of its report.
+
+    python benchmarks/gpu_parts.py numbers --device cuda
+    torchrun --standalone --nproc_per_node=2 benchmarks/gpu_parts.py equivalence --device cuda
+
+environment   names, versions, and the ceilings: memory copies, matrix products
+numbers       losses and gradient norms of train.py's step, next to plain PyTorch on the CPU
+speed         tokens per second, MFU and peak memory of one GPT
+equivalence   train.py's step on every mesh of this job's ranks, next to one process
+"""
+
+import argparse
+import gc
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "transformer_basics")]
+sys.path.append(str(ROOT / "collectives"))  # last: both directories have runtime.py
+
+import bench
+import torch
+import torch.nn.functional as F
+from benchmark import SIZES, Side, config_of
+from comparing import batches, differences
+from comparing_meshes import one_process, train_on_mesh
+from config import Settings
+from costs import time_calls
+from flops import matmul_peak
+from metrics import peak_memory
+from model import GPT, GPTConfig, initialize
+from optimizer import make_optimizer
+from parallelize import spread_model
+from runtime import Worker, distributed_worker
+from step import train_step
+from torch import nn
+
+H100 = 989e12  # FLOP/s in bf16, dense: NVIDIA H100 SXM data sheet
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the GPT (default: tiny)")
+    args = parser.parse_args()
+    with distributed_worker(args.device) as worker:
+        PARTS[args.part](worker, args.size)
+
+
+def say(worker: Worker, rows: dict[str, dict]) -> None:
+    """rows: name -> {column: text, number, or a list of samples}."""
+    if worker.is_main:
+        bench.say(rows)
+
+
+def environment(worker: Worker, size: str) -> None:
+    device, is_gpu, is_tiny = worker.device, worker.device.type == "cuda", size == "tiny"
+    driver = "nvidia-smi is missing"
+    if shutil.which("nvidia-smi"):
+        query = "name,driver_version,memory.total,clocks.max.sm,power.limit"
+        ask = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        driver = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    nccl = torch.cuda.nccl.version() if is_gpu else ()
+    found = {
+        "device": torch.cuda.get_device_name(device) if is_gpu else bench.processor(),
+        "devices": torch.cuda.device_count() if is_gpu else 0,
+        "nvidia-smi": driver.replace("\n", "; "),
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "CUDA": torch.version.cuda or "none",
+        "NCCL": ".".join(map(str, nccl)) or "none",
+    }
+    say(worker, {name: {"value": value} for name, value in found.items()})
+    numbers = 2**22 if is_tiny else 2**28  # float32: 1 GiB
+    host = torch.ones(numbers, pin_memory=is_gpu)
+    a, b = host.to(device), torch.ones(numbers, device=device)
+    copies = {
+        "memory copy, GB/s read and written": (2, partial(b.copy_, a)),
+        "from pinned memory, GB/s": (1, partial(b.copy_, host, non_blocking=True)),
+        "to pinned memory, GB/s": (1, partial(host.copy_, b, non_blocking=True)),
+    }
+    for name, (times, copy) in copies.items():
+        seconds = time_calls(copy, 9, 1, device)
+        say(worker, {name: {"value": [times * 4 * numbers / t / 1e9 for t in seconds]}})
+    side = 256 if is_tiny else None  # of the matrices
+    for dtype, precision in (
+        (torch.bfloat16, "highest"),
+        (torch.float32, "high"),
+        (torch.float32, "highest"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        peak = matmul_peak(device, dtype, size=side) / 1e12
+        name = f"{str(dtype).removeprefix('torch.')}, {precision}: matmul peak, TFLOP/s"
+        say(worker, {name: {"value": peak}})
+
+
+# ---- numbers: what a step computes
+
+# precision, matmul precision, largest relative difference of a loss and of a gradient norm. In fp32
+# sums in another order: 1e-7 seen. bf16 has 7 bits of mantissa: 4e-4 and 2e-3 seen after 20 steps
+# on a CPU. TF32 has 10, so expect an eighth of that. Allowed is about ten times as much, and in
+# fp32 less than what bf16 or TF32 would show.
+SIDES = {
+    "fp32": ("fp32", "highest", 2e-5, 1e-4),
+    "TF32": ("fp32", "high", 5e-4, 3e-3),
+    "bf16": ("bf16", "highest", 4e-3, 2e-2),
+}
+
+
+def numbers(worker: Worker, size: str) -> None:
+    layers, heads, dim, length, vocabulary = SIZES["tiny"][0]
+    config = GPTConfig(vocabulary, length, layers, heads, dim)
+    steps = 3 if size == "tiny" else 20
+    given = SimpleNamespace(steps=steps, batch_size=8, length=length, seed=0)
+    torch.set_float32_matmul_precision("highest")
+    expected = plain_losses(config, given)
+    wrong = []
+    for name, (precision, matmul, *tolerances) in SIDES.items():
+        torch.set_float32_matmul_precision(matmul)
+        seen = our_losses(config, given, precision, worker.device)
+        row = {}
+        for what, tolerance in zip(("loss", "norm"), tolerances, strict=True):
+            pairs = zip(seen[what], expected[what], strict=True)
+            row[f"{what}: largest difference"] = max(abs(a / b - 1) for a, b in pairs)
+            row[f"{what}: tolerance"] = tolerance
+            if not row[f"{what}: largest difference"] <= tolerance:  # NaN is wrong, too
+                wrong.append(f"{name}, {what}: {seen[what]}, on the CPU {expected[what]}")
+        say(worker, {f"{name}, {steps} steps": row})
+    if wrong:
+        raise AssertionError("\n".join(wrong))
+
+
+def plain_losses(config: GPTConfig, given) -> dict[str, list[float]]:
+    """The single-process baseline, on the CPU: train.py's step as a loop without a mesh."""
+    model = initialize(GPT(config), seed=0)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    seen = {"loss": [], "norm": []}
+    for x_BT, y_BT in batches(given, torch.device("cpu")):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x_BT).flatten(0, 1), y_BT.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen["loss"].append(loss.item())
+        seen["norm"].append(norm.item())
+    return seen
+
+
+def our_losses(config: GPTConfig, given, precision: str, device) -> dict[str, list[float]]:
+    sizes = {"layers": config.layers, "heads": config.heads, "dim": config.dim}
+    settings = Settings(**sizes, batch_size=given.batch_size, lr=1e-3, precision=precision).on(1)
+    mesh, model, pipeline = spread_model(config, settings, device)
+    with torch.no_grad():  # a GPU's generator draws other numbers
+        for ours, first in zip(
+            model.parameters(), initialize(GPT(config), 0).parameters(), strict=True
+        ):
+            ours.to_local().copy_(first)
+    optimizer = make_optimizer(model, settings)
+    seen = {"loss": [], "norm": []}
+    for batch in batches(given, device):
+        loss, norm = train_step(model, pipeline, *batch, optimizer, mesh, settings)
+        seen["loss"].append(loss.item())
+        seen["norm"].append(norm.item())
+    return seen
+
+
+# ---- speed
+
+VARIANTS = {
+    "eager": {},
+    "compile": {"compile": True},
+    "compile, activation checkpointing": {"compile": True, "activation_checkpointing": True},
+}
+GOALS = {"124M": 0.45, "1B": 0.55}  # MFU, of 989 TFLOP/s on an H100
+
+
+def speed(worker: Worker, size: str) -> None:
+    for variant, flags in VARIANTS.items():
+        recomputes = "activation_checkpointing" in flags
+        batch, row = batch_that_fits(config_of(size), worker.device, recomputes), None
+        while row is None:
+            gc.collect()  # a model is full of reference cycles
+            if worker.device.type != "cpu":
+                torch.accelerator.empty_cache()
+            try:
+                row = train_fast(worker, size, flags, batch)
+            except torch.OutOfMemoryError:
+                batch //= 2
+        row["formula, MB"] = expected_bytes(config_of(size), batch, recomputes) / 1e6
+        say(worker, {f"{size}, {variant}": row})
+
+
+def train_fast(worker: Worker, size: str, flags: dict, batch: int) -> dict:
+    """20 steps to warm up, then 10 samples of 5 steps (tiny: 1, then 2 samples of 1)."""
+    warm_up, samples, steps = (1, 2, 1) if size == "tiny" else (20, 10, 5)
+    options = {"compile": False, "activation_checkpointing": False, **flags}
+    options["compile"] &= size != "tiny"  # which takes a CPU a minute
+    options |= {"size": size, "batch_size": batch, "precision": "bf16", "clip": 1.0}
+    options |= {"keep_gathered": True, "sequence_parallel": False}
+    side = Side("dp_shard=1", SimpleNamespace(**options), worker)
+    side.tokens_per_second(warm_up)
+    if worker.device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(worker.device)
+    rates = [side.tokens_per_second(steps) for _ in range(samples)]
+    memory = {f"peak {name}": value for name, value in peak_memory(worker.device).items()}
+    config = config_of(size)
+    flops = statistics.median(rates) * config.flops_per_token(config.block_size)
+    peak = matmul_peak(worker.device, torch.bfloat16, size=256 if size == "tiny" else None)
+    return {
+        "B x T": f"{batch} x {config.block_size}",
+        "tokens/s": rates,
+        "ms per step": [1e3 * side.tokens / rate for rate in rates],
+        "matmul peak, TFLOP/s": peak / 1e12,
+        "MFU of that peak": flops / peak,
+        "MFU of 989 TFLOP/s": flops / H100,
+        "goal": GOALS.get(size, "none"),
+        **memory,
+    }
+
+
+def batch_that_fits(config: GPTConfig, device: torch.device, recomputes: bool) -> int:
+    """The largest power of two, up to 64 sequences, whose formula fills at most 85 % of the GPU."""
+    if device.type == "cpu":
+        return 2
+    free, _ = torch.cuda.mem_get_info(device)
+    fits = [n for n in (64, 32, 16, 8, 4, 2) if expected_bytes(config, n, recomputes) < 0.85 * free]
+    return fits[0] if fits else 1
+
+
+def expected_bytes(config: GPTConfig, batch: int, recomputes: bool) -> int:
+    """Peak of a bf16 step on one rank: at the start of backward, or at its end.
+
+    A parameter takes 12 bytes (fp32: itself and AdamW's two averages), 2 for the gathered bf16
+    copy, and in the end 4 for its gradient. A block keeps 32 bytes per token and channel: inputs
+    of the two norms (2 each), of query, key and value (2 together), of attention (6), its output
+    (2), inputs of the MLP, of GELU and of the last layer (2, 8, 8); or, if it recomputes, its input
+    (2), and one block at a time the rest. The loss has three fp32 copies of the logits at a time.
+    """
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT(config).parameters())
+    tokens = batch * config.block_size
+    block = 32 * tokens * config.dim
+    blocks = config.layers * block // 16 + block if recomputes else config.layers * block
+    start = 14 * parameters + blocks + 12 * tokens * config.vocab_size
+    return max(start, 18 * parameters)
+
+
+# ---- two ranks or more
+
+
+def equivalence(worker: Worker, size: str) -> None:
+    """Three steps of AdamW in fp32: losses, norms, all gradients, the parameters at the end."""
+    ranks = worker.world_size
+    given = SimpleNamespace(steps=3, batch_size=2 * ranks, length=64, seed=0, optimizer="adamw")
+    config = GPTConfig(256, given.length, layers=max(2, ranks), heads=2 * ranks, dim=32 * ranks)
+    torch.set_float32_matmul_precision("highest")
+    expected = one_process(config, given, worker)
+    meshes = [{"dp_replicate": ranks}, {"dp_shard": ranks}, {"tp": ranks}, {"pp": ranks}]
+    if ranks % 2 == 0 and ranks > 2:
+        half = ranks // 2
+        meshes += [{"dp_replicate": 2, "dp_shard": half}, {"dp_shard": half, "tp": 2}]
+        meshes += [{"pp": 2, "tp": half}]
+    wrong = []
+    for mesh_sizes in meshes:
+        tp, pp = mesh_sizes.get("tp", 1), mesh_sizes.get("pp", 1)
+        flags = {"sequence_parallel": tp > 1, "loss_parallel": tp > 1, "clip": 0, "accumulate": pp}
+        settings = Settings(**flags, **{"dp_replicate": 1} | mesh_sizes)
+        mesh, model, pipeline = spread_model(config, settings, worker.device)
+        initialize(model, given.seed)
+        steps, _ = train_on_mesh(model, pipeline, mesh, settings, given)
+        diffs = differences(steps, expected)
+        name = " ".join(f"{axis}={n}" for axis, n in mesh_sizes.items())
+        say(worker, {name: {f"largest difference: {kind}": d for kind, d in diffs.items()}})
+        # fp32 sums in another order; AdamW's first steps are lr in size for any gradient.
+        limits = {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-5, "parameter": 1e-4}
+        wrong += [f"{name}: {kind} {d}" for kind, d in diffs.items() if not d <= limits[kind]]
+    if wrong:
+        raise AssertionError("\n".join(wrong))
+
+
+PARTS = {f.__name__: f for f in (environment, numbers, speed, equivalence)}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Run the commands of benchmarks/gpu.py in processes of their own, to a deadline; show a record."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import bench
+
+
+class Failed(Exception):
+    """A command ended with another status than 0, without an expected line, or too late."""
+
+
+class LeftOut(Exception):
+    """A step cannot run here; the text says why."""
+
+
+class Job:
+    """What a step runs its commands with, and notes its rows in.
+
+    minutes: until the deadline of all its commands together.
+    record: {"status", "runs": {name: see Process.end}, "rows": {name: {column: value}}}.
+    save: a function that writes the record; called after every command.
+    """
+
+    def __init__(self, args, name: str, minutes: float, record: dict, save: Callable[[], None]):
+        self.args, self.record, self.save = args, record, save
+        self.is_tiny = args.sizes == "tiny"
+        self.folder = args.output_dir / name
+        shutil.rmtree(self.folder, ignore_errors=True)  # a train.py would continue the run in it
+        self.folder.mkdir(parents=True)
+        self.deadline = time.monotonic() + 60 * minutes
+        save()
+
+    def run(self, name: str, *command, expects: str = "") -> None:
+        self.run_all({name: command}, expects=expects)
+
+    def run_all(
+        self,
+        commands: dict[str, tuple],
+        at_once: int = 1,
+        expects: str = "",
+        silent=(),
+        seconds: float = math.inf,
+    ) -> None:
+        """Run commands to their end or the deadline, then raise `Failed` if one of them failed.
+
+        expects: a pattern; each command must print a line that matches, but those named in silent.
+        seconds: of one command at most, so that one that hangs leaves time for the others.
+        """
+        waiting, running = list(commands.items()), []
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once and time.monotonic() < self.deadline:
+                    running.append(Process(*waiting.pop(0), self.folder))
+                for process in list(running):
+                    limit = min(self.deadline, process.started + seconds)
+                    if process.has_ended() or time.monotonic() > limit:
+                        running.remove(process)
+                        pattern = "" if process.name in silent else expects
+                        self.record["runs"][process.name] = process.end(pattern)
+                        self.note(process.rows())
+                if waiting and time.monotonic() > self.deadline:
+                    name, _ = waiting.pop(0)
+                    late = {"status": "failed", "why": "was not started before the time limit"}
+                    self.record["runs"][name] = late
+                time.sleep(0.02)
+        finally:
+            for process in running:  # Ctrl-C, SIGTERM
+                process.kill()
+        runs = {name: self.record["runs"][name] for name in commands}
+        failures = [f"{name} {run['why']}" for name, run in runs.items() if "why" in run]
+        if failures:
+            more = f" and {len(failures) - 3} more" if len(failures) > 3 else ""
+            raise Failed("; ".join(failures[:3]) + more)
+
+    def leave_out(self, name: str, why: str) -> None:
+        self.record["runs"][name] = {"status": "left out", "lines": why}
+
+    def note(self, rows: dict[str, dict]) -> None:
+        """rows: name -> {column: text, number, or a list of samples}."""
+        self.record.setdefault("rows", {}).update(rows)
+        self.save()
+
+
+class Process:
+    """A command that runs, with all processes that it starts; FOLDER/NAME.log has its output."""
+
+    def __init__(self, name: str, command: tuple, folder: Path):
+        self.name, self.command = name, [str(word) for word in command]
+        self.log = folder / f"{re.sub('[^a-zA-Z0-9]+', '_', name)}.log"
+        # torchrun's ranks lead sessions of their own: we find them by a mark in their environment.
+        self.mark = uuid.uuid4().hex
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
+        self.started = time.monotonic()
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=folder,
+                env=environment | {"GPU_DAY": self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def end(self, expects: str) -> dict:
+        """Kill what still runs. Returns the record; it has a "why" if the command failed."""
+        status = self.process.poll()
+        self.kill()
+        output = self.log.read_text(errors="replace")
+        lines = [x.strip() for x in output.splitlines() if expects and re.search(expects, x)]
+        record = {"status": "passed", "seconds": round(time.monotonic() - self.started, 1)}
+        record |= {"command": shlex.join(self.command), "lines": "; ".join(lines[:20])}
+        if status is None:
+            record["why"] = "was ended at the time limit"
+        elif status:
+            record["why"] = f"ended with status {status}"
+        elif expects and not lines:
+            record["why"] = f"printed no line with {expects}"
+        if "why" in record:
+            record |= {"status": "failed", "output": output[-3000:]}
+        return record
+
+    def rows(self) -> dict[str, dict]:
+        """What a part has said by now, see bench.say."""
+        rows = {}
+        for line in self.log.read_text(errors="replace").splitlines():
+            if line.startswith(bench.MARK):
+                with contextlib.suppress(ValueError):  # it was cut short
+                    rows |= json.loads(line.removeprefix(bench.MARK))
+        return rows
+
+    def kill(self) -> None:
+        """Kill until nothing is found: a process may just be starting another one."""
+        while True:
+            alive = processes_with(self.mark)
+            if not self.has_ended():
+                alive.append(self.process.pid)
+            if not alive:
+                return
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def processes_with(mark: str) -> list[int]:
+    """The processes that have this in their environment, on Linux; a zombie has none."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in environment.read_bytes():
+                found.append(int(environment.parent.name))
+    return found
+
+
+# ---- the report
+
+
+def status_of(record: dict) -> str:
+    reason = f": {record['reason']}" if "reason" in record else ""
+    return f"{record['seconds']:6} s   {record['status']}{reason}"
+
+
+def section(record: dict) -> str:
+    texts = [f"## {record['title']}", status_of(record).strip()]
+    rows, runs = record.get("rows"), record["runs"]
+    if rows:
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        cells = [
+            (n, *(cell(row[c]) if c in row else "" for c in columns)) for n, row in rows.items()
+        ]
+        texts.append(bench.table([("", *columns), *cells]))
+    if runs:
+        columns = ("status", "seconds", "lines")
+        cells = [(name, *(cell(run.get(c, "")) for c in columns)) for name, run in runs.items()]
+        texts.append(bench.table([("command", *columns), *cells]))
+    return "\n\n".join(texts)
+
+
+def cell(value) -> str:
+    if isinstance(value, list):
+        return bench.summary(value)
+    text = bench.number(value) if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|")

@@ -1,0 +1,352 @@
+"""benchmarks/gpu.py: its steps on a machine without a GPU, and that one bad step costs one step."""
+
+import json
+import shutil
+import signal
+import sys
+
+import helpers
+import pytest
+from helpers import ROOT, Job
+
+BENCHMARKS = ROOT / "benchmarks"
+SCRIPT = BENCHMARKS / "gpu.py"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu
+
+    return gpu
+
+
+def carry_out(gpu, monkeypatch, folder, *flags, **steps) -> tuple[int, dict]:
+    """Run gpu.py's main() with these steps instead of its own: (exit status, what gpu.json has).
+
+    steps: name -> (function, minutes).
+    """
+    steps = {name: gpu.Step(*step, f"Step {name}") for name, step in steps.items()}
+    monkeypatch.setattr(gpu, "STEPS", steps)
+    arguments = ["gpu.py", "--device", "cpu", "--output-dir", str(folder), *flags]
+    monkeypatch.setattr(sys, "argv", arguments)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as end:
+            gpu.main()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return int(end.value.code), read(folder)["steps"]
+
+
+def read(folder) -> dict:
+    return json.loads((folder / "gpu.json").read_text())
+
+
+def python(code: str) -> tuple:
+    return (sys.executable, "-c", code)
+
+
+def say(text: str):
+    """A step whose one command prints this."""
+    return lambda job: job.run("says", *python(f"print({text!r})"), expects=text)
+
+
+HANGS = """
+import json, os, subprocess, sys, time
+print('SAMPLES ' + json.dumps({'row': {'value': 1.5}}), flush=True)
+print('SAMPLES {"cut": ', end='', flush=True)
+sleep = [sys.executable, '-c', 'import time; time.sleep(600)']
+print('\\nchild', subprocess.Popen(sleep, start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_step_that_hangs_ends_at_its_limit(gpu, monkeypatch, tmp_path):
+    """With a child in a session of its own; its rows stay, and the other steps run."""
+
+    def hang(job):
+        job.run_all({"hangs": python(HANGS), "waits": python("print('never')")})
+
+    seen = []
+
+    def look(job):
+        seen.append(read(tmp_path)["steps"]["hang"])
+        say("hello")(job)
+
+    status, steps = carry_out(
+        gpu, monkeypatch, tmp_path, hang=(hang, 3 / 60), after=(look, 1), last=(say("end"), 1)
+    )
+    assert status == 1
+    assert [step["status"] for step in steps.values()] == ["failed", "passed", "passed"]
+    assert "hangs was ended at the time limit; waits was not started" in steps["hang"]["reason"]
+    assert steps["hang"]["rows"] == {"row": {"value": 1.5}}
+    assert 3 <= steps["hang"]["seconds"] < 60
+    output = steps["hang"]["runs"]["hangs"]["output"]
+    child = int(output.split("child ")[1])
+    assert not helpers.still_running(helpers.those(lambda process: process.pid == child))
+    assert seen == [steps["hang"]]  # the file had it before the next step began
+    page = (tmp_path / "gpu.md").read_text()
+    assert "## Step hang" in page
+    assert "| row | 1.5 |" in page
+
+
+def test_one_command_that_hangs_leaves_time_for_the_others(gpu, monkeypatch, tmp_path):
+    def run(job):
+        commands = {"hangs": python(HANGS), "good": python("print('good')")}
+        job.run_all(commands, expects="good", silent={"hangs"}, seconds=2)
+
+    status, steps = carry_out(gpu, monkeypatch, tmp_path, run=(run, 5))
+    assert status == 1
+    assert steps["run"]["reason"] == "Failed: hangs was ended at the time limit"
+    assert steps["run"]["runs"]["good"]["status"] == "passed"
+
+
+def test_a_step_that_fails_gives_status_1_and_the_end_of_its_output(gpu, monkeypatch, tmp_path):
+    def fail(job):
+        code = "import sys; print('x' * 5000); print('the last line'); sys.exit(3)"
+        job.run_all({"bad": python(code), "good": python("print('good')")}, at_once=2)
+
+    def raise_error(job):
+        raise ValueError("not a command, but the step")
+
+    silent = (lambda job: job.run("silent", *python("print('else')"), expects="on cuda"), 1)
+    status, steps = carry_out(
+        gpu,
+        monkeypatch,
+        tmp_path,
+        fail=(fail, 1),
+        raises=(raise_error, 1),
+        silent=silent,
+        good=(say("hello | you"), 1),
+    )
+    assert status == 1
+    runs = steps["fail"]["runs"]
+    assert runs["bad"]["why"] == "ended with status 3"
+    assert runs["bad"]["output"].endswith("the last line\n")
+    assert len(runs["bad"]["output"]) == 3000
+    assert runs["good"]["status"] == "passed"
+    assert steps["raises"]["reason"] == "ValueError: not a command, but the step"
+    assert "printed no line with on cuda" in steps["silent"]["reason"]
+    assert steps["good"]["runs"]["says"]["lines"] == "hello | you"
+    assert "| says | passed |" in (tmp_path / "gpu.md").read_text()
+    assert "hello \\| you" in (tmp_path / "gpu.md").read_text()  # a cell of the table
+
+
+def test_only_some_steps(gpu, monkeypatch, tmp_path):
+    steps = {"one": (say("1"), 1), "two": (say("2"), 1), "three": (say("3"), 1)}
+    status, found = carry_out(gpu, monkeypatch, tmp_path, "--only", "three", "one", **steps)
+    assert (status, list(found)) == (0, ["three", "one"])
+
+
+def test_minutes_leave_out_what_costs_most(gpu, monkeypatch, tmp_path):
+    steps = {"long": (say("no"), 8), "short": (say("1"), 1), "middle": (say("2"), 2)}
+    status, found = carry_out(gpu, monkeypatch, tmp_path, "--minutes", "4", **steps)
+    assert status == 0
+    assert [step["status"] for step in found.values()] == ["left out", "passed", "passed"]
+    assert found["long"]["reason"] == "does not fit into 4 minutes"
+
+
+def test_without_a_package_its_tests_are_left_out(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "has", lambda module: module not in ("pytest", "transformers"))
+    steps = {"tests": (gpu.tests, 1), "scripts": (gpu.scripts, 1)}
+    monkeypatch.setattr(gpu, "has_device", lambda name: name == "t5_finetuning/train.py")
+    status, found = carry_out(gpu, monkeypatch, tmp_path, **steps)
+    assert status == 0
+    assert found["tests"]["status"] == "left out"
+    assert "pytest" in found["tests"]["reason"]
+    [run] = found["scripts"]["runs"].values()
+    assert run == {"status": "left out", "lines": "transformers is not installed"}
+
+
+def test_sigterm_ends_all_processes(tmp_path):
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu\n"
+        f"hangs = (sys.executable, '-c', {HANGS!r})\n"
+        "gpu.STEPS = {'hang': gpu.Step(lambda job: job.run('hangs', *hangs), 9, '')}\n"
+        "gpu.main()\n"
+    )
+    log = tmp_path / "out/hang/hangs.log"
+    flags = ("--device", "cpu", "--output-dir", tmp_path / "out")
+    with Job([sys.executable, driver, *flags]) as job:
+        job.wait_until(lambda: log.exists() and "child" in log.read_text())
+        assert read(tmp_path / "out")["steps"]["hang"]["status"] == "running"
+        job.process.terminate()
+        assert job.wait(60).returncode == 143
+        assert not job.left_running()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--only", "nothing"), "invalid choice: 'nothing'"),
+        (("--device", "cpu", "--nodes", 2), "--nodes N and --host NAME go together"),
+        (("--minutes", "many"), "invalid float value: 'many'"),
+    ],
+)
+def test_wrong_flags(flags, says, tmp_path):
+    result = helpers.python(SCRIPT, *flags, "--output-dir", tmp_path / "out")
+    assert result.returncode == 2
+    assert says in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_gpu_it_says_what_to_do():
+    result = helpers.python(SCRIPT, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 2
+    assert "finds no CUDA device here; to rehearse: --device cpu --sizes tiny" in result.output
+
+
+def test_files_with_tests_for_gpus_are_found(gpu):
+    names = [path.name for path in gpu.test_files("gpu")]
+    assert {"test_gpu.py", "test_ddp_basics.py"} <= set(names)  # a mark of a parameter, of a test
+    assert "test_rpc_basics.py" not in names
+    assert "test_parallel_basics_tied.py" in [path.name for path in gpu.test_files("device")]
+
+
+def test_scripts_with_device_are_found(gpu):
+    names = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*.py")]
+    found = set(filter(gpu.has_device, names))
+    assert {"ddp_basics/train.py", "ddp_basics/minimal.py", "custom_backend/layers.py"} <= found
+    assert "parallel_basics/tensor_parallel.py" in found  # its flags are in comparing.py
+    assert not {"rpc_basics/minimal.py", "benchmarks/gpu.py", "ddp_basics/config.py"} & found
+    assert {*gpu.LEFT_OUT, *gpu.SHORT, *gpu.SILENT} <= found
+    templates = {name for name in found if name.endswith("/train.py")}
+    assert templates <= gpu.SHORT.keys()  # else they train to the end
+
+
+SAVED = """
+import sys
+sys.path.insert(0, "BENCHMARKS")
+import gpu_parts, torch
+from gpu_parts import GPT, GPTConfig
+config = GPTConfig(256, 64, layers=2, heads=4, dim=128)
+block = GPT(config).blocks["0"].bfloat16()
+parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+saved = {}
+def pack(t):
+    saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return t
+x = torch.randn(8, 64, 128, dtype=torch.bfloat16, requires_grad=True)
+with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    y = block(x)
+print("BYTES", sum(n for at, n in saved.items() if at not in parameters), x.numel())
+"""
+
+
+def test_a_block_keeps_the_bytes_of_the_formula(tmp_path):
+    script = tmp_path / "saved.py"
+    script.write_text(SAVED.replace("BENCHMARKS", str(BENCHMARKS)))
+    output = helpers.python(script).check().output
+    counted, numbers = map(int, output.split("BYTES ")[1].split())
+    # Also means and deviations of the norms, and a log-sum-exp per head, in fp32.
+    assert 32 * numbers <= counted <= 34 * numbers
+
+
+BROKEN = """
+import sys
+sys.path.insert(0, "BENCHMARKS")
+import gpu_parts
+CHANGE
+gpu_parts.main()
+"""
+
+
+def broken(tmp_path, change: str):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN.replace("BENCHMARKS", str(BENCHMARKS)).replace("CHANGE", change))
+    return script
+
+
+@pytest.mark.slow
+def test_numbers_in_bf16_are_no_fp32(tmp_path):
+    fp32, bf16 = '("fp32", "highest", 2e-5, 1e-4)', '("bf16", "highest", 2e-5, 1e-4)'
+    assert fp32 in (BENCHMARKS / "gpu_parts.py").read_text()
+    script = broken(tmp_path, f"gpu_parts.SIDES = {{'fp32': {bf16}}}")
+    result = helpers.python(script, "numbers", "--device", "cpu", "--size", "124M")
+    assert result.returncode == 1
+    assert "AssertionError: fp32, loss" in result.output
+
+
+@pytest.mark.slow
+def test_another_model_on_the_mesh_is_noticed(tmp_path):
+    import pool
+
+    change = "first = gpu_parts.initialize; "
+    change += "gpu_parts.initialize = lambda model, seed: first(model, seed + 1)"
+    script = broken(tmp_path, change)
+    result = pool.run(script, "equivalence", "--device", "cpu", ranks=2)
+    assert result.returncode == 1
+    assert "AssertionError: dp_replicate=2: loss" in result.output
+
+
+TRAIN = """
+import torch
+def train_step(number):
+    if number == WAITS:
+        torch.ones((), device="cuda").item()
+def main():
+    for number in range(1, 11):
+        train_step(number)
+"""
+
+
+@pytest.mark.parametrize(
+    ("waits", "mode_works", "says"),
+    [
+        (1, True, "from step 3 to step 8 no wait for the GPU"),  # before the watched steps
+        (3, True, "RuntimeError: it waits"),
+        (7, True, "RuntimeError: it waits"),
+        (8, True, "from step 3 to step 8 no wait for the GPU"),
+        (3, False, "set_sync_debug_mode has no effect here: .item() raised no error"),
+    ],
+)
+def test_a_hot_step_that_waits_for_the_gpu_fails(tmp_path, waits, mode_works, says):
+    """With a stand-in for CUDA: there is no GPU here."""
+    (tmp_path / "train.py").write_text(TRAIN.replace("WAITS", str(waits)))
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        f"import sys, torch\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu_syncs\n"
+        "mode = ['default']\n"
+        "class Number:\n"
+        "    def item(self):\n"
+        f"        if mode[0] == 'error' and {mode_works}:\n"
+        "            raise RuntimeError('it waits')\n"
+        "torch.cuda.is_initialized = lambda: True\n"
+        "torch.cuda.set_sync_debug_mode = lambda new: mode.__setitem__(0, new)\n"
+        "torch.ones = lambda *_, device: Number()\n"
+        "gpu_syncs.main()\n"
+    )
+    result = helpers.python(driver, tmp_path)
+    assert says in result.output
+    assert result.returncode == (0 if "no wait" in says else 1)
+
+
+def test_a_training_too_short_for_hot_steps_fails():
+    script = BENCHMARKS / "gpu_syncs.py"
+    flags = ("--epochs", 1, "--batch-size", 512, "--device", "cpu")
+    result = helpers.python(script, "ddp_basics", *flags)
+    assert result.returncode == 1
+    assert "train_step was called 2 times, not 8" in result.output
+
+
+@pytest.mark.slow
+def test_the_rehearsal_passes_without_a_gpu(tmp_path):
+    results = sorted(path.name for path in (BENCHMARKS / "results").iterdir())
+    out = tmp_path / "out"
+    flags = ("--device", "cpu", "--sizes", "tiny", "--output-dir", out)
+    with Job([sys.executable, SCRIPT, *flags]) as job:
+        job.wait(600).check()
+        assert not job.left_running()
+    found = {name: step["status"] for name, step in read(out)["steps"].items()}
+    assert found.pop("two-ranks") == "left out"
+    assert set(found.values()) == {"passed"}, found
+    page = (out / "gpu.md").read_text()
+    for step in ("environment", "numbers", "checkpoints", "speed", "offload", "traces", "ranks"):
+        assert read(out)["steps"][step]["rows"], step
+    assert "| fp32, 3 steps |" in page
+    assert "| pp=2 |" in page
+    assert list((out / "traces").glob("*/trace_0.json.gz"))
+    assert results == sorted(path.name for path in (BENCHMARKS / "results").iterdir())
+    shutil.rmtree(out)
