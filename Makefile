@@ -38,6 +38,7 @@ demo: ready ## two processes train together on handwritten digits
 	@echo "  make test                         proves what the examples claim"
 
 test: $(TESTS) ready ## all tests, the notebooks too
+	-@$(MAKE) --no-print-directory .venv-emulated/installed
 	.venv/bin/python -m pytest -n 3
 
 quick: $(TESTS) ready ## what takes little time, an equivalence test of each strategy among it
@@ -101,6 +102,16 @@ $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 .venv-$(TORCH)/installed: requirements-common.txt requirements-test.txt | .venv-$(TORCH)/bin/pip
 	@$(call install,.venv-$(TORCH),torch===$(TORCH) torchvision -r requirements-common.txt -r requirements-test.txt)
 	@$(call compile,.venv-$(TORCH))
+	@touch $@
+
+# A CPU-only torch with emulated GPUs. Where this fails, their tests are skipped. uv does not read
+# where pip looks for wheels.
+.venv-emulated/installed: export UV_FIND_LINKS = $(shell .venv-emulated/bin/pip config get global.find-links 2>/dev/null)
+.venv-emulated/installed: requirements-emulated.txt requirements-common.txt requirements-test.txt | .venv-emulated/bin/pip
+	@$(call install,.venv-emulated,-r requirements-emulated.txt)
+	@$(call compile,.venv-emulated)
+	@echo "compiling the emulated GPU"
+	@.venv-emulated/bin/python tests/emulated_gpu/build.py
 	@touch $@
 
 %/bin/pip:

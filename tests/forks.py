@@ -108,11 +108,11 @@ def end_session(leader: int) -> None:
 class Keeper:
     """The tests' end of a keeper: asks it for forks, and hears how they have ended."""
 
-    def __init__(self, seed: int, environment: dict[str, str]):
+    def __init__(self, seed: int, environment: dict[str, str], interpreter: Path):
         self.environment = environment
         self.connection, other = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(other.fileno())],
+            [interpreter, __file__, str(other.fileno())],
             env=environment | {"PYTHONHASHSEED": str(seed)},
             stdin=subprocess.DEVNULL,
             pass_fds=[other.fileno()],

@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 REPEAT = int(os.environ.get("REPEAT", "1"))  # how often what once failed rarely is tried
 COLD = os.environ.get("TEST_COLD") == "1"  # pytest --cold: nothing is forked
 PROGRAMS = Path(sys.executable).parent  # where this Python and its torchrun lie
+PYTHON = Path(sys.executable)
+EMULATED = ROOT / ".venv-emulated/bin/python"  # a Python with emulated GPUs: emulated_gpu/
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 # For Ray on a busy machine. Its first process ends when two others have not begun within 15 s
@@ -51,14 +53,16 @@ def before_others(*command) -> list:
     return ["setsid", "--wait", "sh", "-c", weigh, "sh", *command]
 
 
-def keeper(number: int) -> forks.Keeper:
+def keeper(number: int, interpreter: Path = PYTHON) -> forks.Keeper:
     """Forks processes for as long as this one lives. Each number has a hash seed of its own."""
-    if number not in KEEPERS:
-        KEEPERS[number] = forks.Keeper(number, clean_environment())
-    return KEEPERS[number]
+    if (number, interpreter) not in KEEPERS:
+        # The emulated device is loaded before the fork, whose environment has the number of GPUs.
+        environment = {"EMULATED_GPUS": "0"} | clean_environment()
+        KEEPERS[number, interpreter] = forks.Keeper(number, environment, interpreter)
+    return KEEPERS[number, interpreter]
 
 
-KEEPERS: dict[int, forks.Keeper] = {}
+KEEPERS: dict[tuple[int, Path], forks.Keeper] = {}
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
@@ -112,9 +116,10 @@ class Job:
         cwd: Path = ROOT,
         fork: int | None = None,
         beside: "Job | None" = None,
+        interpreter: Path = PYTHON,
         **environment: str,
     ):
-        """command: what to run; with `fork`, a script and its arguments.
+        """command: what to run; with `fork`, a script and its arguments for the interpreter.
 
         fork: None starts a new process; a rank is forked from its keeper: ranks 0 and 1 have
         different ones. beside: another job; this one then shares its mark and its log.
@@ -127,12 +132,13 @@ class Job:
         command = [str(part) for part in command]
         self.command = typed(command if fork is None else ["python", *command], cwd, **environment)
         environment = clean_environment(**environment, TEST_JOB_MARK=self.mark)
-        if fork is not None and not COLD and keeper(fork % 2).may_fork(environment):
-            self.process = forks.Fork(keeper(fork % 2), command, cwd, environment, self.log.name)
+        parent = None if fork is None or COLD else keeper(fork % 2, interpreter)
+        if parent and parent.may_fork(environment):
+            self.process = forks.Fork(parent, command, cwd, environment, self.log.name)
             self.leaders.add(self.process.pid)
         else:
             self.process = subprocess.Popen(
-                command if fork is None else [sys.executable, *command],
+                command if fork is None else [interpreter, *command],
                 cwd=cwd,
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -1,11 +1,11 @@
 """Ranks without torchrun: for tests of what a script computes, and of one rank that dies alone."""
 
-import sys
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 from helpers import (
+    PYTHON,
     ROOT,
     Job,
     Patience,
@@ -26,7 +26,7 @@ class Rank(Job):
     def __init__(self, script, *args, cold: bool = False, **told):
         command = on_backend(script, *args)
         if cold:
-            super().__init__([sys.executable, *command], **told)
+            super().__init__([told.get("interpreter", PYTHON), *command], **told)
         else:
             super().__init__(command, fork=int(told.get("RANK", 0)), **told)
 
@@ -39,7 +39,8 @@ def run(
     timeout: float = 300,
     cwd: Path | list[Path] = ROOT,
     cold: bool = False,
-    **changes: str,
+    interpreter: Path = PYTHON,
+    **changes: str | list[str],
 ) -> Result:
     """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left.
 
@@ -48,17 +49,20 @@ def run(
     cold: new processes, not forks: for what happens at the end of the interpreter.
 
     The exit status is the first that is not 0; the other ranks are then killed.
-    changes: of the environment.
+    changes: of the environment; a list has a value for each rank.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folders = cwd if isinstance(cwd, list) else [cwd] * ranks
-    command = typed(torchrun_command(script, *args, ranks=ranks), folders[0], **changes)
+    own = [of_rank(changes, rank) for rank in range(ranks)]
+    command = [interpreter, *torchrun_command(script, *args, ranks=ranks)[1:]]
+    command = typed(command, folders[0], **own[0])
     jobs, left = [], []
     try:
         for rank in range(ranks):
-            told = environment(rank, ranks, store, nodes, **changes)
+            told = environment(rank, ranks, store, nodes, **own[rank])
             first = jobs[0] if jobs else None
             told |= {"cwd": folders[rank], "beside": first, "cold": cold}
+            told |= {"interpreter": interpreter}
             jobs.append(Rank(script, *args, **told))
         patience = Patience(jobs, timeout)
         status = first_failure(jobs, patience)
@@ -75,6 +79,10 @@ def run(
     jobs[0].log.close()
     assert not left, f"processes were left running: {left}\n{output[-3000:]}"
     return Result(status, output, command)
+
+
+def of_rank(changes: dict[str, str | list[str]], rank: int) -> dict[str, str]:
+    return {n: value[rank] if isinstance(value, list) else value for n, value in changes.items()}
 
 
 def first_failure(jobs: list[Job], patience: Patience) -> int | None:

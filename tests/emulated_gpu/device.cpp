@@ -1,0 +1,167 @@
+// A CUDA device for a CPU-only PyTorch, which has nothing registered for CUDA: this library does.
+// order.h: streams and their order; memory.h; kernels.h: operations; nccl.h: communication.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+#include <torch/csrc/utils/pybind.h>
+#include <chrono>
+#include "nccl.h"
+
+namespace emulated {
+using c10::Stream;
+
+struct Event {
+  Clock clock;
+  double milliseconds;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr c10::DeviceType static_type = at::kCUDA;
+  Guard() = default;
+  explicit Guard(c10::DeviceType) {}
+  c10::DeviceType type() const override { return at::kCUDA; }
+  DeviceIndex deviceCount() const noexcept override { return device_count(); }
+  Device getDevice() const override { return {at::kCUDA, current}; }
+  void setDevice(Device d) const override { check_device(d.index()); current = d.index(); }
+  void uncheckedSetDevice(Device d) const noexcept override { current = d.index(); }
+  Device exchangeDevice(Device d) const override {
+    auto before = getDevice();
+    setDevice(d);
+    return before;
+  }
+
+  static Stream stream(Device d, c10::StreamId id) { return Stream(Stream::UNSAFE, Device(at::kCUDA, index_of(d)), id); }
+  static StreamKey key(const Stream& s) { return {s.device_index(), s.id()}; }
+  Stream getStream(Device d) const noexcept override { return stream(d, current_streams[index_of(d)]); }
+  Stream getDefaultStream(Device d) const override { return stream(d, 0); }
+  Stream getStreamFromGlobalPool(Device d, bool) const override { return stream(d, next_stream++); }
+  Stream getNewStream(Device d, int) const override { return stream(d, next_stream++); }
+  Stream exchangeStream(Stream s) const noexcept override {
+    auto before = getStream(s.device());
+    current_streams[s.device_index()] = s.id();
+    return before;
+  }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream& s) const override { host_waits_for(key(s)); }
+  void synchronizeDevice(const DeviceIndex i) const override { host_waits_for(i); }
+
+  void record(void** event, const Stream& s, const DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Event();
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    Lock lock(mutex);
+    *static_cast<Event*>(*event) = {clocks[key(s)], std::chrono::duration<double, std::milli>(now).count()};
+  }
+  void block(void* event, const Stream& s) const override {
+    Lock lock(mutex);
+    if (event) join(clocks[key(s)], static_cast<Event*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {  // true: the host knows that it is over
+    Lock lock(mutex);
+    if (event) join(host, static_cast<Event*>(event)->clock);
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) host_waits_for(static_cast<Event*>(event)->clock);
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
+    TORCH_CHECK(from && to, "Both events must be recorded before calculating elapsed time.");
+    return static_cast<Event*>(to)->milliseconds - static_cast<Event*>(from)->milliseconds;
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override {
+    gpu_allocator.recordStream(data, s);
+  }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return device_count() > 0; }
+  bool hasCUDA() const override { return device_count() > 0; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  int getNumGPUs() const override { return device_count(); }
+  DeviceIndex deviceCount() const override { return device_count(); }
+  DeviceIndex current_device() const override { return current; }
+  DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(DeviceIndex i) const override { check_device(i); current = i; }
+  DeviceIndex exchangeDevice(DeviceIndex i) const override {
+    auto before = current;
+    if (i >= 0) setCurrentDevice(i);
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex i) const override { return exchangeDevice(i); }
+  void deviceSynchronize(DeviceIndex i) const override { host_waits_for(i); }
+  const at::Generator& getDefaultGenerator(DeviceIndex i) const override { return default_generator(i); }
+  at::Generator getNewGenerator(DeviceIndex i) const override { return at::make_generator<Generator>(i < 0 ? current : i); }
+  Device getDeviceFromPtr(void*) const override { return {at::kCUDA, current}; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  at::Allocator* getCUDADeviceAllocator() const override { return &gpu_allocator; }
+};
+using at::CUDAHooksArgs;
+using at::CUDAHooksInterface;
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operation>()); }
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("copy_", copy_);
+  m.impl("_local_scalar_dense", item);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_nothing);
+  m.impl("record_stream", record_stream);
+}
+
+// UntypedStorage.resize_, by which FSDP frees and allocates unsharded parameters.
+void resize_storage(at::Storage storage, int64_t bytes) {
+  c10::DeviceGuard guard(storage.device());
+  auto data = gpu_allocator.allocate(bytes);
+  if (bytes && storage.nbytes()) std::memcpy(data.get(), storage.data(), std::min<size_t>(bytes, storage.nbytes()));
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+}
+}  // namespace emulated
+
+namespace c10d {  // DDP takes times of forward and backward
+struct EmulatedTimer final : Timer {
+  explicit EmulatedTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event from, Event to) override {
+    auto a = getTimeRef(from), b = getTimeRef(to);
+    return a == kUnsetTime || b == kUnsetTime ? std::nullopt : std::optional<int64_t>(b - a);
+  }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, EmulatedTimer)
+}  // namespace c10d
+
+PYBIND11_MODULE(emulated_cuda, m) {
+  using namespace emulated;
+  c10::SetAllocator(at::kCUDA, &gpu_allocator, 100);
+  at::setHostAllocator(at::kCUDA, &pinned_allocator, 100);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&plain_attention);
+
+  m.def("visible_gpus", &visible_gpus);
+  m.def("current_device", [] { return int(current); });
+  m.def("set_device", [](int i) { check_device(i); current = i; });
+  m.def("default_generator", [](int i) { return default_generator(i); });
+  m.def("resize_storage", &resize_storage);
+  m.def("synchronize", [](int i) { host_waits_for(DeviceIndex(i)); });
+  m.def("host_waits", [] { return host_waits.load(); });
+  m.def("total_memory", &total_memory);
+
+  py::module_::import("torch.distributed");  // registers Backend
+  py::class_<NCCLOptions, c10d::Backend::Options, c10::intrusive_ptr<NCCLOptions>> options(m, "NCCLOptions", py::dynamic_attr());
+  options.def(py::init<>())
+    .def("__deepcopy__", [](const NCCLOptions& o, py::dict) { return c10::make_intrusive<NCCLOptions>(o.timeout); });
+  py::class_<ProcessGroupNCCL, c10d::Backend, c10::intrusive_ptr<ProcessGroupNCCL>>(m, "ProcessGroupNCCL")
+    .def(py::init([](py::object store, int rank, int size, py::object options) {
+      auto gloo = py::module_::import("emulated_gpu.cuda").attr("connect")(store, rank, size, options);
+      return c10::make_intrusive<ProcessGroupNCCL>(gloo.cast<BackendPtr>());
+    }));
+}
