@@ -11,7 +11,6 @@ device = build.load()  # before torch, which looks for CUDA as it is imported
 import torch
 import torch.distributed as dist
 from torch import cuda
-from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 started = []  # True once torch.cuda is initialized
@@ -126,8 +125,9 @@ def connect(store, rank: int, size: int, options) -> dist.Backend:
                 f"NCCL error: invalid usage. Duplicate GPU detected : rank {rank} and rank {other} "
                 f"both on CUDA device {mine}"
             )
-    messages = dist.PrefixStore("gloo", store)
-    return dist.ProcessGroupGloo(messages, rank, size, options._timeout)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options._timeout)
+    gloo.options.global_ranks_in_group = [*range(size)]  # to be split
+    return gloo
 
 
 def resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -190,7 +190,6 @@ def replace() -> None:
         module.is_nccl_available = lambda: True
     distributed_c10d._NCCL_AVAILABLE = True
     distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)
-    _distributed_c10d.Backend.perform_nocolor_split = lambda backend, device: None
 
 
 replace()

@@ -163,5 +163,7 @@ PYBIND11_MODULE(emulated_cuda, m) {
     .def(py::init([](py::object store, int rank, int size, py::object options) {
       auto gloo = py::module_::import("emulated_gpu.cuda").attr("connect")(store, rank, size, options);
       return c10::make_intrusive<ProcessGroupNCCL>(gloo.cast<BackendPtr>());
-    }));
+    }))
+    .def_property_readonly("options", [](ProcessGroupNCCL&) { return c10::make_intrusive<NCCLOptions>(); })
+    .def("perform_nocolor_split", [](ProcessGroupNCCL&, py::object) {});  // for the ranks outside a new group
 }

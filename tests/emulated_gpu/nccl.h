@@ -78,7 +78,10 @@ struct ProcessGroupNCCL final : c10d::Backend {
   BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>&) override {
     auto own = c10::make_intrusive<c10d::PrefixStore>("nccl", store);  // Gloo is split beside it
-    auto part = gloo->split(own, ranks, gloo->getBackendOptions());
+    auto options = gloo->getBackendOptions();
+    auto all_ranks = options->global_ranks_in_group;
+    auto part = gloo->split(own, ranks, options);
+    options->global_ranks_in_group = all_ranks;  // Gloo has changed its parent's
     if (!part) return {};
     auto made = c10::make_intrusive<ProcessGroupNCCL>(part);
     made->device = device;
