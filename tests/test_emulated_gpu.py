@@ -28,19 +28,20 @@ TRAIN = {
     "--max-target 8 --epochs 1 --batch-size 12 --dropout 0 --show 1 --lr 1e-3",
 }
 GPT = (
-    "transformer_basics/train.py --layers 2 --heads 2 --dim 16 --block-size 16 --batch-size 8 "
+    "--layers 2 --heads 2 --dim 16 --block-size 16 --batch-size 8 "
     "--steps 6 --eval-every 3 --eval-batches 1 --sample 8 --checkpoint-every 3"
 )
+SHORT_GPT = f"tests/workers/gpt_without_peak.py {GPT}"
 TRAIN |= {
-    "gpt": GPT,
-    "gpt_fsdp": f"{GPT} --dp-shard 2",
-    "gpt_tp": f"{GPT} --tp 2 --sequence-parallel --loss-parallel",
-    "gpt_pp": f"{GPT} --pp 2",
+    "gpt": f"transformer_basics/train.py {GPT}",
+    "gpt_fsdp": f"{SHORT_GPT} --dp-shard 2",
+    "gpt_tp": f"{SHORT_GPT} --tp 2 --sequence-parallel --loss-parallel",
+    "gpt_pp": f"{SHORT_GPT} --pp 2",
 }
 FOUR = {
     "hsdp": f"{TRAIN['fsdp']} --dp-replicate 2",
-    "gpt_3d": f"{GPT} --pp 2 --dp-shard 1 --tp 2",
-    "gpt_2d": f"{GPT} --dp-shard 2 --tp 2 --sequence-parallel",
+    "gpt_3d": f"{SHORT_GPT} --pp 2 --tp 2",
+    "gpt_2d": f"{SHORT_GPT} --dp-shard 2 --tp 2 --sequence-parallel",
 }
 COMMANDS = TRAIN | FOUR
 MINIMAL = {
@@ -71,7 +72,8 @@ def data(tmp_path_factory):
 
 
 def flags_of(command: str, data: dict) -> tuple:
-    return ("--log-every", 1, *data.get(command.split("/")[0], ()))
+    directory = "transformer_basics" if GPT in command else command.split("/")[0]
+    return ("--log-every", 1, *data.get(directory, ()))
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +132,142 @@ def test_checkpoint_goes_from_the_gpus_to_the_cpu_and_back(name, runs, data, tmp
         said = run(COMMANDS[name], *flags, gpus=second).check().output
         assert f"continuing from {folder}" in said
     assert_same(tmp_path / "2", tmp_path / "0")
+
+
+# Autocast has other lists of operations on CUDA, and CUDA scales fp16 losses: near fp32, not equal.
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_half_precision_learns_nearly_what_fp32_does(name, precision, runs, tmp_path):
+    flags = ("--log-every", 1, "--precision", precision, "--output-dir", tmp_path)
+    run(COMMANDS[name], *flags, gpus=2).check()
+    losses = [[m["loss"] for m in learned(f) if "loss" in m] for f in (tmp_path, runs[name, 0])]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_fp16_with_offload_trains_or_is_refused():
+    """GradScaler copies 1 / scale to the CPU and does not wait for it."""
+    result = run(TRAIN["fsdp"], "--precision", "fp16", "--offload", gpus=2)
+    assert result.returncode in (0, 2), result.output
+    assert "nan" not in result.output
+    assert "Traceback" not in result.output
+
+
+# ---- where the GPUs are
+
+
+@pytest.mark.parametrize("script", ["train.py --epochs 1", "minimal.py --epochs 1"])
+def test_each_rank_sees_one_gpu_of_its_own(script):
+    """As Slurm's --gpus-per-task=1 does: on two nodes with two ranks each, all on their cuda:0."""
+    visible = ["0", "1", "0", "1"]
+    command = f"ddp_basics/{script}"
+    said = run(command, gpus=2, ranks=4, nodes=2, CUDA_VISIBLE_DEVICES=visible).check().output
+    assert "4 rank(s) on cuda" in said
+
+
+@pytest.mark.parametrize("script", ["spawn.py", "zero_optimizer.py"])
+def test_idea_runs_where_each_rank_sees_one_gpu(script):
+    run(f"ddp_basics/{script}", gpus=2, CUDA_VISIBLE_DEVICES=["0", "1"]).check()
+
+
+@pytest.mark.parametrize("directory", ["ddp_basics", "fsdp_basics"])
+def test_backend_nccl_alone_trains(directory):
+    name = directory.removesuffix("_basics")
+    said = run(TRAIN[name], "--backend", "nccl", gpus=2).check().output
+    assert "2 rank(s) on cuda" in said
+
+
+IDEAS = {
+    "tensor_parallel": "",
+    "sequence_parallel": "",
+    "pipeline_parallel": "",
+    "compare_ring_attention": "--length 64",
+}
+
+
+@pytest.mark.parametrize("name", IDEAS)
+def test_idea_of_parallel_basics_runs_on_gpus(name):
+    """Each compares itself with one process, and prints by how much it differs."""
+    said = run(f"parallel_basics/{name}.py {IDEAS[name]}", gpus=2).check().output
+    assert "2 rank(s) on cuda" in said
+
+
+def test_fsdp1_with_offload_compares_itself_on_gpus():
+    run("fsdp_basics/fsdp1_to_fsdp2.py --steps 1", gpus=2).check()
+
+
+# ---- programs that break a rule
+
+FAULTS = {
+    "cpu_and_gpu": "RuntimeError: aten::add.*same device.*cuda:0 and cpu",
+    "two_gpus": "RuntimeError: aten::.*same device.*cuda:0 and cuda:1",
+    "generator_of_the_cpu": "RuntimeError: .*generator",
+    "numpy_of_a_gpu": "TypeError: can't convert cuda:0",
+    "device_that_is_not_there": "RuntimeError: CUDA error: invalid device ordinal 7",
+    "read_too_early": r"AssertionError: \[nan, nan, nan\]",
+    "change_what_is_sent": r"AssertionError: \[2.0, 2.0, 2.0\]",
+    "no_wait_before": "CUDA race: aten::mul_ on stream .* writes what aten::.* on stream 0 of",
+    "no_wait_after": "CUDA race: aten::sum on stream 0 of cuda:0 reads what aten::mul_ on stream",
+    "event_before_the_kernel": "CUDA race: aten::sum .* reads what aten::mul_",
+    "freed_too_early": "CUDA race: memory was freed while aten::sum on stream",
+    "out_of_memory": "OutOfMemoryError: CUDA out of memory",
+}
+RIGHT = ["two_readers_fixed", "two_halves_fixed"]
+FAULTS_OF_TWO = {
+    "cpu_tensor_for_nccl": "Tensors must be CUDA and dense|No backend type associated.*cpu",
+    "not_contiguous": "Tensors must be contiguous",
+    "bits_of_nccl": "Cannot use ReduceOp",
+    "no_wait_for_work": "CUDA race: aten::.* reads what nccl:all_reduce on stream",
+}
+WORKER = "tests/workers/emulated_faults.py"
+
+
+def outcomes(output: str) -> list[dict]:
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda each: each["rank"])
+
+
+@pytest.fixture(scope="module")
+def alone():
+    fixed = [f"{name}_fixed" for name in FAULTS]
+    return outcomes(run(WORKER, *FAULTS, *fixed, *RIGHT, gpus=2, ranks=1).check().output)[0]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    names = (*FAULTS_OF_TWO, "no_wait_for_work_fixed", "operations_fixed")
+    return outcomes(run(WORKER, *names, gpus=2).check().output)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_an_error_and_its_correction_is_none(name, alone):
+    assert re.search(FAULTS[name], alone[name])
+    assert alone.get(f"{name}_fixed", "fine") == "fine"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_allowed_is_no_error(name, alone):
+    assert alone[name] == "fine"
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_TWO)
+def test_fault_of_two_ranks_is_an_error_on_both(name, pair):
+    for rank in pair:
+        assert re.search(FAULTS_OF_TWO[name], rank[name])
+        assert rank.get(f"{name}_fixed", "fine") == "fine"
+
+
+def test_operations_of_nccl_are_right(pair):
+    assert [rank["operations_fixed"] for rank in pair] == ["fine", "fine"]
+
+
+def test_gpu_of_another_rank_is_refused():
+    """Rank 0 may use it and waits for rank 1: only that one says what is wrong."""
+    said = run(WORKER, "cpu_tensor_for_nccl", "gpu_of_another_rank", gpus=2, timeout=60)
+    assert "a tensor on cuda:0, but the communicator of rank 1 is on cuda:1" in said.output
+
+
+def test_two_ranks_on_one_gpu_are_refused():
+    said = run(WORKER, "two_ranks_on_one_gpu", gpus=1)
+    assert said.returncode == 1
+    assert "Duplicate GPU detected : rank" in said.output

@@ -5,6 +5,7 @@ happened: "fine", or the type and text of the error.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -162,7 +163,8 @@ def cpu_tensor_for_nccl():
 
 
 def gpu_of_another_rank():
-    dist.all_reduce(torch.ones(3, device="cuda:0"))  # rank 1 is on cuda:1
+    if dist.get_rank() == 1:  # rank 1 is on cuda:1
+        dist.all_reduce(torch.ones(3, device="cuda:0"))
 
 
 def not_contiguous():
@@ -229,8 +231,6 @@ def main() -> None:
 
 def join(index: int | None) -> None:
     """NCCL alone: a group for CPU tensors beside it would send them."""
-    import os
-
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if index is None else index)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
