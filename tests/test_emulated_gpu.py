@@ -181,7 +181,7 @@ IDEAS = {
     "tensor_parallel": "",
     "sequence_parallel": "",
     "pipeline_parallel": "",
-    "compare_ring_attention": "--length 64",
+    "ring_attention": "--length 64",
 }
 
 

@@ -119,6 +119,18 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", record_stream);
 }
 
+// What the CPU has a kernel for is one kernel here, too: not several of PyTorch's general form.
+void register_kernels() {
+  static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (auto& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    const bool ours = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+    if (name.name.starts_with("aten::") && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !ours)
+      aten.impl(toString(name).substr(6).c_str(), torch::CppFunction::makeFromBoxedFunction<&any_operation>());
+  }
+}
+
 // UntypedStorage.resize_, by which FSDP frees and allocates unsharded parameters.
 void resize_storage(at::Storage storage, int64_t bytes) {
   c10::DeviceGuard guard(storage.device());
@@ -146,6 +158,7 @@ PYBIND11_MODULE(emulated_cuda, m) {
   at::setHostAllocator(at::kCUDA, &pinned_allocator, 100);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&plain_attention);
 
+  register_kernels();
   m.def("visible_gpus", &visible_gpus);
   m.def("current_device", [] { return int(current); });
   m.def("set_device", [](int i) { check_device(i); current = i; });

@@ -213,9 +213,9 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   touch(kernel, source, false);
   touch(kernel, self, true);
   Aliases aliases;
-  auto to = self.is_cuda() ? aliases.cpu(self) : self;
-  auto from = source.is_cuda() ? aliases.cpu(source) : source;
   at::AutoDispatchBelowADInplaceOrView below;
+  auto to = self.is_cuda() ? aliases.cpu(self) : self.alias();  // not self, which may get other memory
+  auto from = source.is_cuda() ? aliases.cpu(source) : source.alias();
   const bool later = non_blocking && on_host.is_cpu() && is_pinned(on_host.storage().data());
   if (later && self.is_cuda() && to.scalar_type() == from.scalar_type()) {
     Lock lock(mutex);

@@ -237,6 +237,7 @@ def join(index: int | None) -> None:
 
 
 def outcome(program: Callable) -> str:
+    torch.cuda.synchronize()  # what the one before has left is over
     try:
         program()
     except Exception as error:
