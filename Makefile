@@ -104,11 +104,12 @@ $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 	@$(call compile,.venv-$(TORCH))
 	@touch $@
 
-# A CPU-only torch with emulated GPUs. Where this fails, their tests are skipped. uv does not read
-# where pip looks for wheels.
+# A CPU-only torch with emulated GPUs, from where pip finds it (uv does not read where pip looks for
+# wheels) or else from PyTorch's index. Where this fails, the tests that use it are skipped.
 .venv-emulated/installed: export UV_FIND_LINKS = $(shell .venv-emulated/bin/pip config get global.find-links 2>/dev/null)
 .venv-emulated/installed: requirements-emulated.txt requirements-common.txt requirements-test.txt | .venv-emulated/bin/pip
-	@$(call install,.venv-emulated,-r requirements-emulated.txt)
+	@{ $(call install,.venv-emulated,-r requirements-emulated.txt); } >/dev/null || { $(call \
+		install,.venv-emulated,-r requirements-emulated.txt --extra-index-url https://download.pytorch.org/whl/cpu); }
 	@$(call compile,.venv-emulated)
 	@echo "compiling the emulated GPU"
 	@.venv-emulated/bin/python tests/emulated_gpu/build.py

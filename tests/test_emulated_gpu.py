@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pool
 import pytest
-from helpers import EMULATED, ROOT, learned
+from helpers import EMULATED, ROOT, Job, learned
 from on_demand import OnDemand
 
 INSTALLED = (EMULATED.parent.parent / "installed").exists()
@@ -44,6 +44,8 @@ FOUR = {
     "gpt_2d": f"{SHORT_GPT} --dp-shard 2 --tp 2 --sequence-parallel",
 }
 COMMANDS = TRAIN | FOUR
+WORKER = "tests/workers/emulated_faults.py"
+MARK = "@pytest.mark.device"
 MINIMAL = {
     "ddp_basics": "--epochs 1",
     "fsdp_basics": "",
@@ -153,6 +155,16 @@ def test_fp16_with_offload_trains_or_is_refused():
     assert "Traceback" not in result.output
 
 
+def test_equivalence_tests_pass_with_their_ranks_on_gpus():
+    """pytest --device cuda: the quick ones, of each strategy."""
+    files = [path for path in (ROOT / "tests").glob("test_*.py") if MARK in path.read_text()]
+    command = [EMULATED, "-m", "pytest", "-q", "--device", "cuda", "-m", "quick or not slow"]
+    with Job([*command, *files], EMULATED_GPUS="4") as job:
+        said = job.wait().check().output
+    assert int(re.search(r"(\d+) passed", said)[1]) > 40, said
+    assert not re.search(r"\d+ (skipped|failed)", said), said
+
+
 # ---- where the GPUs are
 
 
@@ -219,7 +231,6 @@ FAULTS_OF_TWO = {
     "bits_of_nccl": "Cannot use ReduceOp",
     "no_wait_for_work": "CUDA race: aten::.* reads what nccl:all_reduce on stream",
 }
-WORKER = "tests/workers/emulated_faults.py"
 
 
 def outcomes(output: str) -> list[dict]:

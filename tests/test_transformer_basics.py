@@ -58,6 +58,8 @@ def reference():
 def on_meshes(folder, ranks: int, cases: str, timeout: float = 240) -> dict:
     script = ROOT / "tests/workers/gpt_equivalence.py"
     said = pool.run(script, folder / "found", cases, ranks=ranks, timeout=timeout).check().output
+    # On GPUs, PyTorch 2.13 hands NCCL's options to Gloo when it splits a group of both.
+    said = re.sub(r".*ProcessGroupGloo::split.*", "", said)
     assert "Warning" not in said
     return torch.load(folder / "found", map_location="cpu")
 
