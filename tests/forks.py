@@ -39,6 +39,7 @@ IMPORTED = (
 # A process with another value of these is a new one: Python and its libraries read them at start.
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_", "HF_", "CUDA_")
 READ_AT_START += ("HOME", "XDG_")  # where caches lie
+READ_LATER = ("CUDA_VISIBLE_DEVICES",)  # when CUDA starts, in the fork
 
 
 def keep(requests: Connection) -> None:
@@ -127,6 +128,7 @@ class Keeper:
     def may_fork(self, environment: dict[str, str]) -> bool:
         """Whether a fork is like a new process with this environment."""
         names = {n for n in environment | self.environment if n.startswith(READ_AT_START)}
+        names.difference_update(READ_LATER)
         return all(environment.get(name) == self.environment.get(name) for name in names)
 
     def start(self, fork: "Fork", *told) -> None:

@@ -33,7 +33,7 @@ GPT = (
 )
 SHORT_GPT = f"tests/workers/gpt_without_peak.py {GPT}"
 TRAIN |= {
-    "gpt": f"transformer_basics/train.py {GPT}",
+    "gpt": SHORT_GPT,
     "gpt_fsdp": f"{SHORT_GPT} --dp-shard 2",
     "gpt_tp": f"{SHORT_GPT} --tp 2 --sequence-parallel --loss-parallel",
     "gpt_pp": f"{SHORT_GPT} --pp 2",
@@ -168,13 +168,17 @@ def test_equivalence_tests_pass_with_their_ranks_on_gpus():
 # ---- where the GPUs are
 
 
-@pytest.mark.parametrize("script", ["train.py --epochs 1", "minimal.py --epochs 1"])
-def test_each_rank_sees_one_gpu_of_its_own(script):
+@pytest.mark.parametrize("directory", ["ddp", "fsdp"])
+def test_each_rank_sees_one_gpu_of_its_own(directory):
     """As Slurm's --gpus-per-task=1 does: on two nodes with two ranks each, all on their cuda:0."""
-    visible = ["0", "1", "0", "1"]
-    command = f"ddp_basics/{script}"
-    said = run(command, gpus=2, ranks=4, nodes=2, CUDA_VISIBLE_DEVICES=visible).check().output
+    visible = {"CUDA_VISIBLE_DEVICES": ["0", "1", "0", "1"]}
+    said = run(TRAIN[directory], gpus=2, ranks=4, nodes=2, **visible).check().output
     assert "4 rank(s) on cuda" in said
+
+
+def test_minimal_takes_the_only_gpu_that_a_rank_sees():
+    said = run("ddp_basics/minimal.py --epochs 1", gpus=2, CUDA_VISIBLE_DEVICES=["0", "1"]).check()
+    assert "2 rank(s) on cuda, nccl\n" in said.output
 
 
 @pytest.mark.parametrize("script", ["spawn.py", "zero_optimizer.py"])
@@ -208,6 +212,31 @@ def test_fsdp1_with_offload_compares_itself_on_gpus():
     run("fsdp_basics/fsdp1_to_fsdp2.py --steps 1", gpus=2).check()
 
 
+# ---- what a step costs
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "gpt"])
+def test_the_host_does_not_wait_for_the_gpu_in_a_step(name, data):
+    """Only to print, to evaluate and to save: as often in a run of twice as many steps."""
+    if name == "gpt":
+        lengths, evaluations = ("--steps 4 --eval-every 100", "--steps 8 --eval-every 100"), (0, 0)
+    else:  # the evaluation waits once for each of its batches, of 360 images
+        lengths, evaluations = ("--batch-size 128", "--batch-size 64"), (3, 6)
+    waits = []
+    for length in lengths:
+        script, *flags = f"{COMMANDS[name]} {length}".split()
+        told = (ROOT / script, *flags, *flags_of(COMMANDS[name], data), "--log-every", 100)
+        said = run("tests/workers/emulated_waits.py", *told, gpus=2).check().output
+        waits.append(max(int(count) for count in re.findall(r"waits: (\d+)", said)))
+    assert waits[0] - evaluations[0] == waits[1] - evaluations[1] > 0
+
+
+def test_gpu_with_too_little_memory_ends_the_run():
+    result = run(TRAIN["ddp"], gpus=2, EMULATED_GPU_BYTES="1000000")
+    assert result.returncode == 1
+    assert "OutOfMemoryError: CUDA out of memory" in result.output
+
+
 # ---- programs that break a rule
 
 FAULTS = {
@@ -224,7 +253,7 @@ FAULTS = {
     "freed_too_early": "CUDA race: memory was freed while aten::sum on stream",
     "out_of_memory": "OutOfMemoryError: CUDA out of memory",
 }
-RIGHT = ["two_readers_fixed", "two_halves_fixed"]
+RIGHT = ["two_readers_fixed", "two_halves_fixed", "memory_fixed"]
 FAULTS_OF_TWO = {
     "cpu_tensor_for_nccl": "Tensors must be CUDA and dense|No backend type associated.*cpu",
     "not_contiguous": "Tensors must be contiguous",

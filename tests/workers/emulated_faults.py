@@ -155,6 +155,18 @@ def out_of_memory():
     return torch.empty(1 << 41, dtype=torch.uint8, device="cuda")
 
 
+def memory_fixed():
+    """AdamW holds parameters, gradients and two moments: 16 bytes for each parameter."""
+    before = torch.cuda.memory_allocated()
+    layer = torch.nn.Linear(1024, 1023, device="cuda", bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    held = torch.cuda.memory_allocated() - before
+    assert held == 16 * 1024 * 1023, held
+    assert torch.cuda.max_memory_allocated() > torch.cuda.memory_allocated()
+
+
 # ---- two ranks
 
 
