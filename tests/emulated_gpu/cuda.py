@@ -33,7 +33,10 @@ def start() -> None:
         return
     started.append(True)
     cuda.default_generators = tuple(map(device.default_generator, range(device_count())))
-    for call, _ in cuda._queued_calls:  # seeds, above all; the others look at the real driver
+    for (
+        call,
+        _,
+    ) in cuda._queued_calls:  # such as seeds; the two excluded here look at the real driver
         if call.__name__ not in ("_check_capability", "_check_cubins"):
             call()
 
@@ -104,10 +107,11 @@ def default_stream(which=None) -> Stream:
 
 def get_device_properties(which=None) -> types.SimpleNamespace:
     gpu = device.visible_gpus()[index(which)]
-    return types.SimpleNamespace(
-        name="Emulated GPU", major=9, minor=0, total_memory=device.total_memory(),
-        multi_processor_count=132, uuid=f"{node()}-{gpu}",
-    )  # fmt: skip
+    properties = types.SimpleNamespace(name="Emulated GPU", major=9, minor=0)
+    properties.total_memory = device.total_memory()
+    properties.multi_processor_count = 132
+    properties.uuid = f"{node()}-{gpu}"
+    return properties
 
 
 def node() -> str:
@@ -138,6 +142,17 @@ def resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedSto
 
 
 resize_of_torch = torch._C.StorageBase.resize_
+
+
+def storage_to(storage: torch.UntypedStorage, device: torch.device, non_blocking: bool = False):
+    """What torch.load does with a storage that was saved on a GPU."""
+    if device.type != "cuda" or storage.device == device:
+        return to_of_torch(storage, device, non_blocking)
+    made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+    return made.copy_(storage, non_blocking)
+
+
+to_of_torch = torch.storage._to
 memory = torch.accelerator.memory
 FUNCTIONS = {
     "_exchange_device": exchange_device,
@@ -184,6 +199,7 @@ def replace() -> None:
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
     torch._C._cuda_getCurrentRawStream = lambda device: current_stream(device).stream_id
     torch.UntypedStorage.resize_ = resize_storage
+    torch.storage._to = storage_to
     device.ProcessGroupNCCL.Options = device.NCCLOptions
     for module in (dist, distributed_c10d):
         module.ProcessGroupNCCL = device.ProcessGroupNCCL

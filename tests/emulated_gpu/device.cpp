@@ -34,7 +34,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static StreamKey key(const Stream& s) { return {s.device_index(), s.id()}; }
   Stream getStream(Device d) const noexcept override { return stream(d, current_streams[index_of(d)]); }
   Stream getDefaultStream(Device d) const override { return stream(d, 0); }
-  Stream getStreamFromGlobalPool(Device d, bool) const override { return stream(d, next_stream++); }
+  Stream getStreamFromGlobalPool(Device d, bool) const override {  // as CUDA's: 32, used in turn
+    static std::atomic<c10::StreamId> next{0};
+    return stream(d, -1 - next++ % 32);
+  }
   Stream getNewStream(Device d, int) const override { return stream(d, next_stream++); }
   Stream exchangeStream(Stream s) const noexcept override {
     auto before = getStream(s.device());

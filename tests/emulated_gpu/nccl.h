@@ -49,8 +49,10 @@ struct NCCLWork final : c10d::Work {
     parts.at(0)->getFuture()->addCallback([self, future](c10::ivalue::Future& done) {
       if (done.hasError()) return future->setError(done.exception_ptr());
       self->finish_once();
-      current_streams[self->stream.first] = self->stream.second;  // of Gloo's thread: who waits
-      future->markCompleted(self->outputs);  // for the future waits for NCCL's stream
+      // Who waits for the future waits for what is the current stream of this thread now.
+      auto before = std::exchange(current_streams[self->stream.first], self->stream.second);
+      future->markCompleted(self->outputs);
+      current_streams[self->stream.first] = before;
     });
     return future;
   }
