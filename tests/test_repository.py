@@ -851,6 +851,9 @@ def project(tmp_path):
         os.utime(tmp_path / path.name, (1, 1))  # older than what the test makes
     (tmp_path / "python_stand_in").write_text(STAND_IN)
     (tmp_path / "python_stand_in").chmod(0o755)
+    (tmp_path / ".venv-emulated/bin").mkdir(parents=True)  # installed: one test installs it
+    (tmp_path / ".venv-emulated/bin/pip").touch()
+    (tmp_path / ".venv-emulated/installed").touch()
     return tmp_path
 
 
@@ -952,6 +955,17 @@ def test_make_test_goes_on_without_the_extras(project):
     assert (status, calls) == (0, [*FOR_TESTS[:-1], plain, COMPILE, CHECK, PYTEST])
     assert "could not install requirements-clusters.txt" in output
     assert make(project, "test")[1] == [CHECK, PYTEST]  # not tried again each time
+
+
+def test_make_test_installs_the_emulated_gpu_once(project):
+    make(project, "lint")
+    shutil.rmtree(project / ".venv-emulated")
+    status, calls, _ = make(project, "test")
+    assert (status, calls[-1]) == (0, PYTEST)
+    assert "python_stand_in -m venv .venv-emulated" in calls
+    assert "python -m uv pip install -r requirements-emulated.txt" in calls
+    assert "python tests/emulated_gpu/build.py" in calls
+    assert make(project, "test")[1] == [CHECK, PYTEST]
 
 
 def test_make_stops_at_what_fails(project):
