@@ -146,11 +146,15 @@ def table(rows: list[tuple]) -> str:
     return "\n".join(lines)
 
 
-def write(name: str, title: str, sections: list[str], folder: Path = RESULTS) -> None:
-    """Write NAME.md, by default in benchmarks/results, and print it."""
+def write(name: str, title: str, sections: list[str]) -> None:
+    """Write benchmarks/results/NAME.md and print it."""
+    text = page(title, sections)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+    print(text)
+
+
+def page(title: str, sections: list[str]) -> str:
     command = " ".join(["python", *sys.argv])
     header = f"# {title}\n\nMachine: {machine()}\n\nDate: {date.today()}\n\nCommand: `{command}`"
-    text = "\n\n".join([header, *sections]) + "\n"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.md").write_text(text)
-    print(text)
+    return "\n\n".join([header, *sections]) + "\n"

@@ -7,9 +7,9 @@
     python3 benchmarks/gpu.py --device cpu --sizes tiny                # a rehearsal
 
 It needs a clone, torch 2.11 or newer, numpy and scikit-learn, and no network. Every command runs in
-processes of its own, until the time limit of its step. OUTPUT_DIR/gpu.json is written after every
-command, OUTPUT_DIR/STEP has the output of each. A run of all steps on GPUs also writes
-benchmarks/results/gpu.md. Exit status 0: no step failed.
+processes of its own, until the time limit of its step. After every command OUTPUT_DIR/gpu.json and
+gpu.md have all that is known; OUTPUT_DIR/STEP has the output of each. A run of all steps on GPUs
+also writes benchmarks/results/gpu.md. Exit status 0: no step failed.
 """
 
 import argparse
@@ -41,19 +41,21 @@ def main() -> None:
     day = {"machine": bench.machine(), "date": str(date.today()), "steps": {}}
     for name in args.only or STEPS:
         carry_out(name, args, day)
-    complete = args.device == "cuda" and args.sizes == "full" and not args.only
-    folder = bench.RESULTS if complete else args.output_dir
-    bench.write("gpu", "What a GPU showed", [*map(section, day["steps"].values())], folder)
+    print((args.output_dir / "gpu.md").read_text())
+    if args.device == "cuda" and args.sizes == "full" and not args.only and not args.skipped:
+        shutil.copy(args.output_dir / "gpu.md", bench.RESULTS)
     sys.exit(any(step["status"] == "failed" for step in day["steps"].values()))
 
 
 def carry_out(name: str, args, day: dict) -> None:
-    """Run one step, whatever happens in it, and keep the record up to date in gpu.json."""
+    """Run one step, whatever happens in it, and keep gpu.json and gpu.md up to date."""
 
     def save() -> None:
-        temporary = args.output_dir / "gpu.json.tmp"
-        temporary.write_text(json.dumps(day, indent=1))
-        os.replace(temporary, args.output_dir / "gpu.json")
+        page = bench.page("What a GPU showed", [*map(section, day["steps"].values())])
+        for name, text in (("gpu.json", json.dumps(day, indent=1)), ("gpu.md", page)):
+            temporary = args.output_dir / f"{name}.tmp"
+            temporary.write_text(text)
+            os.replace(temporary, args.output_dir / name)
 
     step, started = STEPS[name], time.monotonic()
     record = day["steps"][name] = {"title": step.title, "status": "running", "runs": {}}
@@ -96,13 +98,14 @@ def tests(job: Job) -> None:
     needed = ("pytest", "xdist", "pytest_timeout", "psutil")
     if not all(map(has, needed)):
         raise LeftOut(f"needs the modules {', '.join(needed)}")
-    pytest = (sys.executable, "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml")
+    pytest = (sys.executable, "-m", "pytest", "-v", "-c", ROOT / "pyproject.toml")
     if job.is_tiny:
         one = (ROOT / "tests/test_gpu.py", "-k", "minimal and fsdp and 1")
         job.run("pytest", *pytest, *one, expects=" passed")
         return
     commands = {}
-    for marker, flags in (("gpu", ("-m", "gpu")), ("device", ("--device", "cuda"))):
+    quick = ("--device", "cuda", "-m", "quick or not slow")
+    for marker, flags in (("gpu", ("-m", "gpu")), ("device", quick)):
         commands[" ".join(flags)] = (*pytest, "-n", 4, *flags, *test_files(marker))
     job.run_all(commands, at_once=2, expects=" passed")
 
@@ -236,7 +239,9 @@ def offload(job: Job) -> None:
     for name in ("on_device", "offload"):
         folder = job.folder / name
         more = ["--offload"] if name == "offload" else []
-        job.run(name, *python("fsdp_basics/train.py", *flags, *more, "--output-dir", folder))
+        command = python("fsdp_basics/train.py", *flags, *more, "--output-dir", folder)
+        job.run(name, *command, threads=os.cpu_count())  # the CPU takes the step of the offloaded
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         peaks.append(max(logged(folder, "memory_mb").values()))
         _, *rates = logged(folder, "samples_per_second").values()  # the first steps warm up
         times = [1e3 * batch / rate for rate in rates]
@@ -262,6 +267,8 @@ def traces(job: Job) -> None:
             job.note({f"{directory}/{packed.name}": {"MiB": megabytes, "kernels": kernels}})
             if megabytes > 16:
                 raise Failed(f"{packed} is larger than 16 MiB")
+            if job.args.device == "cuda" and not kernels:
+                raise Failed(f"{packed} has no kernel: may a profiler use CUPTI here?")
 
 
 def syncs(job: Job) -> None:
@@ -272,7 +279,7 @@ def syncs(job: Job) -> None:
     for directory in directories[:1] if job.is_tiny else directories:
         flags = (*SHORT[f"{directory}/train.py"].split(), "--device", job.args.device)
         commands[directory] = python("benchmarks/gpu_syncs.py", directory, *flags)
-    job.run_all(commands, at_once=4, expects="no (wait for the )?GPU")
+    job.run_all(commands, at_once=4, expects="no wait for the GPU|no GPU to wait for")
 
 
 def ranks(job: Job) -> None:
@@ -311,20 +318,21 @@ class Step(NamedTuple):
     run: Callable[[Job], None]
     minutes: float  # its time limit
     title: str
+    needs_two: bool = False  # devices; with one it is left out, and costs nothing
 
 
 STEPS = {
     "environment": Step(environment, 1, "The machine and its ceilings"),
     "tests": Step(tests, 5, "Tests that need a GPU"),
     "scripts": Step(scripts, 5, "Every script that has --device, one rank"),
-    "two-ranks": Step(two_ranks, 5, "The same scripts on two ranks"),
+    "two-ranks": Step(two_ranks, 5, "The same scripts on two ranks", needs_two=True),
     "numbers": Step(numbers, 1, "Losses and gradient norms: relative differences from the CPU's"),
     "checkpoints": Step(checkpoints, 2, "A checkpoint of the CPU continued on the device and back"),
     "speed": Step(speed, 8, "GPT in bf16"),
     "offload": Step(offload, 2, "FSDP with and without --offload"),
     "traces": Step(traces, 2, "Traces of three steps"),
     "syncs": Step(syncs, 2, "Hot steps of each train.py: does a line wait for the GPU?"),
-    "ranks": Step(ranks, 6, "All ranks: equivalence, bandwidth, scaling"),
+    "ranks": Step(ranks, 6, "All ranks: equivalence, bandwidth, scaling", needs_two=True),
 }
 
 
@@ -348,8 +356,10 @@ def parse_args():
         parser.error("--nodes N and --host NAME go together")
     left, args.skipped = args.minutes, set()
     for name in sorted(args.only or STEPS, key=lambda name: STEPS[name].minutes):
-        left -= STEPS[name].minutes
-        if left < 0:
+        needed = 0 if STEPS[name].needs_two and args.count * args.nodes < 2 else STEPS[name].minutes
+        if needed <= left:
+            left -= needed
+        else:
             args.skipped.add(name)
     return args
 

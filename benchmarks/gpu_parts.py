@@ -186,17 +186,27 @@ GOALS = {"124M": 0.45, "1B": 0.55}  # MFU, of 989 TFLOP/s on an H100
 def speed(worker: Worker, size: str) -> None:
     for variant, flags in VARIANTS.items():
         recomputes = "activation_checkpointing" in flags
+        free_memory(worker.device)
         batch, row = batch_that_fits(config_of(size), worker.device, recomputes), None
         while row is None:
-            gc.collect()  # a model is full of reference cycles
-            if worker.device.type != "cpu":
-                torch.accelerator.empty_cache()
             try:
                 row = train_fast(worker, size, flags, batch)
             except torch.OutOfMemoryError:
+                if batch == 1:
+                    raise
+            if row is None:
                 batch //= 2
-        row["formula, MB"] = expected_bytes(config_of(size), batch, recomputes) / 1e6
+                free_memory(worker.device)
+        row["formula (eager), MB"] = expected_bytes(config_of(size), batch, recomputes) / 1e6
         say(worker, {f"{size}, {variant}": row})
+
+
+def free_memory(device: torch.device) -> None:
+    """What the variant before has left, and what was compiled for its batch."""
+    torch.compiler.reset()
+    gc.collect()  # a model is full of reference cycles
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def train_fast(worker: Worker, size: str, flags: dict, batch: int) -> dict:
@@ -261,7 +271,9 @@ def equivalence(worker: Worker, size: str) -> None:
     """Three steps of AdamW in fp32: losses, norms, all gradients, the parameters at the end."""
     ranks = worker.world_size
     given = SimpleNamespace(steps=3, batch_size=2 * ranks, length=64, seed=0, optimizer="adamw")
-    config = GPTConfig(256, given.length, layers=max(2, ranks), heads=2 * ranks, dim=32 * ranks)
+    config = GPTConfig(
+        256 * ranks, given.length, layers=max(2, ranks), heads=2 * ranks, dim=32 * ranks
+    )
     torch.set_float32_matmul_precision("highest")
     expected = one_process(config, given, worker)
     meshes = [{"dp_replicate": ranks}, {"dp_shard": ranks}, {"tp": ranks}, {"pp": ranks}]

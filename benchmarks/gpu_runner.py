@@ -26,7 +26,7 @@ class LeftOut(Exception):
 
 
 class Job:
-    """What a step runs its commands with, and notes its rows in.
+    """Runs the commands of one step until the deadline, and records their rows.
 
     minutes: until the deadline of all its commands together.
     record: {"status", "runs": {name: see Process.end}, "rows": {name: {column: value}}}.
@@ -42,8 +42,8 @@ class Job:
         self.deadline = time.monotonic() + 60 * minutes
         save()
 
-    def run(self, name: str, *command, expects: str = "") -> None:
-        self.run_all({name: command}, expects=expects)
+    def run(self, name: str, *command, expects: str = "", threads: int = 1) -> None:
+        self.run_all({name: command}, expects=expects, threads=threads)
 
     def run_all(
         self,
@@ -52,17 +52,19 @@ class Job:
         expects: str = "",
         silent=(),
         seconds: float = math.inf,
+        threads: int = 1,
     ) -> None:
         """Run commands to their end or the deadline, then raise `Failed` if one of them failed.
 
-        expects: a pattern; each command must print a line that matches, but those named in silent.
+        expects: a pattern; each command must print a line that matches, except those in `silent`.
         seconds: of one command at most, so that one that hangs leaves time for the others.
+        threads: of each process on the CPU.
         """
         waiting, running = list(commands.items()), []
         try:
             while waiting or running:
                 while waiting and len(running) < at_once and time.monotonic() < self.deadline:
-                    running.append(Process(*waiting.pop(0), self.folder))
+                    running.append(Process(*waiting.pop(0), self.folder, threads))
                 for process in list(running):
                     limit = min(self.deadline, process.started + seconds)
                     if process.has_ended() or time.monotonic() > limit:
@@ -96,12 +98,12 @@ class Job:
 class Process:
     """A command that runs, with all processes that it starts; FOLDER/NAME.log has its output."""
 
-    def __init__(self, name: str, command: tuple, folder: Path):
+    def __init__(self, name: str, command: tuple, folder: Path, threads: int):
         self.name, self.command = name, [str(word) for word in command]
         self.log = folder / f"{re.sub('[^a-zA-Z0-9]+', '_', name)}.log"
         # torchrun's ranks lead sessions of their own: we find them by a mark in their environment.
         self.mark = uuid.uuid4().hex
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self.started = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -119,7 +121,7 @@ class Process:
     def end(self, expects: str) -> dict:
         """Kill what still runs. Returns the record; it has a "why" if the command failed."""
         status = self.process.poll()
-        self.kill()
+        left = self.kill()
         output = self.log.read_text(errors="replace")
         lines = [x.strip() for x in output.splitlines() if expects and re.search(expects, x)]
         record = {"status": "passed", "seconds": round(time.monotonic() - self.started, 1)}
@@ -130,6 +132,8 @@ class Process:
             record["why"] = f"ended with status {status}"
         elif expects and not lines:
             record["why"] = f"printed no line with {expects}"
+        if left:
+            record["why"] = f"could not be killed: processes {left}"
         if "why" in record:
             record |= {"status": "failed", "output": output[-3000:]}
         return record
@@ -143,17 +147,22 @@ class Process:
                     rows |= json.loads(line.removeprefix(bench.MARK))
         return rows
 
-    def kill(self) -> None:
-        """Kill until nothing is found: a process may just be starting another one."""
+    def kill(self) -> list[int]:
+        """Kill until nothing is found: a process may just be starting another one.
+
+        Returns what still runs after ten seconds: in the driver of a broken GPU, for example.
+        """
+        deadline = time.monotonic() + 10
         while True:
             alive = processes_with(self.mark)
             if not self.has_ended():
                 alive.append(self.process.pid)
-            if not alive:
-                return
+            if not alive or time.monotonic() > deadline:
+                return alive
             for pid in alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
 
 
 def processes_with(mark: str) -> list[int]:
@@ -171,7 +180,7 @@ def processes_with(mark: str) -> list[int]:
 
 def status_of(record: dict) -> str:
     reason = f": {record['reason']}" if "reason" in record else ""
-    return f"{record['seconds']:6} s   {record['status']}{reason}"
+    return f"{record.get('seconds', '-'):>6} s   {record['status']}{reason}"
 
 
 def section(record: dict) -> str:

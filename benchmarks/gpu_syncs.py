@@ -4,7 +4,8 @@
 
 The arguments after the directory are train.py's. A step that reads a number from the GPU (.item(),
 float(), .cpu()) stops the program from queuing work ahead. From the third call of train_step to the
-eighth, torch raises an error there: the loop between these calls is watched, too.
+eighth, torch raises an error there: the loop between these calls is watched, too. (Of what waits,
+torch reports .item() and the like, not torch.cuda.synchronize() and not collectives.)
 """
 
 import importlib
@@ -40,7 +41,11 @@ def main() -> None:
             raise
     if calls < LAST:
         sys.exit(f"train_step was called {calls} times, not {LAST}: nothing was watched to the end")
-    found = "no wait for the GPU" if torch.cuda.is_initialized() else "there is no GPU to wait for"
+    found = (
+        "torch reported no wait for the GPU"
+        if torch.cuda.is_initialized()
+        else "there is no GPU to wait for"
+    )
     print(f"from step {FIRST} to step {LAST} {found}", flush=True)
 
 

@@ -151,12 +151,11 @@ def test_half_precision_learns_nearly_what_fp32_does(name, precision, runs, tmp_
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
-def test_fp16_with_offload_trains_or_is_refused():
+def test_fp16_with_offload_is_refused():
     """GradScaler copies 1 / scale to the CPU and does not wait for it."""
     result = run(TRAIN["fsdp"], "--precision", "fp16", "--offload", gpus=2)
-    assert result.returncode in (0, 2), result.output
-    assert "nan" not in result.output
-    assert "Traceback" not in result.output
+    assert result.returncode == 2
+    assert "--offload does not work with --precision fp16" in result.output
 
 
 def test_equivalence_tests_pass_with_their_ranks_on_gpus():
@@ -262,6 +261,8 @@ FAULTS = {
     "freed_too_early": "CUDA race: memory was freed while aten::sum on stream",
     "out_of_memory": "OutOfMemoryError: CUDA out of memory",
 }
+NO_CORRECTION = {"two_gpus", "numpy_of_a_gpu", "device_that_is_not_there"}
+NO_CORRECTION |= {"event_before_the_kernel", "out_of_memory"}
 RIGHT = ["two_readers_fixed", "two_halves_fixed", "memory_fixed"]
 FAULTS_OF_TWO = {
     "cpu_tensor_for_nccl": "Tensors must be CUDA and dense|No backend type associated.*cpu",
@@ -278,7 +279,7 @@ def outcomes(output: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def alone():
-    fixed = [f"{name}_fixed" for name in FAULTS]
+    fixed = [f"{name}_fixed" for name in FAULTS if name not in NO_CORRECTION]
     return outcomes(run(WORKER, *FAULTS, *fixed, *RIGHT, gpus=2, ranks=1).check().output)[0]
 
 
@@ -291,7 +292,7 @@ def pair():
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_an_error_and_its_correction_is_none(name, alone):
     assert re.search(FAULTS[name], alone[name])
-    assert alone.get(f"{name}_fixed", "fine") == "fine"
+    assert name in NO_CORRECTION or alone[f"{name}_fixed"] == "fine"
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -303,7 +304,7 @@ def test_what_is_allowed_is_no_error(name, alone):
 def test_fault_of_two_ranks_is_an_error_on_both(name, pair):
     for rank in pair:
         assert re.search(FAULTS_OF_TWO[name], rank[name])
-        assert rank.get(f"{name}_fixed", "fine") == "fine"
+        assert name != "no_wait_for_work" or rank[f"{name}_fixed"] == "fine"
 
 
 def test_operations_of_nccl_are_right(pair):

@@ -147,6 +147,20 @@ def test_minutes_leave_out_what_costs_most(gpu, monkeypatch, tmp_path):
     assert found["long"]["reason"] == "does not fit into 4 minutes"
 
 
+def test_what_does_not_fit_takes_no_time_from_what_does(gpu, monkeypatch, tmp_path):
+    names = ["one", "three", "five", "two devices"]
+    minutes, needs_two = dict(zip(names, (1, 3, 5, 4), strict=True)), {"two devices"}
+    steps = {n: gpu.Step(say(n), minutes[n], n, needs_two=n in needs_two) for n in names}
+    monkeypatch.setattr(gpu, "STEPS", steps)
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", "9"])
+    assert gpu.parse_args().skipped == set()
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", "7"])
+    assert gpu.parse_args().skipped == {"five"}
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
+    assert gpu.parse_args().skipped == {"two devices", "five"}
+
+
 def test_without_a_package_its_tests_are_left_out(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "has", lambda module: module not in ("pytest", "transformers"))
     steps = {"tests": (gpu.tests, 1), "scripts": (gpu.scripts, 1)}
@@ -295,10 +309,14 @@ def main():
 @pytest.mark.parametrize(
     ("waits", "mode_works", "says"),
     [
-        (1, True, "from step 3 to step 8 no wait for the GPU"),  # before the watched steps
+        (
+            1,
+            True,
+            "from step 3 to step 8 torch reported no wait for the GPU",
+        ),  # before the watched steps
         (3, True, "RuntimeError: it waits"),
         (7, True, "RuntimeError: it waits"),
-        (8, True, "from step 3 to step 8 no wait for the GPU"),
+        (8, True, "from step 3 to step 8 torch reported no wait for the GPU"),
         (3, False, "set_sync_debug_mode has no effect here: .item() raised no error"),
     ],
 )

@@ -233,7 +233,7 @@ def main() -> None:
     if "cpu_tensor_for_nccl" in names or "two_ranks_on_one_gpu" in names:
         device = 0 if "two_ranks_on_one_gpu" in names else None
         join(device)
-    happened = {name: outcome(globals()[name]) for name in names if name in globals()}
+    happened = {name: outcome(globals()[name]) for name in names}
     rank = dist.get_rank() if dist.is_initialized() else 0
     print(json.dumps({"rank": rank, **happened}), flush=True)
     if dist.is_initialized():
