@@ -197,6 +197,8 @@ def replace() -> None:
                 setattr(module, name, function)
     cuda.nccl.version = lambda: (2, 28, 9)
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
+    torch._C._cuda_set_sync_debug_mode = device.set_sync_debug_mode
+    torch._C._cuda_get_sync_debug_mode = device.get_sync_debug_mode
     torch._C._cuda_getCurrentRawStream = lambda device: current_stream(device).stream_id
     torch.UntypedStorage.resize_ = resize_storage
     torch.storage._to = storage_to

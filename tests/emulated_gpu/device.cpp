@@ -168,6 +168,8 @@ PYBIND11_MODULE(emulated_cuda, m) {
   m.def("default_generator", [](int i) { return default_generator(i); });
   m.def("resize_storage", &resize_storage);
   m.def("synchronize", [](int i) { host_waits_for(DeviceIndex(i)); });
+  m.def("set_sync_debug_mode", [](int mode) { sync_debug_mode = mode; });
+  m.def("get_sync_debug_mode", [] { return sync_debug_mode.load(); });
   m.def("host_waits", [] { return host_waits.load(); });
   m.def("total_memory", &total_memory);
 

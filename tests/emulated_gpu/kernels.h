@@ -175,7 +175,7 @@ inline void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stac
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   aliases.write_back();
-  if (WAIT.count(name)) host_waits_for(kernel.stream);
+  if (WAIT.count(name)) operation_waits_for(kernel.stream);
 
   auto results = torch::jit::last(*stack, schema.returns().size()).vec();
   torch::jit::drop(*stack, results.size());
@@ -226,7 +226,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     Lock lock(mutex);
     copies.push_back({kernel, nullptr, [to, value] { at::AutoDispatchBelowADInplaceOrView below; Tensor(to).copy_(value); }});
   } else {
-    if (on_host.is_cpu() && !non_blocking) host_waits_for(kernel.stream);
+    if (on_host.is_cpu() && !non_blocking) operation_waits_for(kernel.stream);
     to.copy_(from);
   }
   return self;
@@ -234,7 +234,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 inline at::Scalar item(const Tensor& self) {
   auto kernel = launch("aten::item", current_stream(self.device().index()));
   touch(kernel, self, false);
-  host_waits_for(kernel.stream);
+  operation_waits_for(kernel.stream);
   Aliases aliases;
   return aliases.cpu(self).item();
 }

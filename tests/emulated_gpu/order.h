@@ -105,6 +105,13 @@ inline void host_waits_for(StreamKey stream) {
   Lock lock(mutex);
   host_waits_for(Clock(clocks[stream]));
 }
+// What an operation does whose result the host needs. torch.cuda.set_sync_debug_mode counts these.
+inline std::atomic<int> sync_debug_mode{0};  // 1: warn, 2: raise
+inline void operation_waits_for(StreamKey stream) {
+  TORCH_CHECK(sync_debug_mode != 2, "called a synchronizing CUDA operation");
+  if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation");
+  host_waits_for(stream);
+}
 inline void host_waits_for(c10::DeviceIndex device) {
   Lock lock(mutex);
   Clock all;
