@@ -267,7 +267,7 @@ def traces(job: Job) -> None:
             job.note({f"{directory}/{packed.name}": {"MiB": megabytes, "kernels": kernels}})
             if megabytes > 16:
                 raise Failed(f"{packed} is larger than 16 MiB")
-            if job.args.device == "cuda" and not kernels:
+            if job.args.device == "cuda" and not kernels and not job.is_tiny:
                 raise Failed(f"{packed} has no kernel: may a profiler use CUPTI here?")
 
 

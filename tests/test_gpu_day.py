@@ -7,7 +7,7 @@ import sys
 
 import helpers
 import pytest
-from helpers import ROOT, Job
+from helpers import EMULATED, ROOT, Job
 
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu.py"
@@ -351,10 +351,13 @@ def test_a_training_too_short_for_hot_steps_fails():
 
 @pytest.mark.slow
 def test_the_rehearsal_passes_without_a_gpu(tmp_path):
+    """On two emulated GPUs, or on the CPU where these are not installed."""
+    emulated = (EMULATED.parent.parent / "installed").exists()
+    python, device = (EMULATED, "cuda") if emulated else (sys.executable, "cpu")
     results = sorted(path.name for path in (BENCHMARKS / "results").iterdir())
     out = tmp_path / "out"
-    flags = ("--device", "cpu", "--sizes", "tiny", "--output-dir", out)
-    with Job([sys.executable, SCRIPT, *flags]) as job:
+    flags = ("--device", device, "--sizes", "tiny", "--output-dir", out)
+    with Job([python, SCRIPT, *flags], EMULATED_GPUS="2") as job:
         job.wait(600).check()
         assert not job.left_running()
     found = {name: step["status"] for name, step in read(out)["steps"].items()}
