@@ -46,7 +46,7 @@ def copy(tmp_path) -> Copy:
 TINY = "--dim=32 --layers=1 --vocab-size=301 --max-source=16 --max-target=8 --dropout=0"
 DATA = "--train-file=train.jsonl --eval-file=eval.jsonl --batch-size=12 --epochs=2 --log-every=1"
 GONE = "Timed out waiting|Connection closed by peer|Read error|op.preamble.length"
-FLAGS = (*TINY.split(), *DATA.split(), "--eval-samples", 4, "--timeout", 20)
+FLAGS = (*TINY.split(), *DATA.split(), "--eval-samples", 4, "--timeout", 60)
 
 
 def losses(copy: Copy, *args, ranks: int = 2) -> list[float]:
