@@ -29,6 +29,7 @@ COLD = os.environ.get("TEST_COLD") == "1"  # pytest --cold: nothing is forked
 PROGRAMS = Path(sys.executable).parent  # where this Python and its torchrun lie
 PYTHON = Path(sys.executable)
 EMULATED = ROOT / ".venv-emulated/bin/python"  # a Python with emulated GPUs: emulated_gpu/
+HAS_EMULATED = (ROOT / ".venv-emulated/installed").exists()
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 # For Ray on a busy machine. Its first process ends when two others have not begun within 15 s

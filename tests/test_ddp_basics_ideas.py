@@ -1,4 +1,4 @@
-"""ddp_basics, one idea a file: uneven inputs, ZeRO, starting without torchrun, two devices."""
+"""ddp_basics, one idea per file: uneven inputs, ZeRO, starting without torchrun, two devices."""
 
 import importlib
 import re
@@ -140,6 +140,7 @@ def test_minimal_as_its_first_lines_say_ends_with_status_0():
         assert f"2 rank(s) on cpu, gloo\n{result}" in output
 
 
+@pytest.mark.skipif(torch.accelerator.current_accelerator() is None, reason="a CPU-only torch")
 @pytest.mark.parametrize(
     ("gpus", "expected"),
     [(1, ("gloo", None, "cpu", [])), (2, ("nccl", 1, "cuda:1", [torch.device("cuda", 1)]))],

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pool
 import pytest
-from helpers import EMULATED, ROOT, Job, learned
+from helpers import EMULATED, HAS_EMULATED, ROOT, Job, learned
 from on_demand import OnDemand
 
-INSTALLED = (EMULATED.parent.parent / "installed").exists()
 HOW = "`make .venv-emulated/installed` has not run or found no CPU-only torch and C++ compiler"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INSTALLED, reason=HOW)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_EMULATED, reason=HOW)]
 
 TRAIN = {
     "ddp": "ddp_basics/train.py --epochs 1 --batch-size 256",

@@ -1,4 +1,4 @@
-"""fsdp_basics, one idea a file: FSDP by hand, from FSDP1 to fully_shard, hybrid sharding."""
+"""fsdp_basics, one idea per file: FSDP by hand, from FSDP1 to fully_shard, hybrid sharding."""
 
 import importlib
 import re

@@ -38,6 +38,7 @@ def test_two_ranks_on_one_device_equal_one_process(ranks, strategy):
                 assert (found[what][name] - tensor).abs().max() < 1e-12, f"{what} {name}"
 
 
+@pytest.mark.skipif(torch.accelerator.current_accelerator() is None, reason="a CPU-only torch")
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize(
     "directory", ["fsdp_basics", "parallel_basics", "t5_finetuning", "transformer_basics"]

@@ -7,7 +7,7 @@ import sys
 
 import helpers
 import pytest
-from helpers import EMULATED, ROOT, Job
+from helpers import EMULATED, HAS_EMULATED, ROOT, Job
 
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu.py"
@@ -352,8 +352,7 @@ def test_a_training_too_short_for_hot_steps_fails():
 @pytest.mark.slow
 def test_the_rehearsal_passes_without_a_gpu(tmp_path):
     """On two emulated GPUs, or on the CPU where these are not installed."""
-    emulated = (EMULATED.parent.parent / "installed").exists()
-    python, device = (EMULATED, "cuda") if emulated else (sys.executable, "cpu")
+    python, device = (EMULATED, "cuda") if HAS_EMULATED else (sys.executable, "cpu")
     results = sorted(path.name for path in (BENCHMARKS / "results").iterdir())
     out = tmp_path / "out"
     flags = ("--device", device, "--sizes", "tiny", "--output-dir", out)
