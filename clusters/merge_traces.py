@@ -4,24 +4,29 @@
     python clusters/merge_traces.py runs/digits/trace_*.json --output runs/digits/timeline.json
 
 Opens in https://ui.perfetto.dev: a process for each rank. Look at the table: how sure the clocks
-are, and which rank comes last into the collectives, so that every other rank waits for it.
+are, and which rank comes last into the collectives, so that the other ranks of its group wait.
 
-Hosts have different clocks, but no rank leaves an all_reduce before all ranks have entered it. When
-rank i has left k collectives, rank j must have entered k. So for every k, with sorted times,
+Hosts have different clocks, but no rank leaves an all_reduce before all ranks of its group have
+entered it. So for each collective, and ranks i and j of its group on two hosts,
 
-    k-th entry of j + offset of j  <=  k-th exit of i + offset of i
+    entry of j + offset of j's host  <=  exit of i + offset of i's host
 
-which bounds the offset of j's host against that of rank 0's from both sides. We take the middle of
-the narrowest bounds. Ranks of one host have one clock.
+which bounds the difference of the two offsets; a chain of hosts adds up its bounds. We take the
+middle of the narrowest bounds. A collective inside one host (tensor parallelism, HSDP's shards)
+says nothing about clocks. NCCL's kernels carry their group and number; Gloo's events carry neither,
+so the groups of a Gloo trace are known only if all of them have the same ranks.
 """
 
 import argparse
 import gzip
 import json
+import math
 import re
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # Collectives that every rank must enter before any rank leaves: not broadcast, reduce, send, recv.
 # On GPUs we read the kernels: NCCL's other events end when the operation is only queued.
@@ -30,37 +35,52 @@ KERNELS = re.compile(rf"^nccl(Dev)?Kernel.*{SYNCHRONIZE}", re.IGNORECASE)
 ON_CPU = re.compile(rf"^(?!nccl)\w+:{SYNCHRONIZE}", re.IGNORECASE)  # gloo:all_reduce
 
 
+class Group(NamedTuple):
+    name: str
+    ranks: tuple[int, ...]
+    numbered: bool  # whether its collectives carry the number that all ranks of the group give them
+
+
+class Call(NamedTuple):
+    """One rank in one collective: microseconds on its own clock."""
+
+    entry: float
+    exit: float
+
+
 @dataclass
 class Trace:
-    """One rank's. Times are microseconds on its own clock, of the collectives in order."""
+    """One rank's. calls: the collectives of each group by number; without numbers, by order."""
 
     rank: int
     host: str
     events: list[dict]
-    entries: list[float]
-    exits: list[float]
+    calls: dict[Group, dict[int, Call]]
+    unknown: int  # collectives whose group the trace does not say
 
 
 @dataclass
 class Clock:
-    """What is to be added to a rank's times, microseconds, and by how much it may be wrong."""
+    """What to add to a host's times, microseconds, so that they fit those of `reference`."""
 
     offset: float
     error: float
+    reference: str  # another host, or this one if no collective connects it with an earlier host
 
 
 def main() -> None:
     args = parse_args()
     try:
         traces = sorted((read(path) for path in args.traces), key=lambda trace: trace.rank)
-        clocks = align(traces)
+        collectives = matched(traces)
+        clocks = align(traces, collectives)
     except ValueError as error:
         print(f"merge_traces.py: error: {error}", file=sys.stderr)
         sys.exit(2)
-    events = [e for trace, clock in zip(traces, clocks, strict=True) for e in moved(trace, clock)]
+    events = [e for trace in traces for e in moved(trace, clocks[trace.host])]
     with (gzip.open if args.output.suffix == ".gz" else open)(args.output, "wt") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-    show(traces, clocks)
+    show(traces, collectives, clocks)
     print(f"{len(events):,} events of {len(traces)} ranks in {args.output}")
 
 
@@ -75,56 +95,128 @@ def read(path: Path) -> Trace:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not a trace of torch.profiler") from None
-    rank = content.get("distributedInfo", {}).get("rank")
-    if rank is None:
+    about = content.get("distributedInfo", {})
+    if about.get("rank") is None:
         raise ValueError(f"{path} does not say of which rank it is: profile after joining a group")
-    spans = [event for event in events if event.get("ph") == "X"]
-    chosen = [e for e in spans if KERNELS.match(e["name"])]
-    chosen = chosen or [e for e in spans if ON_CPU.match(e["name"])]
-    entries = sorted(event["ts"] + zero for event in chosen)
-    exits = sorted(event["ts"] + event["dur"] + zero for event in chosen)
     for event in events:
         if "ts" in event:
             event["ts"] += zero
-    return Trace(rank, content.get("host_name", "?"), events, entries, exits)
+    spans = [event for event in events if event.get("ph") == "X"]
+    chosen = [e for e in spans if KERNELS.match(e["name"])]
+    chosen = chosen or [e for e in spans if ON_CPU.match(e["name"])]
+    ranks_of = {pg["pg_name"]: tuple(pg["ranks"]) for pg in about.get("pg_config", [])}
+    calls, unknown = calls_of(chosen, ranks_of)
+    return Trace(about["rank"], content.get("host_name", "?"), events, calls, unknown)
 
 
-def align(traces: list[Trace]) -> list[Clock]:
-    """The clock of each, so that rank 0's host is right.
+def calls_of(spans: list[dict], ranks_of: dict[str, tuple]) -> tuple[dict, int]:
+    """The calls of each group, and the number of spans whose group is unknown.
 
-    Raises ValueError if the traces do not hold the same collectives.
+    ranks_of: each group of this rank by name.
+    """
+    groups, unknown = defaultdict(list), 0
+    for span in spans:
+        name = span.get("args", {}).get("Process Group Name")
+        if name in ranks_of:
+            groups[name, ranks_of[name]].append(span)
+        elif len(set(ranks_of.values())) == 1:
+            groups["", next(iter(ranks_of.values()))].append(span)
+        else:
+            unknown += 1
+    calls = {}
+    for (name, ranks), members in groups.items():
+        numbered = all("Seq" in span.get("args", {}) for span in members)
+        calls[Group(name, ranks, numbered)] = by_number(members) if numbered else by_order(members)
+    return calls, unknown
+
+
+def by_number(spans: list[dict]) -> dict[int, Call]:
+    calls = {}
+    for span in spans:  # a collective of several tensors may have several kernels
+        number, entry, end = span["args"]["Seq"], span["ts"], span["ts"] + span["dur"]
+        before = calls.get(number, Call(entry, end))
+        calls[number] = Call(min(before.entry, entry), max(before.exit, end))
+    return calls
+
+
+def by_order(spans: list[dict]) -> dict[int, Call]:
+    """Entries and exits are sorted each: when a rank has left k of them, all have entered k."""
+    entries = sorted(span["ts"] for span in spans)
+    exits = sorted(span["ts"] + span["dur"] for span in spans)
+    return dict(enumerate(map(Call, entries, exits)))
+
+
+def matched(traces: list[Trace]) -> list[dict[int, Call]]:
+    """The collectives that several of the traces hold: each with the calls of its ranks.
+
+    Raises ValueError if ranks of a group have different numbers of collectives without a number.
     """
     ranks = [trace.rank for trace in traces]
     if len(set(ranks)) < len(ranks):
         raise ValueError(f"two traces are of one rank: {ranks}")
     for trace in traces:
-        if not trace.entries or len(trace.entries) != len(traces[0].entries):
-            raise ValueError(
-                f"rank {trace.rank} has {len(trace.entries)} collectives, rank {traces[0].rank} "
-                f"{len(traces[0].entries)}: profile the same steps on all ranks"
-            )
-    by_host = {trace.host: clock_of(trace.host, traces) for trace in traces}
-    return [by_host[trace.host] for trace in traces]
+        if not trace.calls and not trace.unknown:
+            raise ValueError(f"rank {trace.rank} has 0 collectives: profile some steps of training")
+    found = []
+    for group in dict.fromkeys(group for trace in traces for group in trace.calls):
+        here = {t.rank: t.calls.get(group, {}) for t in traces if t.rank in group.ranks}
+        (first, calls), *others = here.items()
+        for rank, theirs in others:
+            if not group.numbered and len(theirs) != len(calls):
+                raise ValueError(
+                    f"rank {rank} has {len(theirs)} collectives of the group {list(group.ranks)}, "
+                    f"rank {first} {len(calls)}: profile the same steps on all ranks"
+                )
+        common = set(calls).intersection(*(theirs for _, theirs in others))
+        if others:
+            found += [{rank: here[rank][number] for rank in here} for number in sorted(common)]
+    return found
 
 
-def clock_of(host: str, traces: list[Trace]) -> Clock:
-    here = [trace for trace in traces if trace.host == traces[0].host]
-    there = [trace for trace in traces if trace.host == host]
-    least = max(a - b for i in here for j in there for a, b in pairs(i.entries, j.exits))
-    most = min(a - b for i in here for j in there for a, b in pairs(i.exits, j.entries))
-    if host == traces[0].host and least <= 0 <= most:
-        return Clock(0.0, 0.0)
-    if least > most or host == traces[0].host:
-        raise ValueError(f"no clock of {host} fits its ranks: are these traces of one run?")
-    return Clock((least + most) / 2, (most - least) / 2)
+def align(traces: list[Trace], collectives: list[dict[int, Call]]) -> dict[str, Clock]:
+    """The clock of each host. Raises ValueError if none fits the collectives."""
+    host_of = {trace.rank: trace.host for trace in traces}
+    hosts = list(dict.fromkeys(host_of.values()))
+    # offset[b] - offset[a] <= limits[a, b]: b's last rank has entered before a's first rank leaves.
+    limits = defaultdict(lambda: math.inf)
+    for calls in collectives:
+        first_exit, last_entry = {}, {}
+        for rank, call in calls.items():
+            host = host_of[rank]
+            first_exit[host] = min(first_exit.get(host, math.inf), call.exit)
+            last_entry[host] = max(last_entry.get(host, -math.inf), call.entry)
+        for a, leaves in first_exit.items():
+            for b, enters in last_entry.items():
+                limits[a, b] = min(limits[a, b], leaves - enters)
+    clocks = {}
+    for reference in hosts:
+        if reference in clocks:
+            continue
+        most = narrowest(hosts, limits, reference)
+        least = narrowest(hosts, {(b, a): limit for (a, b), limit in limits.items()}, reference)
+        clocks[reference] = Clock(0.0, 0.0, reference)
+        for host in hosts:
+            if host not in clocks and math.isfinite(most[host]):
+                middle, half = (most[host] - least[host]) / 2, (most[host] + least[host]) / 2
+                clocks[host] = Clock(middle, half, reference)
+    return clocks
 
 
-def pairs(some: list[float], others: list[float]):
-    return zip(some, others, strict=True)
+def narrowest(hosts: list[str], limits: dict, start: str) -> dict[str, float]:
+    """How far each host's offset may lie above that of `start`: shortest paths (Bellman-Ford)."""
+    far = dict.fromkeys(hosts, math.inf) | {start: 0.0}
+    for _ in hosts:
+        changed = None
+        for (a, b), limit in limits.items():
+            if far[a] + limit < far[b]:
+                far[b], changed = far[a] + limit, b
+        if changed is None:
+            return far
+    raise ValueError(f"no clock of {changed} fits its ranks: are these traces of one run?")
 
 
 def moved(trace: Trace, clock: Clock) -> list[dict]:
-    """The events on rank 0's clock, as those of a process that is named after the rank."""
+    """The events on the reference's clock, as those of a process that is named after the rank."""
     name = f"rank {trace.rank} ({trace.host})"
     events = [
         {"ph": "M", "name": "process_name", "pid": trace.rank, "args": {"name": name}},
@@ -147,27 +239,41 @@ def moved(trace: Trace, clock: Clock) -> list[dict]:
     return events
 
 
-def waits(traces: list[Trace], clocks: list[Clock]) -> list[tuple[int, float]]:
-    """For each rank: into how many collectives it came last, and how long the others waited for it.
+def waits(
+    traces: list[Trace], collectives: list[dict[int, Call]], clocks: dict[str, Clock]
+) -> dict[int, tuple[int, int, float]]:
+    """For each rank: its collectives, into how many it came last, how long the group waited there.
 
-    Microseconds, of the rank that waited longest, summed over those collectives.
+    Microseconds, of the rank that waited longest, summed over those collectives. A rank that had to
+    wait in one group comes late into the next: the longest wait is that of the guilty rank.
     """
-    told = [(0, 0.0)] * len(traces)
-    for entries in zip(*(trace.entries for trace in traces), strict=True):
-        times = [entry + clock.offset for entry, clock in zip(entries, clocks, strict=True)]
-        last = times.index(max(times))
-        count, total = told[last]
-        told[last] = (count + 1, total + max(times) - min(times))
+    offset = {trace.rank: clocks[trace.host].offset for trace in traces}
+    told = {trace.rank: (0, 0, 0.0) for trace in traces}
+    for calls in collectives:
+        times = {rank: call.entry + offset[rank] for rank, call in calls.items()}
+        last = max(times, key=times.get)
+        waited = times[last] - min(times.values())
+        for rank in times:
+            count, came_last, total = told[rank]
+            guilty = rank == last
+            told[rank] = count + 1, came_last + guilty, total + waited * guilty
     return told
 
 
-def show(traces: list[Trace], clocks: list[Clock]) -> None:
+def show(traces: list[Trace], collectives: list[dict[int, Call]], clocks: dict[str, Clock]) -> None:
     print(f"{'':6}{'host':16}{'clock, ms':>14}{'+/-':>9}{'collectives':>13}", end="")
     print(f"{'came last':>11}{'others waited, ms':>19}")
-    rows = zip(traces, clocks, waits(traces, clocks), strict=True)
-    for trace, clock, (count, waited) in rows:
+    told = waits(traces, collectives, clocks)
+    for trace in traces:
+        clock, (count, came_last, waited) = clocks[trace.host], told[trace.rank]
         print(f"rank {trace.rank} {trace.host:16}{clock.offset / 1e3:13.3f}", end="")
-        print(f"{clock.error / 1e3:9.3f}{len(trace.entries):13}{count:11}{waited / 1e3:19.1f}")
+        print(f"{clock.error / 1e3:9.3f}{count:13}{came_last:11}{waited / 1e3:19.1f}")
+    unknown = sum(trace.unknown for trace in traces)
+    if unknown:
+        print(f"{unknown} collectives left out: the traces do not say of which group they are")
+    first, *others = dict.fromkeys(clock.reference for clock in clocks.values())
+    for host in others:
+        print(f"no collective connects {host} with {first}: {host} keeps its own clock")
 
 
 def parse_args() -> argparse.Namespace:
