@@ -1,36 +1,54 @@
-"""torchrun for a pod, which ends with the exit status of the rank that failed first.
+"""torchrun for a pod: its exit status is the status of the rank that failed first.
 
     python clusters/kubernetes/agent.py --standalone --nproc-per-node=2 ddp_basics/train.py
 
-The options are torchrun's. torchrun ends with 1 whatever has happened; the podFailurePolicy of a
-Job tells by the status whether another try makes sense:
+The options are torchrun's. torchrun itself ends with 1 whatever has happened; the podFailurePolicy
+of a Job decides by the status whether another try makes sense:
 
     2      the arguments are wrong: the next try would fail, too
-    143    the ranks were asked to stop and have saved: the next pod goes on from there
-    137    a rank was killed, for want of memory perhaps
+    143    the ranks were asked to stop, have saved, and have ended with 143 by themselves
+    137    a rank was killed: no memory, or it did not end in time after SIGTERM (it had hung)
     else   whatever the script ended with
 """
 
+import subprocess
 import sys
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.run import main as torchrun
+
+ranks = {}  # the process of each local rank: torchrun does not tell how they ended after SIGTERM
+
+
+class Rank(subprocess.Popen):
+    def __init__(self, *args, env: dict[str, str], **more):
+        super().__init__(*args, env=env, **more)
+        ranks[env["LOCAL_RANK"]] = self  # after a restart it replaces the one before
 
 
 def main() -> None:
+    subprocess_handler.Popen = Rank
     try:
         torchrun()
     except ChildFailedError as error:
         print(error, file=sys.stderr)  # torchrun's table: which rank, when, its traceback
         _, first = error.get_first_failure()
-        sys.exit(as_a_shell_has_it(first.exitcode))
-    except SignalException as error:  # this process was asked to end, and has ended its ranks
-        sys.exit(128 + error.sigval)
+        sys.exit(status_of(first.exitcode))
+    except SignalException:  # this process was asked to end, and has ended its ranks
+        statuses = {status_of(rank.poll()) for rank in ranks.values()}
+        failed = statuses - {0, 143}
+        sys.exit(max(failed or statuses, default=1))  # 1: the signal came before there were ranks
 
 
-def as_a_shell_has_it(exitcode: int) -> int:
-    """Python says -9 of a process that signal 9 has killed, a shell 137."""
+def status_of(exitcode: int) -> int:
+    """As a shell has it: 128 + 9 where Python has -9, for a process that signal 9 has killed.
+
+    A rank that SIGTERM has killed does not catch the signal. It has not saved: 137, not 143.
+    """
+    if exitcode == -15:
+        return 137
     return exitcode if exitcode >= 0 else 128 - exitcode
 
 
