@@ -1,28 +1,26 @@
 """Look at all hosts before a training: which host, link or device is wrong or slow?
 
-    python clusters/preflight.py hosts.txt --directory runs        # one host name per line
+    python clusters/preflight.py hosts.txt --directory runs        # over ssh; one name per line
+    python clusters/preflight.py --srun --directory runs           # in a job of Slurm: its nodes
     python clusters/lab.py up 3 && python clusters/preflight.py --lab 3    # hosts of lab.py
     python clusters/preflight.py --plan 1000                       # how long would 1000 hosts take?
 
-Compares versions, clocks, devices, disks, names and a directory that all should share; measures
-each pair's latency and bandwidth both ways, all_reduce between neighbours, and matrix products.
-The verdict names what differs from the best host or from most hosts. Exit status: 0 if there is
-nothing, 1 if something is named, 2 if a host could not be asked. No process is left anywhere.
+Compares versions, clocks, devices, network cards, limits, disks, names and a directory that all
+should share; measures each pair's latency and bandwidth both ways, all_reduce between neighbours
+(all GPUs, each GPU with its peer, the GPUs of a host), and matrix products.
+The verdict names what differs from the best host or from most hosts, and hosts that do not answer.
+Exit status: 0 if there is nothing, 1 if something is named. No process is left anywhere.
 """
 
 import argparse
-import contextlib
-import json
 import os
-import queue
-import shlex
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from pathlib import Path
 
+from preflight_fleet import Fleet
 from preflight_verdict import (
     broken_links,
     differing,
@@ -32,9 +30,7 @@ from preflight_verdict import (
     wrong_clocks,
 )
 
-HERE = Path(__file__).resolve().parent
-SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-SECONDS = 0.2  # for each direction of each pair, and for each device
+SECONDS = 0.2  # for each direction of each pair, and for one core of a processor
 
 
 def main() -> None:
@@ -42,8 +38,8 @@ def main() -> None:
     if args.plan:
         plan(args.plan)
         return
-    hosts = [f"host{i}" for i in range(args.lab)] if args.lab else read_hosts(args.hosts)
-    fleet = Fleet(hosts, args.lab)
+    hosts, transport = fleet_of(args)
+    fleet = Fleet(hosts, transport)
     try:
         found = look(fleet, args)
     finally:
@@ -57,17 +53,43 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("hosts", nargs="?", help="a file of names")
-    add("--lab", type=int, help="so many hosts of the lab, not a file of hosts")
-    add("--directory", default=".", help="that all hosts should share, and may write")
-    add("--free", type=float, default=1, help="GB that should be free there")
-    add("--slow", type=float, default=0.6, help="name what has less than this share of the best")
-    add("--plan", type=int, metavar="HOSTS", help="only say how long that many would take")
+    add("hosts", nargs="?", help="file with one host name per line, reached by ssh")
+    add("--srun", action="store_true", help="take the nodes of this Slurm job, reached by srun")
+    add("--lab", type=int, metavar="N", help="take the first N hosts of the lab")
+    add(
+        "--directory", default=".", help="directory that all hosts share and may write (default: .)"
+    )
+    add("--free", type=float, default=1, help="GB that must be free there (default: 1)")
+    add(
+        "--slow",
+        type=float,
+        default=0.6,
+        help="name what has less than this share of the best (default: 0.6)",
+    )
+    add(
+        "--gpu-seconds",
+        type=float,
+        default=10,
+        help="seconds for which all GPUs multiply at once (default: 10)",
+    )
+    add("--plan", type=int, metavar="HOSTS", help="only print how long that many hosts would take")
     args = parser.parse_args()
-    if not (args.plan or args.lab or args.hosts):
-        parser.error("a file of hosts, or --lab N, is needed")
+    if not (args.plan or args.lab or args.hosts or args.srun):
+        parser.error("a file of hosts, --srun or --lab N is needed")
+    if args.srun and "SLURM_JOB_NODELIST" not in os.environ:
+        parser.error("--srun: this is no job of Slurm; salloc --nodes=N --exclusive makes one")
     args.directory = os.path.abspath(args.directory)
     return args
+
+
+def fleet_of(args) -> tuple[list[str], str]:
+    """The hosts, and how they are reached."""
+    if args.lab:
+        return [f"host{i}" for i in range(args.lab)], "lab"
+    if args.srun:
+        command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.split(), "srun"
+    return read_hosts(args.hosts), "ssh"
 
 
 def read_hosts(file: str) -> list[str]:
@@ -89,82 +111,92 @@ def fail(sentence: str):
 # ---- what is looked at
 
 
-def look(fleet: "Fleet", args) -> list[str]:
+def look(fleet: Fleet, args) -> list[str]:
     """Sentences, each with the name of a host, a link or a device."""
-    names, found = [host.rpartition("@")[2] for host in fleet.hosts], []
-    fleet.all("clock", seconds=15)  # all are there, and awake
-    offsets = []
-    for i in range(len(names)):  # the way there and back is short, so halve what it took
-        before = time.time()
-        (there,) = fleet.ask({i: {"do": "clock"}}).values()
-        offsets.append(there - (before + time.time()) / 2)
-    found += wrong_clocks(names, offsets)
+    names = [host.rpartition("@")[2] for host in fleet.hosts]
+    fleet.all("clock", seconds=30)  # all that answer are there, and awake
+    found = look_at_those_that_answer(fleet, names, args) if fleet.here else []
+    return [f"{names[i]}: {why}" for i, why in sorted(fleet.lost.items())] + found
 
-    known = fleet.all("facts", hosts=names, directory=args.directory, seconds=60)
-    for name, about in zip(names, known, strict=True):
-        found += [f"{name}: {sentence}" for sentence in about["wrong"]]
+
+def look_at_those_that_answer(fleet: Fleet, names: list[str], args) -> list[str]:
+    offsets = {}
+    for i in fleet.here:  # the way there and back is short, so halve what it took
+        before = time.time()
+        for there in fleet.ask({i: {"do": "clock"}}).values():
+            offsets[names[i]] = there - (before + time.time()) / 2
+    found = wrong_clocks([*offsets], [*offsets.values()])
+
+    asked = [names[i] for i in fleet.here]
+    known = fleet.all("facts", hosts=asked, directory=args.directory, seconds=60)
+    for i, about in known.items():
+        found += [f"{names[i]}: {sentence}" for sentence in about["wrong"]]
         if about["free"] is not None and about["free"] < args.free * 1e9:
-            found.append(f"{name}: {about['free'] / 1e9:.1f} GB free in {args.directory}")
-    found += differing(names, [about["same"] for about in known])
-    has_it = [i for i, about in enumerate(known) if about["free"] is not None]
+            found.append(f"{names[i]}: {about['free'] / 1e9:.1f} GB free in {args.directory}")
+    found += differing([names[i] for i in known], [about["same"] for about in known.values()])
+    has_it = [i for i, about in known.items() if about["free"] is not None]
     found += not_shared(fleet, has_it, args.directory)
 
     say("pairs")
     latency, rate, broken = measure_pairs(fleet, names)
-    found += broken_links(names, broken)
+    found += broken_links(names, broken, len(fleet.here))
     found += slow_links(names, rate, args.slow, lambda r: f"{r * 8e-6:.0f} Mbit/s")
     # The shortest time is the best; a fraction of a millisecond more or less says nothing.
     speed = {pair: 1 / (seconds + 5e-4) for pair, seconds in latency.items()}
     found += slow_links(names, speed, 0.3, lambda v: f"{(1 / v - 5e-4) * 1e3:.2f} ms", "latency")
 
     say("all_reduce")
-    gpus = [len(about["same"]["GPUs"]) for about in known]
-    reduced, failed = measure_all_reduce(fleet, names, gpus, set(broken))
-    found += failed
-    found += slow_links(names, reduced, args.slow, lambda r: f"{r * 1e-6:.0f} MB/s", "all_reduce")
+    gpus = {i: len(known[i]["same"]["GPUs"]) for i in fleet.here if i in known}
+    found += measure_all_reduce(fleet, names, gpus, set(broken), args.slow)
 
     say("matmul")
-    everyone = range(len(names))
-    turns = [[i] for i in everyone] if args.lab else [everyone]  # the lab shares its processors
+    turns = [[i] for i in fleet.here] if args.lab else [fleet.here]  # the lab shares its processors
     speeds = {}
     for turn in turns:
-        speeds |= fleet.ask({i: {"do": "matmul", "seconds": SECONDS} for i in turn})
-    found += slow_devices(names, [speeds[i] for i in everyone], args.slow)
+        told = {"do": "matmul", "seconds": SECONDS, "gpu_seconds": args.gpu_seconds}
+        speeds |= fleet.ask(dict.fromkeys(turn, told), seconds=60 + args.gpu_seconds)
+    for i, about in speeds.items():
+        found += [f"{names[i]}: {sentence}" for sentence in about["wrong"]]
+    found += slow_devices(
+        [names[i] for i in speeds], [about["speeds"] for about in speeds.values()], args.slow
+    )
     return found
 
 
-def not_shared(fleet: "Fleet", has_it: list[int], directory: str) -> list[str]:
+def not_shared(fleet: Fleet, has_it: list[int], directory: str) -> list[str]:
     """Each host writes a file; the first one should see all of them."""
-    if not has_it:
-        return []
     mark = f".preflight-{uuid.uuid4().hex[:8]}-"
     try:
-        fleet.ask(
-            {i: {"do": "write", "directory": directory, "name": f"{mark}{i}"} for i in has_it}
-        )
-        (seen,) = fleet.ask({has_it[0]: listing(directory, mark)}).values()
+        told = {i: {"do": "write", "directory": directory, "name": f"{mark}{i}"} for i in has_it}
+        wrote = [*fleet.ask(told)]
+        seen = fleet.ask({i: listing(directory, mark) for i in wrote[:1]})
     finally:
         fleet.ask({i: listing(directory, mark, "remove") for i in has_it})
-    first = fleet.hosts[has_it[0]]
-    alone = [i for i in has_it if f"{mark}{i}" not in seen]
-    return [f"{fleet.hosts[i]}: {directory} is not the one that {first} sees" for i in alone]
+    for first, files in seen.items():
+        alone = [fleet.hosts[i] for i in wrote if f"{mark}{i}" not in files]
+        first = fleet.hosts[first]
+        return [f"{host}: {directory} is not the one that {first} sees" for host in alone]
+    return []
 
 
 def listing(directory: str, prefix: str, do: str = "listing") -> dict:
     return {"do": do, "directory": directory, "prefix": prefix}
 
 
-def measure_pairs(fleet: "Fleet", names: list[str]) -> tuple[dict, dict, dict]:
+def measure_pairs(fleet: Fleet, names: list[str]) -> tuple[dict, dict, dict]:
     """Seconds for a byte there and back, bytes per second (of the slower way), errors."""
     ports = fleet.all("listen")
     latency, rate, broken = {}, {}, {}
     for pairs in rounds(len(names)):
-        told = {}
+        told, here = {}, set(fleet.here) & ports.keys()
+        pairs = [(a, b) for a, b in pairs if {a, b} <= here]
         for a, b in pairs:
             told[a] = {"do": "serve", "seconds": SECONDS}
             told[b] = {"do": "measure", "host": names[a], "port": ports[a], "seconds": SECONDS}
-        answers = fleet.ask(told, errors=True)
+        answers = fleet.try_to(told)
         for a, b in pairs:
+            if {a, b} & fleet.lost.keys():  # it is named already
+                continue
             pair = (min(a, b), max(a, b))
             errors = [x["error"] for x in (answers[b], answers[a]) if "error" in x]
             if errors:
@@ -176,19 +208,19 @@ def measure_pairs(fleet: "Fleet", names: list[str]) -> tuple[dict, dict, dict]:
 
 
 def measure_all_reduce(
-    fleet: "Fleet", names: list[str], gpus: list[int], skip: set
-) -> tuple[dict, list[str]]:
-    """Bytes per second between neighbours of a ring: each host has two, in two or three rounds.
+    fleet: Fleet, names: list[str], gpus: dict[int, int], skip: set, slow: float
+) -> list[str]:
+    """Between neighbours of a ring: each host has two, in two or three rounds. Sentences.
 
     gpus: of each host. Every GPU gets a rank, of the host with more only as many as the other has.
+    Each pair of hosts measures all ranks together; each rank with its peer on the other host, which
+    NCCL gives the network card next to the GPU; the ranks of each host, on NVLink.
     """
-    count, reduced, failed = len(names), {}, []
-    ring = [(i, (i + 1) % count) for i in range(count if count > 2 else count - 1)]
-    even, odd = ring[: count // 2 * 2 : 2], ring[1::2]
-    last = ring[count - 1 :] if count % 2 and count > 2 else []
-    for neighbours in (even, odd, last):
+    between, peers, inside, failed = {}, {}, {}, []
+    for neighbours in ring(sorted(gpus)):
         pairs = [(a, b) for a, b in neighbours if (min(a, b), max(a, b)) not in skip]
         ports = fleet.ask({a: {"do": "store"} for a, _ in pairs})
+        pairs = [(a, b) for a, b in pairs if a in ports and b in fleet.here]
         told = {}
         for a, b in pairs:
             count = min(gpus[a], gpus[b])
@@ -196,14 +228,44 @@ def measure_all_reduce(
             where = {"host": names[a], "port": ports[a]}
             for node, host in enumerate((a, b)):
                 told[host] = {"do": "all_reduce", "node": node, **ranks, **where}
-        answers = fleet.ask(told, seconds=90, errors=True)  # each rank imports torch first
+        answers = fleet.try_to(told, seconds=90)  # each rank imports torch first
         for a, b in pairs:
+            if {a, b} & fleet.lost.keys():  # it is named already
+                continue
             errors = [x["error"] for x in (answers[a], answers[b]) if "error" in x]
             if errors:
                 failed.append(f"{names[a]} - {names[b]}: no all_reduce: {errors[0]}")
-            else:
-                reduced[a, b] = min(answers[a]["is"], answers[b]["is"])
-    return reduced, failed
+                continue
+            rates = answers[a]["is"], answers[b]["is"]
+            between[a, b] = min(both["all"] for both in rates)
+            for gpu, both in enumerate(zip(*(each["peers"] for each in rates), strict=True)):
+                peers[gpu, a, b] = min(both)
+            for host, each in zip((a, b), rates, strict=True):
+                inside[host] = max(each["inside"], inside.get(host, 0))
+    found = failed + slow_links(names, between, slow, per_second, "all_reduce")
+    best = max(peers.values(), default=0)
+    for gpu in range(max(gpus.values(), default=0)):
+        values = {(a, b): rate for (i, a, b), rate in peers.items() if i == gpu}
+        what = f"all_reduce of GPU {gpu} with its peer"
+        found += slow_links(names, values, slow, per_second, what, best)
+    best = max(inside.values(), default=0)
+    return found + [
+        f"{names[i]}: all_reduce inside is slow: {per_second(rate)}, the best {per_second(best)}"
+        for i, rate in sorted(inside.items())
+        if rate < slow * best
+    ]
+
+
+def ring(hosts: list[int]) -> list[list[tuple[int, int]]]:
+    """Neighbours in a ring of the hosts, in rounds in which no host has two partners."""
+    count = len(hosts)
+    pairs = [(hosts[i], hosts[(i + 1) % count]) for i in range(count if count > 2 else count - 1)]
+    last = pairs[count - 1 :] if count % 2 and count > 2 else []
+    return [pairs[: count // 2 * 2 : 2], pairs[1::2], last]
+
+
+def per_second(rate: float) -> str:
+    return f"{rate * 1e-6:.0f} MB/s"
 
 
 def plan(count: int) -> None:
@@ -215,79 +277,6 @@ def plan(count: int) -> None:
 
 def say(stage: str) -> None:
     print(f"{stage} ...", file=sys.stderr, flush=True)
-
-
-# ---- the agents on the hosts
-
-
-class Fleet:
-    """One agent on each host, asked through ssh's pipes: the network under test is not needed."""
-
-    def __init__(self, hosts: list[str], in_lab: bool):
-        self.hosts, self.answers = hosts, queue.Queue()
-        self.agents = [start(host, in_lab) for host in hosts]
-        self.readers = [
-            threading.Thread(target=self.read, args=item, daemon=True)
-            for item in enumerate(self.agents)
-        ]
-        for reader in self.readers:
-            reader.start()
-
-    def read(self, number: int, agent: subprocess.Popen) -> None:
-        for line in agent.stdout:
-            self.answers.put((number, line))
-        self.answers.put((number, ""))
-
-    def all(self, do: str, seconds: float = 30, **told) -> list:
-        answers = self.ask({i: {"do": do, **told} for i in range(len(self.hosts))}, seconds)
-        return [answers[i] for i in range(len(self.hosts))]
-
-    def ask(self, told: dict[int, dict], seconds: float = 30, errors: bool = False) -> dict:
-        """Tell some hosts what to do, all at once; their answers. Ends the program without them."""
-        for number, request in told.items():
-            with contextlib.suppress(OSError):  # it has ended: its last words are read below
-                self.agents[number].stdin.write(json.dumps(request) + "\n")
-                self.agents[number].stdin.flush()
-        answers, until = {}, time.monotonic() + seconds
-        while len(answers) < len(told):
-            try:
-                number, line = self.answers.get(timeout=max(0, until - time.monotonic()))
-            except queue.Empty:
-                silent = [self.hosts[i] for i in told if i not in answers]
-                fail(f"no answer within {seconds:.0f} s from {' and '.join(silent)}")
-            if not line:
-                last = (self.agents[number].stderr.read().strip().splitlines() or ["it ended"])[-1]
-                fail(f"{self.hosts[number]} cannot be asked: {last}")
-            answers[number] = json.loads(line)
-        if errors:
-            return answers
-        for number, answer in answers.items():
-            if "error" in answer:
-                fail(f"{self.hosts[number]}: {answer['error']}")
-        return {number: answer["is"] for number, answer in answers.items()}
-
-    def end(self) -> None:
-        for agent in self.agents:
-            with contextlib.suppress(OSError):
-                agent.stdin.close()
-        until = time.monotonic() + 5
-        for agent in self.agents:
-            try:
-                agent.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                agent.kill()
-
-
-def start(host: str, in_lab: bool) -> subprocess.Popen:
-    agent = [sys.executable, "-u", str(HERE / "preflight_agent.py")]
-    if in_lab:
-        number = host.removeprefix("host")
-        command = [sys.executable, str(HERE / "lab.py"), "exec", number, "--", *agent]
-    else:
-        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(agent)}"
-        command = [*SSH, host, there]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, text=True, start_new_session=True, **pipes)
 
 
 if __name__ == "__main__":

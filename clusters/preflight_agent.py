@@ -9,16 +9,17 @@ the program that asked has ended, or the connection to it, no process is left he
 import json
 import os
 import platform
+import resource
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
-ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # whatever a library prints is no answer
+SYS = Path("/sys/class")
 listening = []  # the listening socket of this host, once there is one
 stores = []
 
@@ -29,15 +30,17 @@ def clock() -> float:
 
 
 def facts(hosts: list[str], directory: str) -> dict:
-    """Versions, devices, free space; and what is wrong with names and the directory, in words."""
+    """Versions, devices, limits, free space; and what is wrong in itself, in words."""
     import torch  # seconds: not before somebody asks
 
-    cuda = torch.cuda.is_available()
     wrong = [sentence for host in hosts if (sentence := name_error(host))]
     same = {"python": platform.python_version(), "torch": torch.__version__}
     same |= {"CUDA": torch.version.cuda, "processors": os.cpu_count(), "GPUs": gpus(torch)}
-    if cuda:
+    if torch.cuda.is_available():
         same["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        same["driver"] = asked_of_the_driver("driver_version")
+    same |= {"network cards": network_cards(), "ulimit -l": memory_lock()}
+    wrong += limits(shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None)
     place = Path(directory)
     if not place.is_dir():
         wrong.append(f"the directory {directory} is missing")
@@ -49,6 +52,52 @@ def facts(hosts: list[str], directory: str) -> dict:
 
 def gpus(torch) -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def asked_of_the_driver(field: str) -> list[str]:
+    """A field of nvidia-smi for each GPU; nothing where there is no nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
+def network_cards() -> list[str]:
+    """Each port of InfiniBand or RoCE; each Ethernet card with a link: kind, speed, state."""
+    cards = []
+    for port in sorted(SYS.glob("infiniband/*/ports/*")):
+        kind, rate, state = (content(port / name) for name in ("link_layer", "rate", "state"))
+        cards.append(f"{kind} {rate}, {state.partition(': ')[2]}")
+    for card in sorted(SYS.glob("net/*/device")):  # virtual ones have no device
+        if content(card.parent / "operstate") == "up":
+            speed, size = (content(card.parent / name) for name in ("speed", "mtu"))
+            cards.append(f"Ethernet {speed} Mbit/s, MTU {size}")
+    return cards
+
+
+def content(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # a card without a link has no speed
+        return "?"
+
+
+def memory_lock() -> str:
+    """What RDMA may pin: `ulimit -l`, kB."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft // 1024)
+
+
+def limits(shared_memory: int | None) -> list[str]:
+    """shared_memory: bytes of /dev/shm, which loaders and NCCL use."""
+    found = []
+    if shared_memory is not None and shared_memory < 2**30:
+        found.append(f"/dev/shm has {shared_memory / 2**20:.0f} MB, which is a container's default")
+    if any(SYS.glob("infiniband/*")) and memory_lock() != "unlimited":
+        found.append(f"ulimit -l is {memory_lock()} kB, and RDMA needs to pin more: unlimited")
+    return found
 
 
 def name_error(host: str) -> str | None:
@@ -135,26 +184,59 @@ def receive(connection: socket.socket) -> float:
     return (count - first) / (time.perf_counter() - start)
 
 
-def matmul(seconds: float) -> list[float]:
-    """FLOP per second of one core, and of each GPU: the best of many products."""
+def matmul(seconds: float, gpu_seconds: float) -> dict:
+    """FLOP per second of one core, and of each GPU while all GPUs compute: medians. Random numbers:
+    with constant ones a GPU takes less power, and its clock would not drop."""
     import torch
 
     torch.set_num_threads(1)  # the other cores may belong to somebody; how many there are is a fact
-    devices = [torch.device("cpu")]
-    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    speeds = []
-    for device in devices:
-        size, dtype = (256, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
-        x, times = torch.ones(size, size, dtype=dtype, device=device), []
-        until = time.perf_counter() + seconds
-        while len(times) < 3 or time.perf_counter() < until:
-            start = time.perf_counter()
-            x @ x
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        speeds.append(2 * size**3 / min(times))
-    return speeds
+    size, times, until = 256, [], time.perf_counter() + seconds
+    x = torch.randn(size, size)
+    while len(times) < 3 or time.perf_counter() < until:
+        start = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - start)
+    speeds, wrong = [2 * size**3 / statistics.median(times)], []
+    if count := torch.cuda.device_count():
+        on_gpus, reasons = matmul_on_gpus(torch, count, gpu_seconds)
+        speeds += on_gpus
+        wrong += slowed_down(reasons)
+    return {"speeds": speeds, "wrong": wrong}
+
+
+def matmul_on_gpus(torch, count: int, seconds: float) -> tuple[list[float], list[str]]:
+    """FLOP per second of each GPU; what the driver says of their clocks meanwhile."""
+    size, products = 8192, 10
+    devices = [torch.device("cuda", i) for i in range(count)]
+    data = [torch.randn(size, size, dtype=torch.bfloat16, device=device) for device in devices]
+    times, reasons, begin = [[] for _ in devices], [], time.perf_counter()
+    while len(times[0]) < 3 or time.perf_counter() < begin + seconds:
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in devices]
+        for x, (start, end) in zip(data, marks, strict=True):
+            with torch.cuda.device(x.device):
+                start.record()
+                for _ in range(products):
+                    x @ x
+                end.record()
+        if not reasons and time.perf_counter() > begin + seconds / 2:
+            reasons = asked_of_the_driver("clocks_event_reasons.active")
+        for (start, end), its in zip(marks, times, strict=True):
+            end.synchronize()
+            its.append(start.elapsed_time(end) / 1e3 / products)
+    return [2 * size**3 / statistics.median(its[1:]) for its in times], reasons
+
+
+def slowed_down(reasons: list[str]) -> list[str]:
+    """reasons: of each GPU, the bits of NVML's nvmlClocksEventReasons, such as 0x0000000000000040.
+    A power limit by software (0x4) is usual under full load."""
+    bits = {0x8: "hardware", 0x20: "heat (software)", 0x40: "heat", 0x80: "its power supply"}
+    found = []
+    for gpu, text in enumerate(reasons):
+        value = int(text, 16) if text.startswith("0x") else 0
+        names = [name for bit, name in bits.items() if value & bit]
+        if names:
+            found.append(f"GPU {gpu}: its clock is slowed down by {' and '.join(names)}")
+    return found
 
 
 def store() -> int:
@@ -166,17 +248,16 @@ def store() -> int:
     return served.port
 
 
-def all_reduce(node: int, ranks: int, **where) -> float:
-    """Bytes per second of an all_reduce between two hosts, of the slowest rank here.
+def all_reduce(node: int, ranks: int, **where) -> dict:
+    """Bytes per second between two hosts: "all" of the slowest rank here, with all ranks together;
+    "peers" of each rank here, with its peer on the other host; "inside" of the ranks here.
 
     node: 0 or 1, this host. ranks: processes on each host, one per GPU, so that every GPU, NVLink
     and network card takes part. where: see `one_rank`.
     """
-    told = [
-        {"rank": node * ranks + i, "local_rank": i, "world_size": 2 * ranks} for i in range(ranks)
-    ]
+    told = [{"node": node, "local_rank": i, "ranks": ranks} for i in range(ranks)]
     if ranks == 1:
-        return one_rank(**told[0], **where)
+        return {"all": one_rank(**told[0], **where)["all"], "peers": [], "inside": 0}
     command, pipes = [sys.executable, __file__], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     agents = [subprocess.Popen(command, text=True, **pipes) for _ in told]
     for agent, rank in zip(agents, told, strict=True):
@@ -188,13 +269,13 @@ def all_reduce(node: int, ranks: int, **where) -> float:
     errors = [answer["error"] for answer in answers if "error" in answer]
     if errors:
         raise RuntimeError(errors[0])
-    return min(answer["is"] for answer in answers)
+    rates = [answer["is"] for answer in answers]
+    slowest = {name: min(rate[name] for rate in rates) for name in ("all", "inside")}
+    return slowest | {"peers": [rate["peer"] for rate in rates]}
 
 
-def one_rank(
-    rank: int, local_rank: int, world_size: int, host: str, port: int, device: str
-) -> float:
-    """This rank's bytes per second in an all_reduce: NCCL on "cuda" devices, Gloo on the "cpu"."""
+def one_rank(node: int, local_rank: int, ranks: int, host: str, port: int, device: str) -> dict:
+    """This rank's bytes per second in all_reduces: NCCL on "cuda" devices, Gloo on the "cpu"."""
     import torch
     import torch.distributed as dist
 
@@ -204,25 +285,37 @@ def one_rank(
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10)),
-        rank=rank,
-        world_size=world_size,
+        rank=node * ranks + local_rank,
+        world_size=2 * ranks,
         timeout=timedelta(seconds=15),
         device_id=place if device == "cuda" else None,
     )
-    data, times = torch.ones(2**20 if device == "cpu" else 2**26, device=place), []  # float32
-    for _ in range(4):
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(data)
-        if device == "cuda":
-            torch.cuda.synchronize(place)
-        times.append(time.perf_counter() - start)
+    groups = {"all": None}
+    if ranks > 1:  # every rank takes part in making every group
+        hosts = [dist.new_group([n * ranks + i for i in range(ranks)]) for n in range(2)]
+        peers = [dist.new_group([i, ranks + i]) for i in range(ranks)]
+        groups |= {"inside": hosts[node], "peer": peers[local_rank]}
+    count = 2**20 if device == "cpu" else 2**26
+    data = torch.randn(count, device=place)  # float32
+    found = {}
+    for name, group in groups.items():  # the groups of one name work at the same time
+        times = []
+        for _ in range(5):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(data, dist.ReduceOp.MAX, group)
+            if device == "cuda":
+                torch.cuda.synchronize(place)
+            times.append(time.perf_counter() - start)
+        found[name] = data.numel() * 4 / statistics.median(times[1:])
     dist.barrier()
     dist.destroy_process_group()
-    return data.numel() * 4 / min(times)
+    return found
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints is no answer
     known = (
         clock,
         facts,
@@ -245,7 +338,7 @@ def main() -> None:
         except Exception as error:  # whatever it is, the other side names this host with it
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             answer = {"error": first_line}
-        print(json.dumps(answer), file=ANSWERS, flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -75,14 +75,15 @@ def slow_links(
     share: float,
     say,
     what: str = "link",
+    best: float = 0.0,
 ) -> list[str]:
     """A host whose best pair is slow is to blame itself; else a slow pair is the link's.
 
-    values: of pairs of hosts, more is better. say: a value in words.
+    values: of pairs of hosts, more is better. say: a value in words. best: of other pairs.
     """
     if not values:
         return []
-    best = max(values.values())
+    best = max(best, *values.values())
     limit = share * best
     best_of = [0.0] * len(hosts)
     for pair, value in values.items():
@@ -90,6 +91,8 @@ def slow_links(
             best_of[i] = max(best_of[i], value)
     measured = {i for pair in values for i in pair}
     guilty = {i for i in measured if best_of[i] < limit}
+    if guilty == measured:  # the best is of other pairs: these hosts have nothing to compare with
+        guilty = set()
     found = [
         f"{hosts[i]}: its {what} is slow: {say(best_of[i])} to any host, the best pair {say(best)}"
         for i in sorted(guilty)
@@ -101,12 +104,15 @@ def slow_links(
     return found
 
 
-def broken_links(hosts: list[str], errors: dict[tuple[int, int], str]) -> list[str]:
-    """errors: of the pairs that could not be measured, in words."""
+def broken_links(
+    hosts: list[str], errors: dict[tuple[int, int], str], tried: int | None = None
+) -> list[str]:
+    """errors: of the pairs that could not be measured, in words. tried: how many of the hosts."""
+    tried = len(hosts) if tried is None else tried
     of = Counter(i for pair in errors for i in pair)
     most = max(of.values(), default=0)
     # A host that nobody reaches takes part in every broken pair; its partners in one each.
-    guilty = {i for i, times in of.items() if times == len(hosts) - 1 == most and len(hosts) > 2}
+    guilty = {i for i, times in of.items() if times == tried - 1 == most and tried > 2}
     found = [
         f"{hosts[i]}: no connection with any host: {next(e for p, e in errors.items() if i in p)}"
         for i in sorted(guilty)

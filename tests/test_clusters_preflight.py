@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import lab_hosts
 import pytest
@@ -18,11 +19,15 @@ from lab_hosts import Lab, name_of
 
 sys.path.insert(0, str(ROOT / "clusters"))
 import preflight
+import preflight_agent
+import preflight_fleet
 import preflight_verdict as verdict
 
 sys.path.remove(str(ROOT / "clusters"))
 
 CLUSTERS = ROOT / "clusters"
+TOOLS = ("slurmctld", "slurmd", "munged")
+NO_SLURM = [x for x in TOOLS if not shutil.which(x, path=f"{os.environ['PATH']}:/usr/sbin")]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 301])
@@ -103,20 +108,95 @@ def test_clocks_and_devices():
     ]
 
 
+def test_a_card_that_is_slow_on_all_measured_hosts_is_not_one_hosts_fault():
+    found = verdict.slow_links(["a", "b"], {(0, 1): 10.0}, 0.6, str, "link of GPU 3", best=50.0)
+    assert found == ["a - b: the link of GPU 3 is slow: 10.0, the best pair 50.0"]
+
+
+# ---- what an agent reads
+
+
+def port(folder: Path, card: str, kind: str, state: str) -> None:
+    place = folder / f"infiniband/{card}/ports/1"
+    place.mkdir(parents=True)
+    for name, text in (("link_layer", kind), ("rate", "400 Gb/sec (4X NDR)"), ("state", state)):
+        (place / name).write_text(f"{text}\n")
+
+
+def test_every_network_card_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight_agent, "SYS", tmp_path)
+    port(tmp_path, "mlx5_0", "InfiniBand", "4: ACTIVE")
+    port(tmp_path, "mlx5_1", "Ethernet", "1: DOWN")
+    for name, state in (("eth0", "up"), ("eth1", "down")):
+        (tmp_path / f"net/{name}/device").mkdir(parents=True)
+        (tmp_path / f"net/{name}/operstate").write_text(f"{state}\n")
+        (tmp_path / f"net/{name}/speed").write_text("100000\n")
+    (tmp_path / "net/docker0").mkdir()  # no device
+    assert preflight_agent.network_cards() == [
+        "InfiniBand 400 Gb/sec (4X NDR), ACTIVE",
+        "Ethernet 400 Gb/sec (4X NDR), DOWN",
+        "Ethernet 100000 Mbit/s, MTU ?",
+    ]
+    healthy = {"network cards": ["InfiniBand 400, ACTIVE"] * 8}
+    hurt = {"network cards": ["InfiniBand 400, ACTIVE"] * 7 + ["InfiniBand 400, DOWN"]}
+    assert verdict.differing(["a", "b", "c"], [healthy, hurt, healthy]) == [
+        "b: network cards 7 x InfiniBand 400, ACTIVE and 1 x InfiniBand 400, DOWN, "
+        "the others have 8 x InfiniBand 400, ACTIVE"
+    ]
+
+
+def test_limits(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight_agent, "SYS", tmp_path)
+    monkeypatch.setattr(preflight_agent.resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
+    assert preflight_agent.limits(2**36) == []  # no RDMA here
+    assert preflight_agent.limits(64 * 2**20) == [
+        "/dev/shm has 64 MB, which is a container's default"
+    ]
+    port(tmp_path, "mlx5_0", "InfiniBand", "4: ACTIVE")
+    assert preflight_agent.limits(None) == [
+        "ulimit -l is 8192 kB, and RDMA needs to pin more: unlimited"
+    ]
+    unlimited = (preflight_agent.resource.RLIM_INFINITY,) * 2
+    monkeypatch.setattr(preflight_agent.resource, "getrlimit", lambda _: unlimited)
+    assert preflight_agent.limits(None) == []
+
+
+def test_what_the_driver_says(tmp_path, monkeypatch):
+    """A program that answers as nvidia-smi is documented to; there is no GPU here."""
+    assert preflight_agent.asked_of_the_driver("driver_version") == []
+    program = tmp_path / "nvidia-smi"
+    answers = "0x0000000000000004\n0x0000000000000048\nN/A"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=clocks ] && echo "{answers}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    reasons = preflight_agent.asked_of_the_driver("clocks")
+    assert len(reasons) == 3
+    assert preflight_agent.slowed_down(reasons) == [
+        "GPU 1: its clock is slowed down by hardware and heat",
+    ]
+    assert preflight_agent.asked_of_the_driver("temperature") == []
+
+
 # ---- all_reduce
 
 
 class Told:
     """Stands for the agents of hosts: keeps what they are told."""
 
-    def __init__(self):
-        self.all_reduce = {}
+    def __init__(self, hosts: int = 2, slow_gpu: tuple[int, int] | None = None):
+        self.all_reduce, self.lost, self.here = {}, {}, range(hosts)
+        self.slow_gpu = slow_gpu
 
     def ask(self, told: dict[int, dict], **_) -> dict:
-        self.all_reduce |= {host: request for host, request in told.items() if "ranks" in request}
-        return {
-            host: {"is": 1.0} if "ranks" in request else 29500 for host, request in told.items()
-        }
+        return dict.fromkeys(told, 29500)
+
+    def try_to(self, told: dict[int, dict], **_) -> dict:
+        self.all_reduce |= told
+        return {host: {"is": self.rates(host, request["ranks"])} for host, request in told.items()}
+
+    def rates(self, host: int, ranks: int) -> dict:
+        peers = [1e9 if (host, gpu) == self.slow_gpu else 5e10 for gpu in range(ranks)]
+        return {"all": 4e11, "peers": peers if ranks > 1 else [], "inside": 9e11}
 
 
 @pytest.mark.parametrize(
@@ -125,10 +205,32 @@ class Told:
 )
 def test_each_gpu_gets_a_rank(gpus, ranks, device):
     fleet = Told()
-    reduced, failed = preflight.measure_all_reduce(fleet, ["a", "b"], gpus, skip=set())
-    assert (reduced, failed) == ({(0, 1): 1.0}, [])
+    found = preflight.measure_all_reduce(fleet, ["a", "b"], dict(enumerate(gpus)), set(), 0.6)
+    assert found == []
     both = {"do": "all_reduce", "ranks": ranks, "device": device, "host": "a", "port": 29500}
     assert fleet.all_reduce == {node: {"node": node, **both} for node in (0, 1)}
+
+
+def test_one_slow_card_of_many_is_named():
+    """GPU 3 of host c reaches no peer as fast as the others do; with two hosts it is the pair's."""
+    gpus = dict.fromkeys(range(4), 8)
+    fleet = Told(4, slow_gpu=(2, 3))
+    found = preflight.measure_all_reduce(fleet, list("abcd"), gpus, set(), 0.6)
+    what = "all_reduce of GPU 3 with its peer"
+    assert found == [f"c: its {what} is slow: 1000 MB/s to any host, the best pair 50000 MB/s"]
+    gpus = dict.fromkeys(range(2), 8)
+    found = preflight.measure_all_reduce(Told(2, (1, 3)), list("ab"), gpus, set(), 0.6)
+    assert found == [f"a - b: the {what} is slow: 1000 MB/s, the best pair 50000 MB/s"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8])
+def test_a_ring_of_neighbours(count):
+    rounds = preflight.ring(list(range(10, 10 + count)))
+    for pairs in rounds:
+        assert len({host for pair in pairs for host in pair}) == 2 * len(pairs)
+    met = Counter(host for pairs in rounds for pair in pairs for host in pair)
+    assert set(met.values()) <= {1 if count == 2 else 2}
+    assert len(met) == (count if count > 1 else 0)
 
 
 class Agent:
@@ -153,7 +255,10 @@ def test_ranks_of_two_hosts_meet():
     where = {"host": "127.0.0.1", "port": port, "device": "cpu"}
     for node, agent in enumerate(agents):
         agent.tell("all_reduce", node=node, ranks=2, **where)
-    assert all(agent.answer()["is"] > 1e6 for agent in agents)
+    for agent in agents:
+        rates = agent.answer()["is"]
+        assert min(rates["all"], rates["inside"], *rates["peers"]) > 1e6
+        assert len(rates["peers"]) == 2
     agents[0].tell("all_reduce", node=0, ranks=2, **where | {"device": "nowhere"})
     assert "nowhere" in agents[0].answer()["error"]
     for agent in agents:
@@ -190,6 +295,37 @@ def test_nothing_is_wrong(lab, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Dead(preflight_fleet.Fleet):
+    """Of three hosts one is unknown, one dies of the first question, one says nothing at all."""
+
+    def __init__(self):
+        say = "import sys\nfor line in sys.stdin: print('{\"is\": 7}', flush=True)"
+        dies = "import sys\nsys.stdin.readline()\nsys.exit('Connection closed by remote host')"
+        programs = {"a": say, "b": dies, "c": "import time\ntime.sleep(60)", "d": say}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(preflight_fleet, "start", lambda host, _: start(programs[host]))
+            super().__init__([*programs], "ssh")
+
+
+def start(program: str) -> subprocess.Popen:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
+
+
+def test_a_host_that_does_not_answer_is_named_and_the_others_go_on():
+    fleet = Dead()
+    try:
+        assert fleet.all("clock", seconds=3) == {0: 7, 3: 7}
+        assert fleet.all("facts", seconds=3) == {0: 7, 3: 7}
+        assert fleet.lost == {
+            1: "it cannot be asked: Connection closed by remote host",
+            2: "no answer within 3 s",
+        }
+    finally:
+        fleet.agents[2].kill()
+        fleet.end()
+
+
 # What Python runs when it starts, on one host only.
 ODD_CLOCK = "import time; true = time.time; time.time = lambda: true() + 90\n"
 # A processor without its vector units: that part of the instructions is not used.
@@ -215,16 +351,19 @@ def test_what_is_wrong_is_named(lab, tmp_path):
     lab.on(1, "mount", "--bind", paths["clock"], paths["site"])
     lab.on(2, "mount", "-t", "tmpfs", "tmpfs", paths["shared"])
     runs = paths["shared"] / "runs"
-    status, lines = lab.preflight("--directory", runs, PYTHONPATH=str(paths["site"]))
+    # Four: one more than there are.
+    options = ("--lab", 4, "--directory", runs)
+    status, lines = lab.preflight(*options, PYTHONPATH=str(paths["site"]))
     assert status == 1, lines
     expected = [
+        "host3: it cannot be asked: lab.py: error: there is no host 3: they are 0 to 2",
         "host1: its clock is 90 s ahead",
         f"host2: the directory {runs} is missing",
         f"host1: torch 2.9.9, the others have {torch.__version__}",
         r"host2: its link is slow: \d+ Mbit/s to any host, the best pair \d+ Mbit/s",
         r"host2: its all_reduce is slow: \d+ MB/s to any host, the best pair \d+ MB/s",
         r"host0: its processor is slow: .* GFLOP/s a core, the best processor .*",
-        r"6 thing\(s\) wrong",
+        r"7 thing\(s\) wrong",
     ]
     assert len(lines) == len(expected), lines
     for line, pattern in zip(lines, expected, strict=True):
@@ -232,19 +371,30 @@ def test_what_is_wrong_is_named(lab, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_cannot_be_asked(lab):
-    with Job([sys.executable, CLUSTERS / "preflight.py", "--lab", 4], LAB=lab.name) as job:
-        result = job.wait(60)
+@pytest.mark.skipif(os.geteuid() != 0 or bool(NO_SLURM), reason=f"needs root; missing: {NO_SLURM}")
+def test_on_the_nodes_of_a_job_of_slurm(tmp_path):
+    """Real daemons, two nodes: host2 has no directory. ssh is not used."""
+    (tmp_path / "runs").mkdir()
+    command = [CLUSTERS / "slurm/test_cluster.sh", "sh", "-c", IN_A_JOB, "sh", sys.executable]
+    command += [CLUSTERS, tmp_path, tmp_path / "runs"]
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    with Job(command, LAB=name_of("preflights"), PYTHON=sys.executable, PATH=path) as job:
+        result = job.wait(200)
         assert not job.kill()
-    says = "host3 cannot be asked: lab.py: error: there is no host 3: they are 0 to 2"
-    assert (result.returncode, result.output) == (2, f"preflight.py: error: {says}\n")
+    says = f"host2: the directory {tmp_path}/runs is missing\n1 thing(s) wrong\n"
+    assert says in result.output
+    assert result.returncode == 1, result.output
 
 
-@pytest.mark.skipif(not shutil.which("ssh"), reason="no ssh here")
+IN_A_JOB = """
+"$1" "$2/lab.py" exec 2 -- mount -t tmpfs tmpfs "$3"
+salloc --quiet --nodes=2 --ntasks-per-node=1 "$1" "$2/preflight.py" --srun --directory "$4"
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("none.invalid\n", "none.invalid cannot be asked: ssh: Could not resolve hostname"),
         ("# nobody\n", "names no host"),
         ("a\na\n", "names a host more than once"),
     ],
@@ -259,3 +409,27 @@ def test_mistakes_are_one_sentence(tmp_path, text, says):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="no ssh here")
+def test_an_unknown_host_is_named(tmp_path):
+    """No host answers: the program ends with that."""
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("none.invalid\n")
+    command = [sys.executable, CLUSTERS / "preflight.py", hosts]
+    environment = clean_environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    why = "none.invalid: it cannot be asked: ssh: Could not resolve hostname"
+    assert done.stdout.startswith(why)
+    assert done.stdout.endswith("\n1 thing(s) wrong\n")
+
+
+def test_srun_needs_a_job():
+    command = [sys.executable, CLUSTERS / "preflight.py", "--srun"]
+    environment = clean_environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "error: --srun: this is no job of Slurm; salloc --nodes=N --exclusive makes one\n"
+    )

@@ -29,7 +29,7 @@ ROWS = {
     ),
     "host7 cannot be reached": (
         "test_clusters_launchers.py::test_a_host_that_cannot_be_reached",
-        "test_clusters_preflight.py::test_a_host_that_cannot_be_asked",
+        "test_clusters_preflight.py::test_an_unknown_host_is_named",
     ),
     "`--workers 9": "test_clusters_ray.py::test_more_workers_than_there_are_processors",
     "`InvalidAuthToken": "not provoked: needs a second Ray, with a token",

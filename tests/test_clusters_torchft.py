@@ -19,17 +19,19 @@ from helpers import ROOT, Job, free_port, installed, python, read_lines
 
 if not installed("torchft"):
     pytest.skip("needs torchft: pip install -r requirements-clusters.txt", allow_module_level=True)
-FOLDER = ROOT / "clusters/torchft"
+FOLDER, BENCHMARKS = ROOT / "clusters/torchft", ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def modules():
-    """kills.py and train.py, and no other train.py."""
-    sys.path.insert(0, str(FOLDER))
+    """The benchmark's torchft_kills.py, and train.py, and no other train.py."""
+    folders = [str(BENCHMARKS), str(FOLDER)]
+    sys.path[:0] = folders
     before = sys.modules.pop("train", None)
-    yield importlib.import_module("kills"), importlib.import_module("train")
-    sys.path.remove(str(FOLDER))
-    del sys.modules["train"], sys.modules["kills"]
+    yield importlib.import_module("torchft_kills"), importlib.import_module("train")
+    for folder in folders:
+        sys.path.remove(folder)
+    del sys.modules["train"], sys.modules["torchft_kills"]
     if before:
         sys.modules["train"] = before
 
@@ -65,7 +67,7 @@ def killed(modules, tmp_path_factory):
     (folder / "train.py").write_text(WAITS.format(script=str(FOLDER / "train.py")))
     before = set(psutil.Process().children(recursive=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kills, "HERE", folder)
+        patch.setattr(kills, "TRAIN", folder / "train.py")
         found = kills.replica_groups(arguments(60), [(8, 1), (15, 0)], folder, "--pause", "0.4")
     assert not set(psutil.Process().children(recursive=True)) - before
     lines = [kills.read(folder / f"group{group}.jsonl") for group in range(2)]
@@ -200,9 +202,9 @@ def test_random_kills(modules):
         ("train", ["--group", "2"], "--group 2 is not one of 1, which begin with 0"),
         ("train", ["--steps", "0"], "--steps must be 1 or more, the seconds not negative"),
         ("train", ["two ranks"], "one rank a group: --standalone --nproc-per-node=1"),
-        ("kills", ["--groups", "1"], "--groups 1: 2 to 12, somebody must be left to go on"),
-        ("kills", ["--kills", "999"], "--kills 999: 600 steps have room for 1 to 390"),
-        ("kills", ["--output-dir", str(FOLDER)], "is not empty"),
+        ("torchft_kills", ["--groups", "1"], "--groups 1: 2 to 12, somebody must be left to go on"),
+        ("torchft_kills", ["--kills", "999"], "--kills 999: 600 steps have room for 1 to 390"),
+        ("torchft_kills", ["--output-dir", str(FOLDER)], "is not empty"),
     ],
 )
 def test_bad_input(modules, name, words, says, monkeypatch, capsys):
@@ -262,13 +264,13 @@ def test_no_lighthouse(group):
     assert f"train.py: error: no lighthouse at {address}: " in result.output
 
 
-@pytest.mark.parametrize("name", ["train.py", "kills.py"])
-def test_without_torchft(name, monkeypatch, capsys):
+@pytest.mark.parametrize("script", [FOLDER / "train.py", BENCHMARKS / "torchft_kills.py"])
+def test_without_torchft(script, monkeypatch, capsys):
     for module in ("torchft", "torchft.coordination"):
         monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
     with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     assert caught.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"{name}: error: import of torchft")
+    assert said.startswith(f"{script.name}: error: import of torchft")
     assert said.endswith(": pip install -r requirements-clusters.txt\n")

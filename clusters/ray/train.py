@@ -1,9 +1,7 @@
-r"""One training as a job of Ray Train: the script that torchrun runs, unchanged. And a sweep.
+r"""One training as a job of Ray Train: the script that torchrun runs, unchanged.
 
     pip install -r requirements-clusters.txt
     python clusters/ray/train.py ddp_basics/train.py --epochs 2 --output-dir runs/digits
-    python clusters/ray/train.py --sweep lr=0.0005,0.005 ddp_basics/train.py \
-        --epochs 2 --output-dir runs/lr
     RAY_ADDRESS=auto python clusters/ray/train.py --workers 16 --gpu \
         fsdp_basics/train.py --output-dir /shared/runs/vit      # on any host of a cluster of Ray's
 
@@ -56,26 +54,25 @@ def main() -> None:
     except ConnectionError as error:
         fail(f"RAY_ADDRESS={address}: {error}")
     with context:
-        if room(args) == 0:  # Ray would wait for more hosts, for ever
-            kind, total = resource(args)
+        kind = "GPU" if args.gpu else "CPU"  # each worker takes one
+        total = int(ray.cluster_resources().get(kind, 0))
+        if args.workers > total:  # Ray would wait for more hosts, for ever
             fail(f"--workers {args.workers} take as many {kind}s, and Ray has {total}")
         try:
-            if args.sweep:
-                sweep(args)
-            else:
-                tell(train(args, args.arguments, args.output_dir))
+            tell(train(args))
         except ray.train.TrainingFailedError as error:
             sys.exit(status_of(error))
 
 
-def train(args, arguments: list[str], output_dir: Path, callbacks: tuple = ()) -> ray.train.Result:
+def train(args) -> ray.train.Result:
     """One training, with a worker for each rank; when one fails, Ray restarts all of them."""
-    command = [sys.executable, "-u", args.script, *arguments, "--output-dir", str(output_dir)]
+    output_dir = args.output_dir
+    command = [sys.executable, "-u", args.script, *args.arguments, "--output-dir", str(output_dir)]
     trainer = TorchTrainer(
         run_script,
         train_loop_config={
             "command": command,
-            "directory": args.directory,
+            "directory": os.getcwd(),
             "output_dir": output_dir,
         },
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
@@ -84,7 +81,7 @@ def train(args, arguments: list[str], output_dir: Path, callbacks: tuple = ()) -
             storage_path=str(output_dir.parent),
             name=output_dir.name,  # what Ray knows of the run lies beside what the script writes
             failure_config=FailureConfig(max_failures=args.max_failures),
-            callbacks=[TellFailures(), *callbacks],
+            callbacks=[TellFailures()],
             logging_config=ray.train.LoggingConfig("CRITICAL"),
         ),
     )
@@ -177,47 +174,6 @@ def tell(result: ray.train.Result) -> None:
     print(f"{result.path}: {numbers}")
 
 
-def sweep(args) -> None:
-    """The same training with each of the values, as many at a time as the cluster has room for."""
-    from ray import tune  # seconds, which a single training does not need
-    from ray.tune.integration.ray_train import TuneReportCallback
-
-    name, values = args.sweep
-
-    def one(config: dict) -> None:
-        value = config[name]
-        output_dir = args.output_dir / f"{name}_{value}"
-        train(args, [*args.arguments, f"--{name}", value], output_dir, (TuneReportCallback(),))
-
-    tuner = tune.Tuner(
-        # This process waits only, but Ray wants to hear of something that it needs: 200 MB.
-        tune.with_resources(one, {"memory": 200 * 2**20}),
-        param_space={name: tune.grid_search(values)},
-        tune_config=tune.TuneConfig(
-            metric="test_loss", mode="min", max_concurrent_trials=room(args)
-        ),
-        run_config=tune.RunConfig(storage_path=str(args.output_dir), name="tune", verbose=0),
-    )
-    results = tuner.fit()
-    if results.errors:
-        sys.exit(f"train.py: {len(results.errors)} of {len(results)} trainings have failed")
-    for result in results:
-        print(f"--{name} {result.config[name]}: test_loss {result.metrics['test_loss']:.4g}")
-    best = results.get_best_result().config[name]
-    print(f"best: --{name} {best}, in {args.output_dir}/{name}_{best}")
-
-
-def resource(args) -> tuple[str, int]:
-    """What each worker takes one of, and how many of it there are in the cluster."""
-    kind = "GPU" if args.gpu else "CPU"
-    return kind, int(ray.cluster_resources().get(kind, 0))
-
-
-def room(args) -> int:
-    """How many trainings of this size the cluster can run at a time."""
-    return resource(args)[1] // args.workers
-
-
 def status_of(error: ray.train.TrainingFailedError) -> int:
     """The exit status: 2 for wrong arguments, as the script's, which has said what is wrong."""
     cause = getattr(error, "controller_failure", None)
@@ -227,13 +183,11 @@ def status_of(error: ray.train.TrainingFailedError) -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        usage="train.py [--workers N] [--gpu] [--max-failures N] [--sweep NAME=VALUE,VALUE,...]\n"
-        "                SCRIPT --output-dir DIR ...",
+        usage="train.py [--workers N] [--gpu] [--max-failures N] SCRIPT --output-dir DIR ...",
     )
     parser.add_argument("--workers", type=int, default=2, help="ranks, on all hosts together")
     parser.add_argument("--gpu", action="store_true", help="a GPU for each; else a CPU")
     parser.add_argument("--max-failures", type=int, default=3, help="after so many, give up")
-    parser.add_argument("--sweep", type=values_of_a_flag, help="a training with each value")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     args = parser.parse_args()
@@ -247,15 +201,7 @@ def parse_args() -> argparse.Namespace:
     if known.output_dir is None:
         parser.error("the script needs --output-dir: what Ray restarts continues from there")
     args.output_dir = known.output_dir.resolve()
-    args.directory = os.getcwd()  # now: a training of a sweep begins in a folder of Ray's
     return args
-
-
-def values_of_a_flag(text: str) -> tuple[str, list[str]]:
-    name, _, values = text.partition("=")
-    if not (name and values and all(values.split(","))):
-        raise argparse.ArgumentTypeError(f"'{text}' is not like lr=0.001,0.01")
-    return name.removeprefix("--"), values.split(",")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 
 Then `kill -9` the rank of group 1, the process below its torchrun: group 0 does not stop. Group 1
 starts anew, takes parameters and momentum from group 0, and at the end both print one checksum.
-kills.py does this at random, and counts what it costs.
+benchmarks/torchft_kills.py does this at random, and counts what it costs.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
 
         # Which data? torchft leaves that to us. Counted so, each batch is trained on once.
         batch = manager.batches_committed() + manager.participating_rank()
-        if args.fixed_shares:  # the usual way, a share of the data for each group: see README.md
+        if args.fixed_shares:  # the usual way, a share of the data for each group
             batch = attempt * args.groups + args.group
         attempt += 1
         log.write(step=step, ranks=groups, batch=batch)
@@ -109,7 +109,7 @@ def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Log:
-    """Lines of JSON, for kills.py to count; none without --output-dir."""
+    """Lines of JSON, for benchmarks/torchft_kills.py to count; none without --output-dir."""
 
     def __init__(self, args: argparse.Namespace):
         path = args.output_dir and args.output_dir / f"group{args.group}.jsonl"

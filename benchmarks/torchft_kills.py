@@ -1,12 +1,13 @@
 """Kill ranks at random, and count what it costs: torchft, and restart from a checkpoint.
 
-    python clusters/torchft/kills.py                              # some minutes
-    python clusters/torchft/kills.py --groups 3 --kills 6 --seed 1    # some minutes
+    python benchmarks/torchft_kills.py                            # some minutes
+    python benchmarks/torchft_kills.py --groups 3 --kills 6 --seed 1    # some minutes
 
-The same kills (kill -9, at the same steps, of the same ranks) hit three trainings: train.py with
-torchft; the same with fixed shares of the data; and ../elastic_train.py, where torchrun restarts
-all ranks from the last save. Look at the steps that were lost, and at the time in which no rank
-trained. The lighthouse, which the groups ask who is here, is a thread of this process.
+The same kills (kill -9, at the same steps, of the same ranks) hit three trainings:
+clusters/torchft/train.py; the same with fixed shares of the data; and clusters/elastic_train.py,
+where torchrun restarts all ranks from the last save. Look at the steps that were lost, and at the
+time in which no rank trained. The lighthouse, which the groups ask who is here, is a thread of this
+process.
 """
 
 import argparse
@@ -32,10 +33,14 @@ os.environ.setdefault("RUST_LOG", "warn")  # else the lighthouse says what it is
 try:
     from torchft.coordination import LighthouseServer
 except ImportError as error:
-    print(f"kills.py: error: {error}: pip install -r requirements-clusters.txt", file=sys.stderr)
+    print(
+        f"torchft_kills.py: error: {error}: pip install -r requirements-clusters.txt",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
-HERE = Path(__file__).resolve().parent
+CLUSTERS = Path(__file__).resolve().parent.parent / "clusters"
+TRAIN = CLUSTERS / "torchft/train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=100"]
 
 FIXED = "--fixed-shares"  # of train.py
@@ -73,7 +78,7 @@ def replica_groups(args, kills, folder: Path, *more: str) -> dict:
     lighthouse = LighthouseServer("[::]:0", min_replicas=1, heartbeat_timeout_ms=1000)
     port = lighthouse.address().rpartition(":")[2]
     environment = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
-    script = [HERE / "train.py", "--groups", args.groups, "--steps", args.steps, *more]
+    script = [TRAIN, "--groups", args.groups, "--steps", args.steps, *more]
     logs = [folder / f"group{group}.jsonl" for group in range(args.groups)]
     jobs = [
         [*TORCHRUN, "--nproc-per-node=1", *script, "--group", group, "--output-dir", folder]
@@ -93,10 +98,10 @@ def replica_groups(args, kills, folder: Path, *more: str) -> dict:
 
 def restarts(args, kills, folder: Path) -> dict:
     """Train under one torchrun, which restarts all ranks when one fails; return what is counted."""
-    script = [HERE.parent / "elastic_train.py", "--steps", args.steps, "--output-dir", folder]
+    script = [CLUSTERS / "elastic_train.py", "--steps", args.steps, "--output-dir", folder]
     job = [*TORCHRUN, f"--nproc-per-node={args.groups}", *script]
     log = folder / "log.jsonl"
-    # Else ranks that are started anew meet the addresses of the dead: see ../elastic.md.
+    # Else ranks that are started anew meet the addresses of the dead: see clusters/elastic.md.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     times = train_and_kill([job], [log] * args.groups, kills, environment, moment=0)
     lines = read(log)
@@ -146,7 +151,9 @@ def train_and_kill(jobs, logs, kills, environment: dict, moment: float) -> list[
 def rank_at(agent, local_rank, log, step, ranks, dead, since) -> psutil.Process | None:
     """This rank's process, none of the dead, if since then it has come to this step with all."""
     if agent.poll() == 0:
-        sys.exit("kills.py: error: the training was over before all kills: give it more --steps")
+        sys.exit(
+            "torchft_kills.py: error: the training was over before all kills: give it more --steps"
+        )
     lines = [line for line in read(log) if line["time"] > since]
     if not lines or lines[-1]["step"] < step or lines[-1]["ranks"] != ranks:
         return None
@@ -161,7 +168,8 @@ def wait_for(condition, agents, output: Path, seconds: float = 300):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if any(agent.poll() for agent in agents) or time.monotonic() > deadline:
-            sys.exit(f"kills.py: error: a training failed, or hangs:\n{output.read_text()[-4000:]}")
+            said = output.read_text()[-4000:]
+            sys.exit(f"torchft_kills.py: error: a training failed, or hangs:\n{said}")
         time.sleep(0.005)
     return value
 

@@ -1,0 +1,111 @@
+"""One agent on each host, asked through pipes: the network under test is not needed.
+
+Used by clusters/preflight.py.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+AGENT = [sys.executable, "-u", str(HERE / "preflight_agent.py")]
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+# --overlap: a step on CPUs that another step may use, too. It gets all of the job's CPUs and GPUs
+# on its host.
+SRUN = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered"]
+
+
+class Fleet:
+    """hosts: their names. A host that does not answer is lost: it is not asked again.
+
+    lost: {number of a host: what is wrong with it, in words}.
+    """
+
+    def __init__(self, hosts: list[str], transport: str):
+        """transport: ssh, srun or lab."""
+        self.hosts, self.lost = hosts, {}
+        self.answers = queue.Queue()
+        self.agents = [start(host, transport) for host in hosts]
+        for number in range(len(hosts)):
+            threading.Thread(target=self._read, args=(number,), daemon=True).start()
+
+    @property
+    def here(self) -> list[int]:
+        return [number for number in range(len(self.hosts)) if number not in self.lost]
+
+    def all(self, do: str, seconds: float = 30, **told) -> dict[int, object]:
+        """Tell all hosts the same; the answer of each that answers."""
+        return self.ask({number: {"do": do, **told} for number in self.here}, seconds)
+
+    def ask(self, told: dict[int, dict], seconds: float = 30) -> dict[int, object]:
+        """The same with a request for each host. One that answers with an error is lost, too."""
+        answers = self.try_to(
+            {n: request for n, request in told.items() if n in self.here}, seconds
+        )
+        for number, answer in answers.items():
+            if "error" in answer:
+                self.lost[number] = answer["error"]
+        return {number: answer["is"] for number, answer in answers.items() if "is" in answer}
+
+    def try_to(self, told: dict[int, dict], seconds: float = 30) -> dict[int, dict]:
+        """Tell some hosts what to do, all at once: {host: {"is": answer} or {"error": why not}}."""
+        for number, request in told.items():
+            with contextlib.suppress(OSError):  # it has ended: its last words are read below
+                self.agents[number].stdin.write(json.dumps(request) + "\n")
+                self.agents[number].stdin.flush()
+        answers, until = {}, time.monotonic() + seconds
+        while told.keys() - answers.keys():
+            try:
+                number, line = self.answers.get(timeout=max(0, until - time.monotonic()))
+            except queue.Empty:
+                for silent in told.keys() - answers.keys():
+                    answers[silent] = self._lose(silent, f"no answer within {seconds:.0f} s")
+                break
+            if number in self.lost:  # too late
+                continue
+            answers[number] = json.loads(line) if line else self._lose(number, self._why(number))
+        return answers
+
+    def _lose(self, number: int, why: str) -> dict:
+        self.lost[number] = why
+        return {"error": why}
+
+    def _why(self, number: int) -> str:
+        """The last words of an agent that has ended."""
+        words = self.agents[number].stderr.read().strip().splitlines()
+        return f"it cannot be asked: {(words or ['it ended'])[-1]}"
+
+    def _read(self, number: int) -> None:
+        for line in self.agents[number].stdout:
+            self.answers.put((number, line))
+        self.answers.put((number, ""))
+
+    def end(self) -> None:
+        for agent in self.agents:
+            with contextlib.suppress(OSError):
+                agent.stdin.close()
+        until = time.monotonic() + 5
+        for agent in self.agents:
+            try:
+                agent.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                agent.kill()
+
+
+def start(host: str, transport: str) -> subprocess.Popen:
+    if transport == "lab":
+        number = host.removeprefix("host")
+        command = [sys.executable, str(HERE / "lab.py"), "exec", number, "--", *AGENT]
+    elif transport == "srun":
+        command = [*SRUN, f"--nodelist={host}", *AGENT]
+    else:
+        command = [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(AGENT)}"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, text=True, start_new_session=True, **pipes)

@@ -1,0 +1,110 @@
+"""clusters/network.md, security.md and platforms.md: what of them can be seen without a GPU."""
+
+import base64
+import os
+import pickle
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, TORCHRUN, Job, free_port
+from torch.distributed.run import get_args_parser
+
+CLUSTERS = ROOT / "clusters"
+
+
+def text(page: str) -> str:
+    return (CLUSTERS / page).read_text()
+
+
+# ---- network.md
+
+
+@pytest.fixture(scope="module")
+def nccl() -> bytes:
+    found = [*Path(torch.__file__).parents[1].glob("nvidia/**/libnccl.so.2")]
+    if not found:
+        pytest.skip("this torch brings no NCCL")
+    return found[0].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("on_the_page", "in_nccl"),
+    [
+        ("NET/IB : Using [0]", "NET/IB : Using%s"),
+        ("Using network IB", "Using network %s"),
+        ("NET/Socket : Using [0]", "NET/Socket : Using%s"),
+        ("Failed to open libibverbs.so[.1]", "Failed to open libibverbs.so[.1]"),
+        ("via NET/IB/0/GDRDMA", "via NET/%s/%d%s%s%s"),
+        ("/GDRDMA", "/GDRDMA"),
+        ("via P2P/", "via P2P/"),
+        ("via SHM/", "via SHM/"),
+        ("ibv_create_qp", "ibv_create_qp"),
+        ("ibv_reg_mr", "ibv_reg_mr"),
+    ],
+)
+def test_the_lines_to_look_for_are_those_of_nccl(nccl, on_the_page, in_nccl):
+    assert on_the_page in text("network.md")
+    assert in_nccl.encode() in nccl
+
+
+def test_the_variables_are_known_to_nccl(nccl):
+    """It keeps their names with or without NCCL_ in front."""
+    page = text("network.md")
+    names = set(re.findall(r"NCCL_(\w+)", page))
+    assert len(names) > 10
+    unknown = {name for name in names if name.encode() not in nccl}
+    assert not unknown, unknown
+
+
+def test_the_option_is_torchruns():
+    assert "torchrun --numa-binding=node" in text("network.md")
+    assert get_args_parser().parse_args(["--numa-binding=node", "x.py"]).numa_binding == "node"
+
+
+# ---- security.md
+
+
+class Opens:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.open, (self.path, os.O_CREAT | os.O_WRONLY)
+
+
+@pytest.mark.slow
+def test_an_agent_runs_what_a_stranger_puts_into_its_store(tmp_path):
+    """One agent of two waits for the other; a process that knows nothing but the port writes."""
+    port, mark = free_port(), tmp_path / "mark"
+    options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    with Job([*TORCHRUN, *options, "--rdzv-id=a", "script.py"]) as job:
+        store = None
+
+        def reached() -> bool:
+            nonlocal store
+            try:
+                store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=1))
+            except RuntimeError:
+                return False
+            return store.check(["torch.rendezvous.a"])
+
+        job.wait_until(reached, 100)
+        store.set("torch.rendezvous.a", base64.b64encode(pickle.dumps(Opens(mark))).decode())
+        job.wait_until(mark.exists, 60)
+
+
+# ---- platforms.md
+
+
+def test_the_line_of_torchrun():
+    """Its options are torchrun's: numbers for two hosts."""
+    (line,) = re.findall(r"^    torchrun (.*) SCRIPT$", text("platforms.md"), re.M)
+    line = line.replace("NODES", "2").replace("NUMBER", "1").replace("FIRST", "host0")
+    options = get_args_parser().parse_args([*line.split(), "script.py"])
+    assert (options.nnodes, options.node_rank, options.master_addr) == ("2", 1, "host0")
