@@ -37,7 +37,8 @@ def nccl() -> bytes:
         ("NET/IB : Using [0]", "NET/IB : Using%s"),
         ("Using network IB", "Using network %s"),
         ("NET/Socket : Using [0]", "NET/Socket : Using%s"),
-        ("Failed to open libibverbs.so[.1]", "Failed to open libibverbs.so[.1]"),
+        ("Count not open libibverbs.so.1", "Count not open %s"),
+        ("NET/IB : No device found.", "NET/IB : No device found."),
         ("via NET/IB/0/GDRDMA", "via NET/%s/%d%s%s%s"),
         ("/GDRDMA", "/GDRDMA"),
         ("via P2P/", "via P2P/"),
@@ -48,7 +49,7 @@ def nccl() -> bytes:
 )
 def test_the_lines_to_look_for_are_those_of_nccl(nccl, on_the_page, in_nccl):
     assert on_the_page in text("network.md")
-    assert in_nccl.encode() in nccl
+    assert nccl.find(in_nccl.encode()) > 0
 
 
 def test_the_variables_are_known_to_nccl(nccl):
@@ -56,7 +57,7 @@ def test_the_variables_are_known_to_nccl(nccl):
     page = text("network.md")
     names = set(re.findall(r"NCCL_(\w+)", page))
     assert len(names) > 10
-    unknown = {name for name in names if name.encode() not in nccl}
+    unknown = {name for name in names if nccl.find(name.encode()) < 0}
     assert not unknown, unknown
 
 
