@@ -803,7 +803,7 @@ def says_why(line: str, file: str) -> bool:
 # Started, not imported: as a command, or as a plug-in of one.
 STARTED = {"jupyterlab", "ipykernel", "ipywidgets", "ninja", "py-spy", "ruff"}
 STARTED |= {"nbval", "pytest-timeout", "pytest-xdist"}
-FOR_RAY = {"pandas", "pyarrow"}  # imported by Ray Train and Ray Tune
+FOR_RAY = {"pandas", "pyarrow"}  # imported by Ray Train
 
 
 def test_each_requirement_is_used():

@@ -10,7 +10,7 @@ TrainingRuntime, which a cluster's administrator writes once, and the few lines 
 import argparse
 from pathlib import Path
 
-import yaml  # PyYAML, which transformers brings
+import yaml  # PyYAML
 
 RETRIES = 6  # of the whole training
 
