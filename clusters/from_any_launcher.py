@@ -20,27 +20,40 @@ from collections.abc import Mapping
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": [f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MVAPICH2": [f"MV2_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "PALS": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # HPE Cray's mpiexec
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Intel MPI, too
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"),
     # A batch script is process 0 as well; only what srun has started has a step's tasks.
     "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    "Kubernetes": ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),  # an Indexed Job, a rank in each pod
+    # One rank on each host, or in each pod: there is no local rank.
+    "RANK and WORLD_SIZE": ("RANK", "WORLD_SIZE"),  # Volcano's, Kubeflow's, or your own
+    "Kubernetes": ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),  # an Indexed Job
 }
+# A process in which one of these is set is a rank, of a launcher that may be unknown here. (Not
+# SLURM_PROCID: it is 0 in a batch script.)
+TRACES = {name for names in LAUNCHERS.values() for name in names[:1]} - {"SLURM_PROCID"}
+TRACES |= {"WORLD_SIZE", "LOCAL_RANK", "PALS_RANKID", "PMIX_RANK"}
 
 
 def who_am_i(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The six variables that PyTorch reads; of one process alone if no launcher is found.
+    """The six variables that PyTorch reads; those of a world of one if no launcher left a trace.
 
-    MASTER_ADDR and MASTER_PORT are kept where they are set. Raises ValueError, in one sentence,
-    where nothing tells the address of rank 0's host, or the numbers cannot be true.
+    MASTER_ADDR and MASTER_PORT are kept where they are set. Raises ValueError, in one sentence, if
+    a launcher's names are incomplete, the numbers cannot be true, or the address of rank 0's host
+    is unknown.
     """
     launcher = launched_by(env)
     rank, size, *local = [env[name] for name in LAUNCHERS.get(launcher, ())] or ["0", "1"]
     local_rank, local_size = local or ["0", "1"]
     if launcher == "Slurm":
         local_size = tasks_of_node(local_size, int(env.get("SLURM_NODEID", 0)))
+    elif launcher == "Flux":
+        local_size = env.get("LOCAL_WORLD_SIZE") or equal_share(size, local_size)
+    for number, count in ((rank, size), (local_rank, local_size)):
+        if not (number + count).isdigit() or not int(number) < int(count):
+            raise ValueError(f"{launcher} says rank {number} of {count}, which cannot be")
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    if not (rank + size).isdigit() or not int(rank) < int(size):
-        raise ValueError(f"{launcher} says rank {rank} of {size}, which cannot be")
     if not address and size == local_size:
         address = "127.0.0.1"
     elif not address and launcher == "Slurm":
@@ -56,8 +69,25 @@ def who_am_i(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def launched_by(env: Mapping[str, str]) -> str:
-    found = (name for name, names in LAUNCHERS.items() if all(x in env for x in names))
-    return next(found, "nobody")
+    """A name of LAUNCHERS, or "nobody". Raises ValueError if a launcher's names are incomplete."""
+    complete = [name for name, names in LAUNCHERS.items() if all(x in env for x in names)]
+    one_a_host = complete[:1] in (["RANK and WORLD_SIZE"], ["Kubernetes"])
+    if complete and not (one_a_host and "LOCAL_RANK" in env):  # half of torchrun's names
+        return complete[0]
+    found = ", ".join(sorted(TRACES & env.keys()))
+    if found:
+        needed = ", ".join(LAUNCHERS["torchrun"])
+        raise ValueError(f"a launcher has set {found}, which is not enough: set {needed}")
+    return "nobody"
+
+
+def equal_share(tasks: str, nodes: str) -> str:
+    """Tasks of each node, of a launcher that does not say how many this node has."""
+    if not (tasks + nodes).isdigit() or not int(nodes) or int(tasks) % int(nodes):
+        raise ValueError(
+            f"{tasks} tasks on {nodes} nodes: set LOCAL_WORLD_SIZE to those of this node"
+        )
+    return str(int(tasks) // int(nodes))
 
 
 def tasks_of_node(counts: str, node: int) -> str:
@@ -68,8 +98,8 @@ def tasks_of_node(counts: str, node: int) -> str:
 
 def first_host(nodes: str) -> str:
     """The first of a list such as gpu[07-09,12],cpu1: gpu07."""
-    prefix, number, suffix = re.match(r"([^,\[]*)(?:\[([^],-]+)[^]]*\]([^,\[]*))?", nodes).groups()
-    return prefix + (number or "") + (suffix or "")
+    first = re.match(r"(?:\[[^]]*\]|[^,[])*", nodes)[0]  # up to a comma outside of brackets
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first)
 
 
 def main() -> None:

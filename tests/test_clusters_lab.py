@@ -287,6 +287,10 @@ def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
         (None, "hosts.txt: No such file or directory"),
         ("# none yet\n", "hosts.txt names no host"),
         ("a\nb # the second\na\n", "hosts.txt names a more than once"),
+        (
+            "a 10.0.0.1\nb\n",
+            "hosts.txt: each line has a name, or each line has a name and an address",
+        ),
     ],
 )
 def test_mistakes_in_the_list_of_hosts_are_one_sentence(tmp_path, file, says):

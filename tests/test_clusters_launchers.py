@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, Job, clean_environment
@@ -32,7 +33,19 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "1378025473",
 }
+MVAPICH2 = {name.replace("OMPI", "MV2"): OPEN_MPI[name] for name in OPEN_MPI if "OMPI" in name}
+PALS = {"PMI_RANK": "9", "PMI_SIZE": "16", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+FLUX = {  # which also speaks PMI
+    "FLUX_TASK_RANK": "5",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+}
+EXPLICIT = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "m", "MASTER_PORT": "1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+NEEDS = "which is not enough: set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
 TORCHRUN = dict(zip(NAMES, ["2", "4", "0", "2", "10.0.0.1", "4711"], strict=True))
 
 
@@ -47,6 +60,17 @@ TORCHRUN = dict(zip(NAMES, ["2", "4", "0", "2", "10.0.0.1", "4711"], strict=True
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "Open MPI", "3 4 1 4 127.0.0.1 25473"),
         (MPICH, "MPICH", "1 2 1 2 127.0.0.1 29500"),
         (MPICH | {"MASTER_ADDR": "b", "MASTER_PORT": "1"}, "MPICH", "1 2 1 2 b 1"),
+        (MVAPICH2 | {"MASTER_ADDR": "a"}, "MVAPICH2", "3 4 1 2 a 29500"),
+        (PALS | {"PALS_RANKID": "9", "MASTER_ADDR": "a"}, "PALS", "9 16 1 4 a 29500"),
+        (FLUX | {"MASTER_ADDR": "a"}, "Flux", "5 8 1 4 a 29500"),
+        (
+            FLUX | {"FLUX_JOB_NNODES": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "a"},
+            "Flux",
+            "5 8 1 3 a 29500",
+        ),
+        # A rank on each host: Volcano's, Kubeflow's PyTorchJob, a launcher written by hand.
+        (EXPLICIT, "RANK and WORLD_SIZE", "3 8 0 1 m 1"),
+        (EXPLICIT | {"JOB_COMPLETION_INDEX": "7"}, "RANK and WORLD_SIZE", "3 8 0 1 m 1"),
         # One within the other: the inner one has started us.
         (SLURM | OPEN_MPI | {"MASTER_ADDR": "a"}, "Open MPI", "3 4 1 2 a 20412"),
         (SLURM | TORCHRUN, "torchrun", "2 4 0 2 10.0.0.1 4711"),
@@ -90,6 +114,7 @@ def test_kubernetes(monkeypatch, name, first):
         ("n[3,5-9]", "n3"),
         ("gpu-a[007-012],x", "gpu-a007"),
         ("rack[1-2]-ib,x", "rack1-ib"),
+        ("rack[1-2]node[01-04],x[3]", "rack1node01"),
     ],
 )
 def test_first_of_a_list_of_hosts(nodes, first):
@@ -110,6 +135,19 @@ def test_tasks_of_each_node():
         (OPEN_MPI, "Open MPI does not tell where rank 0 runs: set MASTER_ADDR to its host"),
         (MPICH | {"PMI_RANK": "2"}, "MPICH says rank 2 of 2, which cannot be"),
         (TORCHRUN | {"WORLD_SIZE": "two"}, "torchrun says rank 2 of two, which cannot be"),
+        (PALS | {"PMI_LOCAL_RANK": "4"}, "PALS says rank 4 of 4, which cannot be"),
+        (
+            EXPLICIT | {"LOCAL_RANK": "1"},
+            f"a launcher has set LOCAL_RANK, RANK, WORLD_SIZE, {NEEDS}",
+        ),
+        ({"PMI_RANK": "3", "PMI_SIZE": "8"}, f"a launcher has set PMI_RANK, {NEEDS}"),
+        ({"PALS_RANKID": "3"}, f"a launcher has set PALS_RANKID, {NEEDS}"),
+        ({"JOB_COMPLETION_INDEX": "3"}, f"a launcher has set JOB_COMPLETION_INDEX, {NEEDS}"),
+        ({"RANK": "3", "MASTER_ADDR": "m"}, f"a launcher has set RANK, {NEEDS}"),
+        (
+            FLUX | {"FLUX_JOB_NNODES": "3"},
+            "8 tasks on 3 nodes: set LOCAL_WORLD_SIZE to those of this node",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(env, says):
@@ -161,3 +199,52 @@ def test_a_host_that_cannot_be_reached(tmp_path, host, says):
     assert result.returncode == 2
     assert result.output.count("\n") == 1
     assert result.output.startswith(f"launch.py: error: {says}")
+
+
+def shells(folder: Path) -> str:
+    """A PATH with an ssh that prints the command for a host in place of running it there."""
+    (folder / "ssh").write_text(
+        '#!/bin/sh\nfor last; do :; done; [ "$last" = true ] || echo "$last"\n'
+    )
+    (folder / "ssh").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def remote_lines(folder: Path, hosts: str, *options, **environment: str) -> list[str]:
+    """What launch.py would run on each host."""
+    (folder / "hosts.txt").write_text(hosts)
+    launch = [sys.executable, ROOT / "clusters/torchrun/launch.py", *options]
+    with Job([*launch, folder / "hosts.txt", SCRIPT], PATH=shells(folder), **environment) as job:
+        said = job.wait(30).check().output
+    return sorted(said.splitlines())
+
+
+def test_what_runs_on_each_host(tmp_path):
+    """As many ranks as GPUs; variables of this shell are handed on if they are named."""
+    options = ("--env", "NCCL_DEBUG=INFO", "--env", "HF_HOME")
+    one, other = remote_lines(tmp_path, "a\nme@b\n", *options, HF_HOME="/data/a b")
+    assert other.removeprefix("me@b: ") == one.removeprefix("a: ")
+    assert " NCCL_DEBUG=INFO 'HF_HOME=/data/a b' " in one
+    assert " TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100 " in one
+    assert " --nproc-per-node=gpu --rdzv-backend=c10d --rdzv-endpoint=a:29500 " in one
+    assert "--local-addr" not in one
+
+
+def test_addresses_behind_the_names(tmp_path):
+    """An alias of ~/.ssh/config means nothing to the other hosts."""
+    hosts = "me@alias 10.0.0.7 # rack 1\nother fd77::2\n"
+    one, other = remote_lines(tmp_path, hosts, "--nproc-per-node", 2)
+    assert " --local-addr=10.0.0.7 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.7:29500 " in one
+    assert " --local-addr=fd77::2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.7:29500 " in other
+    one, other = remote_lines(tmp_path, hosts, "--static")
+    assert " --local-addr=10.0.0.7 --node-rank=0 --master-addr=10.0.0.7 " in one
+    assert " --local-addr=fd77::2 --node-rank=1 --master-addr=10.0.0.7 " in other
+
+
+def test_a_variable_that_is_not_set(tmp_path):
+    launch = [sys.executable, ROOT / "clusters/torchrun/launch.py", "--env", "NO_SUCH_NAME"]
+    with Job([*launch, "hosts.txt", SCRIPT]) as job:
+        result = job.wait(30)
+    assert result.returncode == 2
+    says = "NO_SUCH_NAME is not set in this shell, and has no value here"
+    assert result.output.endswith(f"error: argument --env: {says}\n")

@@ -50,13 +50,15 @@ class Cluster:
         )
         return Result(done.returncode, done.stdout)
 
-    def submit(self, *args, output: Path) -> str:
+    def submit(self, *args, output: Path, **environment: str) -> str:
         """The number of a job."""
-        return self.run("sbatch", "--parsable", f"--output={output}", *args).check().output.strip()
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        command = ("env", *variables, "sbatch", "--parsable", f"--output={output}", *args)
+        return self.run(*command).check().output.strip()
 
-    def finish(self, *args, output: Path, timeout: float = 120) -> int:
+    def finish(self, *args, output: Path, timeout: float = 120, **environment: str) -> int:
         """Run a job to its end; its exit status. (sbatch --wait looks every ten seconds.)"""
-        job = self.submit(*args, output=output)
+        job = self.submit(*args, output=output, **environment)
         self.wait_until(lambda: self.state(job, "JobState") in ENDED, output, timeout=timeout)
         return int(self.state(job, "ExitCode").split(":")[0])
 
@@ -72,7 +74,7 @@ class Cluster:
                 return value
             said = "\n".join(log.read_text() for log in logs if log.exists())
             assert time.monotonic() < until, self.run("squeue").output + said[-6000:]
-            time.sleep(max(0.05, 4 * (time.monotonic() - asked)))  # to ask takes a processor, too
+            time.sleep(max(0.2, 5 * (time.monotonic() - asked)))  # to ask takes a processor, too
 
     def idle(self) -> bool:
         return not self.run("squeue", "--noheader").check().output
@@ -158,14 +160,95 @@ def test_from_any_launcher(cluster, tmp_path):
     assert log.read_text().startswith("started by nobody: RANK=0 WORLD_SIZE=1 ")
 
 
-def test_what_is_given_for_containers_comes_before_the_ranks(cluster, tmp_path):
-    """There is no container engine here: another program stands where one would, with arguments."""
+def test_words_for_srun_and_a_container_come_before_the_ranks(cluster, tmp_path):
+    """There is no container engine here: another program stands where one would, with arguments.
+
+    srun writes one file for each rank."""
     script, log = tmp_path / "tell.py", tmp_path / "log"
     script.write_text("import os; print(os.environ['INSIDE'], os.environ['RANK'])")
-    given = ("env", "SRUN_ARGS=--label", "WRAP=env INSIDE=yes", "sbatch", f"--output={log}")
-    cluster.run(*given, SLURM / "train_srun.sbatch", script).check()
-    cluster.wait_until(cluster.idle, log)
-    assert sorted(log.read_text().splitlines()) == ["0: yes 0", "1: yes 1"]
+    words = {"SRUN_ARGS": f"--output={tmp_path}/rank%t", "WRAP": "env INSIDE=yes"}
+    assert cluster.finish(SLURM / "train_srun.sbatch", script, output=log, **words) == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["yes 0\n", "yes 1\n"]
+
+
+# Saves on SIGTERM, which takes so many seconds.
+SAVES = """
+import os, pathlib, signal, sys, time
+rank, seconds, folder = os.environ["RANK"], float(sys.argv[1]), pathlib.Path(sys.argv[2])
+def save(number, frame):
+    (folder / f"asked{rank}").touch()
+    time.sleep(seconds)
+    (folder / f"saved{rank}").touch()
+    os._exit(128 + number)
+signal.signal(signal.SIGTERM, save)
+(folder / f"trains{rank}").touch()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
+@pytest.mark.parametrize("when", ["while it trains", "while it saves"])
+def test_a_cancelled_job_does_not_come_back(cluster, file, when, tmp_path):
+    """Its ranks have saved. While it saves: it had been told already that its time is nearly up."""
+    script, log = tmp_path / "saves.py", tmp_path / "log"
+    script.write_text(SAVES)
+
+    def both(what: str) -> bool:
+        return all((tmp_path / f"{what}{rank}").exists() for rank in (0, 1))
+
+    job = cluster.submit(SLURM / file, script, 2, tmp_path, output=log)
+    cluster.wait_until(lambda: both("trains"), log)
+    if when == "while it saves":
+        cluster.run("scancel", "--batch", "--signal=USR1", job).check()
+        cluster.wait_until(lambda: both("asked"), log)
+    cluster.run("scancel", job).check()
+    cluster.wait_until(cluster.idle, log)  # a job that will come back is PENDING
+    assert both("saved"), log.read_text()
+    assert cluster.state(job, "JobState") == "CANCELLED"
+    assert cluster.state(job, "Restarts") == "0"
+
+
+def printed_line(file: str) -> list[str]:
+    """The options of sbatch in the line for 8 GPUs that the file prints."""
+    line = re.search(r"sbatch (--nodes=4 .*) \\\n", (SLURM / file).read_text())[1]
+    return [word for word in line.split() if not word.startswith(("--nodes", "--time"))]
+
+
+CORES = """
+import os
+print("rank", os.environ["RANK"], "threads", os.environ["OMP_NUM_THREADS"])
+print("memory of the job's node", os.environ.get("SLURM_MEM_PER_NODE"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
+def test_eight_gpus_get_the_cores_and_the_memory_of_a_node(cluster, file, tmp_path):
+    script, log = tmp_path / "cores.py", tmp_path / "log"
+    script.write_text(CORES)
+    node = ("--nodes=1", *printed_line(file))
+    assert cluster.finish(*node, SLURM / file, script, output=log) == 0
+    said = log.read_text()
+    assert sorted(re.findall(r"rank (\d) threads 12\n", said)) == list("01234567"), said
+    assert said.count("memory of the job's node 4000\n") == 8
+    assert "warning" not in said
+
+
+@pytest.mark.slow
+def test_too_few_cores_for_the_gpus_are_a_warning(cluster, tmp_path):
+    log = tmp_path / "log"
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for file, says in (
+        ("train.sbatch", "8 ranks share 4 cores"),
+        ("train_srun.sbatch", "one core for each rank"),
+    ):
+        tasks = [] if file == "train.sbatch" else ["--ntasks-per-node=8", "--cpus-per-task=1"]
+        job = ("--nodes=1", "--gpus-per-node=8", *tasks, SLURM / file, script)
+        assert cluster.finish(*job, output=log) == 0
+        advice = "sbatch --cpus-per-task=N --mem=0"
+        assert f"{file}: warning: {says}: {advice}\n" in log.read_text()
 
 
 @pytest.mark.slow
@@ -188,11 +271,19 @@ def test_sweep(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_on_each_node(cluster, tmp_path):
-    log = tmp_path / "log"
-    hello = (SLURM / "train.sbatch", ROOT / "collectives/hello_world.py")
-    assert cluster.finish(*hello, output=log) == 0, log.read_text()
-    table = re.findall(r"^ +(\d)  +0  +2  gloo +(host\d)", log.read_text(), re.MULTILINE)
-    assert table == [("0", "host1"), ("1", "host2")] or table == [("0", "host2"), ("1", "host1")]
+    """Each rank has a log of its own; the job's output has those of local rank 0 only."""
+    log, logs = tmp_path / "log", tmp_path / "logs"
+    hello = ("--nodes=2", SLURM / "train.sbatch", ROOT / "collectives/hello_world.py")
+    options = f"--log-dir={logs} --tee=3 --local-ranks-filter=0"
+    more = {"TORCHRUN_ARGS": options, "RANKS_PER_NODE": "2"}
+    assert cluster.finish(*hello, output=log, **more) == 0, log.read_text()
+    said = log.read_text()
+    table = re.findall(r"^\[default0\]: +(\d)  +([01])  +4  gloo +host(\d)", said, re.MULTILINE)
+    assert [row[:2] for row in table] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    assert sorted(row[2] for row in table) == ["1", "1", "2", "2"]
+    assert "[default1]" not in said
+    each = [file.read_text() for file in logs.glob("*/attempt_0/[01]/stdout.log")]
+    assert sorted(re.findall(r"hello from rank (\d) of 4", "".join(each))) == list("0123")
 
 
 @pytest.mark.slow
@@ -227,6 +318,8 @@ def wait(stop, step):
         until = time.monotonic() + 120
         while not stop.asked and time.monotonic() < until:
             time.sleep(0.01)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(35)  # as if to save took so long: by default torchrun kills after 30 s
         stop.next_look = step
     return agreed(stop, step)
 train.StopRequests.agreed = wait
@@ -234,14 +327,29 @@ train.main()
 """
 
 
+# Rank 0 goes on for longer than a minute after the other has ended well, and without an error.
+EXPORTS = """
+import os, time
+time.sleep(70 if os.environ["RANK"] == "0" else 0)
+print("rank", os.environ["RANK"], "has ended", flush=True)
+"""
+
+
 @pytest.mark.slow
 def test_jobs_that_lose_their_nodes_continue_bit_for_bit(cluster, tmp_path):
-    """One whose time is nearly up, under torchrun; one that gives way to another, without."""
+    """One whose time is nearly up, under torchrun; one that gives way to another, without.
+
+    A third one on the same nodes, meanwhile: there one rank needs longer than the other.
+    """
+    export, exported = tmp_path / "export.py", tmp_path / "export.log"
+    export.write_text(EXPORTS)
+    urgent = ("--partition=urgent", "--cpus-per-task=1")
+    late = cluster.submit(*urgent, SLURM / "train_srun.sbatch", export, output=exported)
     script = tmp_path / "waits.py"
     script.write_text(WAITS.format(directory=str(TRAIN.parent)))
     args = ("--epochs", 2, "--log-every", 1, "--output-dir")
     logs = {name: tmp_path / f"{name}.log" for name in ("time", "urgent")}
-    torchrun = ("--partition=urgent", "--cpus-per-task=1", SLURM / "train.sbatch", script)
+    torchrun = (*urgent, SLURM / "train.sbatch", script)
     srun = ("--cpus-per-task=2", SLURM / "train_srun.sbatch", script)
     jobs = {
         "time": cluster.submit(*torchrun, *args, tmp_path / "time", output=logs["time"]),
@@ -253,7 +361,7 @@ def test_jobs_that_lose_their_nodes_continue_bit_for_bit(cluster, tmp_path):
     minutes = int(cluster.state(jobs["time"], "RunTime").split(":")[1])
     set_limit = ("scontrol", "update", f"JobId={jobs['time']}")
     cluster.run(*set_limit, f"TimeLimit={minutes + 2}").check()
-    urgent = ("--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3")
+    urgent = ("--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=94")
     cluster.submit(*urgent, "--wrap=true", output=Path("/dev/null"))
     whole = tmp_path / "whole"
     pool.run(TRAIN, *args, whole, ranks=2).check()
@@ -269,6 +377,9 @@ def test_jobs_that_lose_their_nodes_continue_bit_for_bit(cluster, tmp_path):
         ends = [folder / "checkpoints/step_00000044.pt" for folder in (tmp_path / name, whole)]
         one, other = (torch.load(end, weights_only=True)["model"] for end in ends)
         assert all(torch.equal(one[key], other[key]) for key in other)
+    cluster.wait_until(lambda: cluster.state(late, "JobState") in ENDED, exported)
+    assert cluster.state(late, "JobState") == "COMPLETED", exported.read_text()
+    assert exported.read_text() == "rank 1 has ended\nrank 0 has ended\n"
 
 
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")

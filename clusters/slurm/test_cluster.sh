@@ -51,15 +51,19 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 KillWait=10
-# A node says that it has four processors, whatever this machine has.
+# A node says that it has 96 cores and 8 GPUs, whatever this machine has.
 SlurmdParameters=config_overrides
-NodeName=host[1-2] CPUs=4 RealMemory=4000
+GresTypes=gpu
+NodeName=host[1-2] CPUs=96 RealMemory=4000 Gres=gpu:8
 # Jobs of the partition "urgent" push those of "main" back to the queue.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 MaxTime=60 GraceTime=30
 PartitionName=urgent Nodes=ALL PriorityTier=2 MaxTime=60 PreemptMode=OFF
 END
+# Empty files stand for the GPUs: they can be asked for, and counted.
+touch "$folder"/gpu{0..7}
+echo "NodeName=host[1-2] Name=gpu File=$folder/gpu[0-7]" >"$folder/gres.conf"
 mkdir "$folder/state"
 dd if=/dev/urandom of="$folder/munge.key" bs=128 count=1 status=none
 chmod 400 "$folder/munge.key"
@@ -75,6 +79,7 @@ for _ in $(seq 200); do # until both nodes have reported
     [ "$(lab exec 0 -- sinfo --noheader --partition=main --states=idle --format=%D 2>&1)" = 2 ] && ready=yes && break
     sleep 0.05
 done
-[ "${ready:-}" ] || fail "the nodes do not report: $(tail -n 1 "$folder/slurmctld.log")"
+[ "${ready:-}" ] || fail "the nodes do not report: $(lab exec 0 -- sinfo --list-reasons --noheader)
+$(tail -n 1 "$folder/slurmctld.log")"
 
 lab exec 0 -- "$@"

@@ -1,13 +1,19 @@
 """Start one training on several hosts: an agent of torchrun on each, over ssh or in the lab.
 
     python clusters/torchrun/launch.py hosts.txt ddp_basics/train.py --epochs 5     # over ssh
+    python clusters/torchrun/launch.py --env NCCL_DEBUG=INFO hosts.txt ddp_basics/train.py
     python clusters/lab.py up 3 --rate 1gbit                                        # or, in the lab
     python clusters/torchrun/launch.py --lab 3 ddp_basics/train.py --epochs 2 --batch-size 96
 
-hosts.txt has one name per line, as in `ssh NAME`; a comment begins with '#'. The first host
-is where the agents meet. The script, this directory and Python have the same place on all hosts.
-Each line of output begins with its host. When one agent fails, or Ctrl-C is pressed, all are ended,
-and the exit status is that of the one that failed first.
+hosts.txt has one name per line, as in `ssh NAME`; a comment begins with '#'. If the hosts do not
+know each other by these names, write the address behind each name that the other hosts can reach:
+
+    gpu-a 10.0.0.1
+    gpu-b 10.0.0.2
+
+The agents meet on the first host. The script, this directory and Python have one path on all hosts.
+Each line of output begins with its host. When one agent fails, or Ctrl-C is pressed, all agents are
+ended, and the exit status is that of the one that failed first.
 """
 
 import argparse
@@ -20,6 +26,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,17 +36,17 @@ LAB = Path(__file__).resolve().parent.parent / "lab.py"
 SSH = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 SSH += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
 JOB = uuid.uuid4().hex[:8]  # two jobs that meet at one port must not be taken for one
-GRACE = 40  # seconds; an agent gives its ranks 30 to save what they have
+# Seconds that an agent leaves its ranks to save what they have, then that we leave the agents.
+SHUTDOWN = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 100))
+GRACE = SHUTDOWN + 10
 
 
 def main() -> None:
     args = parse_args()
-    hosts = [f"host{i}" for i in range(args.lab)] if args.lab else read_hosts(args)
+    hosts = {f"host{i}": None for i in range(args.lab or 0)} or read_hosts(args)  # name: address
     if not args.lab:
         ask(hosts)
-    agents = {
-        host: start(host, torchrun_on(i, hosts, args), args.lab) for i, host in enumerate(hosts)
-    }
+    agents = {host: start(host, torchrun_on(host, hosts, args), args.lab) for host in hosts}
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: ended.put((None, 128 + number)))
     ended = SimpleQueue()
@@ -54,14 +61,17 @@ def main() -> None:
     sys.exit(status)
 
 
-def torchrun_on(number: int, hosts: list[str], args) -> list[str]:
+def torchrun_on(host: str, hosts: dict[str, str | None], args) -> list[str]:
     """The command of torchrun for one host."""
-    first = hosts[0].rpartition("@")[2]  # without the user's name
+    names = list(hosts)
+    first = hosts[names[0]] or names[0].rpartition("@")[2]  # without the user's name
     torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
-    torchrun += [f"--nproc-per-node={args.nproc_per_node}"]
+    torchrun += [f"--nproc-per-node={args.nproc_per_node or (1 if args.lab else 'gpu')}"]
+    if hosts[host]:
+        torchrun += [f"--local-addr={hosts[host]}"]  # else the agent publishes the host's own name
     if args.static:
         torchrun += [
-            f"--node-rank={number}",
+            f"--node-rank={names.index(host)}",
             f"--master-addr={first}",
             f"--master-port={args.port}",
         ]
@@ -69,8 +79,10 @@ def torchrun_on(number: int, hosts: list[str], args) -> list[str]:
         endpoint = f"[{first}]" if ":" in first else first  # an address of IPv6
         torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}:{args.port}"]
         torchrun += [f"--rdzv-id={JOB}"]
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if args.interface else ()
-    environment = [f"{name}={args.interface}" for name in names]
+    environment = [f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SHUTDOWN}", *args.env]
+    if args.interface:
+        kinds = ("GLOO", "NCCL")
+        environment += [f"{kind}_SOCKET_IFNAME={args.interface}" for kind in kinds]
     return ["env", *environment, sys.executable, "-u", *torchrun, args.script, *args.arguments]
 
 
@@ -79,8 +91,21 @@ def parse_args() -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         usage="launch.py [OPTIONS] (HOSTS | --lab N) SCRIPT ...",
     )
-    parser.add_argument("--nproc-per-node", default="1", help="ranks on each host, or gpu")
-    parser.add_argument("--port", type=int, default=29500, help="of the first host")
+    parser.add_argument(
+        "--nproc-per-node",
+        help="ranks on each host (default: gpu, one for each GPU; in the lab: 1)",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        type=variable,
+        metavar="NAME[=VALUE]",
+        help="a variable for all hosts, with this value or that of this shell; may be repeated",
+    )
+    parser.add_argument(
+        "--port", type=int, default=29500, help="where the agents meet on the first host"
+    )
     parser.add_argument("--interface", help="between the hosts, such as eth0, for Gloo and NCCL")
     parser.add_argument(
         "--static", action="store_true", help="ranks in the order of the hosts, none can rejoin"
@@ -97,18 +122,29 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def read_hosts(args) -> list[str]:
+def variable(text: str) -> str:
+    name, equals, _ = text.partition("=")
+    if not equals and name not in os.environ:
+        raise argparse.ArgumentTypeError(f"{name} is not set in this shell, and has no value here")
+    return text if equals else f"{name}={os.environ[name]}"
+
+
+def read_hosts(args) -> dict[str, str | None]:
+    """The hosts in order: name for ssh -> address for the other hosts, or None."""
     try:
         lines = Path(args.hosts).read_text().splitlines()
     except OSError as error:
         fail(f"{args.hosts}: {error.strerror}")
-    hosts = [name for line in lines if (name := line.partition("#")[0].strip())]
-    if not hosts:
+    rows = [words for line in lines if (words := line.partition("#")[0].split())]
+    names = [row[0] for row in rows]
+    if not names:
         fail(f"{args.hosts} names no host")
-    twice = sorted({host for host in hosts if hosts.count(host) > 1})
+    twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         fail(f"{args.hosts} names {' and '.join(twice)} more than once")
-    return hosts
+    if {len(row) for row in rows} not in ({1}, {2}):
+        fail(f"{args.hosts}: each line has a name, or each line has a name and an address")
+    return {row[0]: row[1] if row[1:] else None for row in rows}
 
 
 def fail(sentence: str):
@@ -116,7 +152,7 @@ def fail(sentence: str):
     sys.exit(2)
 
 
-def ask(hosts: list[str]) -> None:
+def ask(hosts: Iterable[str]) -> None:
     """End the program, before anything runs anywhere, if one of the hosts cannot be reached."""
     command = [word for word in SSH if word != "-tt"]
     calls = [
