@@ -24,8 +24,9 @@ class StopRequests:
             if stop.agreed(step):
                 break  # on all ranks
 
-    torchrun kills the ranks 30 seconds after the signal. The constructor is a collective. A second
-    Ctrl-C ends the process at once.
+    torchrun kills the ranks 30 seconds after the signal; for longer saves set its environment
+    variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT (from torch 2.12 on). The constructor is a collective.
+    A second Ctrl-C ends the process at once.
     """
 
     def __init__(self, worker: Worker):

@@ -11,7 +11,11 @@ ROWS = {
     "a lab needs ip and tc": "test_clusters_lab.py::test_what_is_missing_is_said",
     "no hosts could be made here": "test_a_kernel_that_allows_no_namespaces",
     "RendezvousConnectionError": "not provoked: the second agent gives up after minutes",
-    "ranks meet, and then": "test_clusters_lab.py::test_a_host_with_several_interfaces",
+    "the agents meet, and then": "test_clusters_lab.py::test_hosts_that_do_not_know_each_other",
+    "ranks meet, and then": (
+        "test_clusters_lab.py::test_a_host_with_several_interfaces",
+        "test_clusters_lab.py::test_a_firewall_that_opens_one_port",
+    ),
     "two jobs mix": "test_clusters_elastic.py::test_two_jobs_with_one_id",
     "invalid partition": "test_clusters_slurm.py::test_a_partition_that_does_not_exist",
     "`python: command not found`": "not provoked: a job of Slurm's that finds no Python at all",
@@ -19,11 +23,18 @@ ROWS = {
         "test_clusters_kubernetes.py::test_the_status_is_the_ranks",
         "test_clusters_kubernetes.py::test_wrong_arguments_are_not_tried_again",
     ),
-    "cannot be retrieved": (
+    "The IPv6 network addresses": (
         "test_clusters_kubernetes.py::test_a_training",
         "test_clusters_kubernetes.py::test_names_and_numbers_agree",
     ),
     "unable to allocate shared memory": "test_a_small_dev_shm",
+    "8 ranks share 4 cores": (
+        "test_clusters_slurm.py::test_too_few_cores_for_the_gpus_are_a_warning",
+        "test_clusters_slurm.py::test_eight_gpus_get_the_cores_and_the_memory_of_a_node",
+    ),
+    "forcefully exiting via 9": (
+        "test_clusters_slurm.py::test_jobs_that_lose_their_nodes_continue_bit_for_bit"
+    ),
     "ends as FAILED": (
         "test_clusters_slurm.py::test_jobs_that_lose_their_nodes_continue_bit_for_bit"
     ),
@@ -33,9 +44,7 @@ ROWS = {
     ),
     "`--workers 9": "test_clusters_ray.py::test_more_workers_than_there_are_processors",
     "`InvalidAuthToken": "not provoked: needs a second Ray, with a token",
-    "timed out during startup": (
-        "test_rpc_basics_ray.py::test_ray_is_imported_without_what_it_does_not_need"
-    ),
+    "timed out during startup": "not provoked: needs processors that other work keeps busy",
 }
 
 

@@ -21,6 +21,11 @@ def rows_of(text: str) -> list[str]:
     return rows
 
 
+def pages_of(directory: Path) -> str:
+    """The README and the manuals beside it."""
+    return "\n".join(page.read_text() for page in sorted(directory.glob("*.md")))
+
+
 def registry(path: Path) -> dict[str, tuple[str, ...]]:
     """ROWS of a test file: part of a row's first cell -> its tests as file::name."""
     assert path.exists(), f"{path.name} has the tests of the rows"
@@ -59,7 +64,7 @@ def wrong_rows(readme: Path) -> list[str]:
     tests = {test for of_row in named.values() for test in of_row}
     exist = set().union(*(functions_in(TESTS / test.split("::")[0]) for test in tests))
     return [
-        *complaints(rows_of(readme.read_text()), named),
+        *complaints(rows_of(pages_of(readme.parent)), named),
         *(f"no such test: {test}" for test in sorted(tests - exist)),
         *(f"a test without a row: {test}" for test in sorted(functions_in(path) - tests)),
     ]

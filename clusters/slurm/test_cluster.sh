@@ -48,7 +48,8 @@ AuthInfo=socket=$folder/munge.socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=40
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 KillWait=10
 # A node says that it has 96 cores and 8 GPUs, whatever this machine has.

@@ -67,8 +67,8 @@ def torchrun_on(host: str, hosts: dict[str, str | None], args) -> list[str]:
     first = hosts[names[0]] or names[0].rpartition("@")[2]  # without the user's name
     torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
     torchrun += [f"--nproc-per-node={args.nproc_per_node or (1 if args.lab else 'gpu')}"]
-    if hosts[host]:
-        torchrun += [f"--local-addr={hosts[host]}"]  # else the agent publishes the host's own name
+    if hosts[host]:  # else the agent publishes the host's own name
+        torchrun += [f"--local-addr={hosts[host]}"]
     if args.static:
         torchrun += [
             f"--node-rank={names.index(host)}",
@@ -79,6 +79,8 @@ def torchrun_on(host: str, hosts: dict[str, str | None], args) -> list[str]:
         endpoint = f"[{first}]" if ":" in first else first  # an address of IPv6
         torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}:{args.port}"]
         torchrun += [f"--rdzv-id={JOB}"]
+        if hosts[host]:  # else the agent asks whether its own name has the endpoint's address
+            torchrun += [f"--rdzv-conf=is_host={int(host == names[0])}"]
     environment = [f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SHUTDOWN}", *args.env]
     if args.interface:
         kinds = ("GLOO", "NCCL")
