@@ -30,7 +30,7 @@ BEGINS = re.compile(rf"(\$ )?([A-Z_]+=(\".*?\"|\S*) )*({'|'.join(PROGRAMS.split(
 # above the block: <!-- make readme leaves this out: long -->
 REASONS = {
     "placeholder": r"\.\.\.|your_train|\b(PID|NAME|COMMAND|FOLDER)\b|/path/to/",
-    "cluster manager": r"\b(srun|sbatch|salloc|kubectl|docker|mpirun)\b|mpi/|test_cluster|RAY_ADDR",
+    "cluster manager": r"\b(srun|sbatch|salloc|kubectl|docker|mpirun)\b|test_cluster|RAY_ADDR",
     "several hosts": r"\bHOST\b|hosts\.txt|\$SLURM|(?s:^(?!.*lab\.py exec).*host0:)",
     "GPU": r"--device cuda|pytest -m gpu|# .*\bGPUs|make gpu\b",
     "network": r"--model google",

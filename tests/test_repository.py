@@ -707,7 +707,7 @@ def test_readmes_say_where_to_begin():
         found = beginning(page.read_text(encoding="utf-8"))
         return [] if found == FIRST_LINES else [f"begins with {found}, not with {FIRST_LINES}"]
 
-    assert_clean([directory / "README.md" for directory in EXAMPLES], other_beginning)
+    assert_clean([directory / "README.md" for directory in FOLDERS], other_beginning)
 
 
 def test_beginning():
