@@ -255,9 +255,10 @@ exec "$PYTHON" "$LAB_PY" exec "${host#host}" -- sh -c "$command"
 @pytest.mark.slow
 def test_a_firewall_that_opens_one_port(hosts, tmp_path):
     """The agents meet at 29500; Gloo does not get through, because it listens at other ports."""
-    rule = ("ip", "rule", "add", "to", "10.77.0.1", "ipproto", "tcp")
-    Lab(hosts).on(1, *rule, "dport", "29500", "lookup", "main", "prio", 10)
-    Lab(hosts).on(1, *rule, "prohibit", "prio", 20)
+    for family, address in (("-4", "10.77.0.1"), ("-6", "fd77::1")):
+        rule = ("ip", family, "rule", "add", "to", address, "ipproto", "tcp")
+        Lab(hosts).on(1, *rule, "dport", "29500", "lookup", "main", "prio", 10)
+        Lab(hosts).on(1, *rule, "prohibit", "prio", 20)
     result = two_hosts_add(hosts, tmp_path)
     assert result.output.count("the agents have met") == 2
     assert result.returncode == 1
@@ -285,10 +286,34 @@ def test_when_one_host_fails_all_end(hosts, tmp_path):
     assert "launch.py: host1 has ended with status 1" in result.output
 
 
+SAVES_FOR_LONG = """
+import os, signal, time
+def save(number, frame):
+    time.sleep(33)
+    os.write(1, b"saved\\n")
+    os._exit(128 + number)
+signal.signal(signal.SIGTERM, save)
+print("in the job", flush=True)
+time.sleep(1000)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "status"), [("Ctrl-C", 130), ("an agent is killed", 137), ("a cable is cut", 1)]
-)
+def test_after_ctrl_c_there_is_time_to_save(hosts, tmp_path):
+    """More than the 30 s that torchrun gives its ranks by default."""
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES_FOR_LONG)
+    with launch("--lab", 2, script, name=hosts) as job:
+        job.wait_until(lambda: job.output.count("in the job") == 2, 60)
+        job.process.send_signal(signal.SIGINT)
+        result = job.wait(120)
+        assert not job.kill()
+    assert result.returncode == 130
+    assert result.output.count("saved\n") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "status"), [("an agent is killed", 137), ("a cable is cut", 1)])
 def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
     script = tmp_path / "trains.py"
     script.write_text(
@@ -303,9 +328,7 @@ def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
     )
     with launch("--lab", 2, script, name=hosts) as job:
         job.wait_until(lambda: job.output.count("in the job") == 2, 60)
-        if end == "Ctrl-C":
-            job.process.send_signal(signal.SIGINT)
-        elif end == "a cable is cut":
+        if end == "a cable is cut":
             lab("cut", 1, name=hosts).check()
         else:
             rank1 = next(p for p in job.ranks() if p.environ()["RANK"] == "1")

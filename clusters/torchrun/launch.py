@@ -194,7 +194,8 @@ def in_background(function) -> threading.Thread:
 def show(host: str, agent: subprocess.Popen) -> None:
     """Print what comes from a host, until nobody there can say anything any more."""
     for line in agent.stdout:
-        print(f"{host}: {line.rstrip()}", flush=True)
+        sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one piece: other hosts print, too
+        sys.stdout.flush()
 
 
 def first_failure(count: int, ended: SimpleQueue) -> int:
