@@ -173,7 +173,8 @@ def unknown_flags(command: Command) -> list[str]:
     known = set().union(*(strings((ROOT / name).parent) for name in names))
     if "torchrun" in command.typed or "--nproc-per-node" in command.typed:
         known |= torchrun_flags()
-    typed = re.sub(r"^.*\b(sbatch|srun|salloc|mpirun) .*\s(?=\S+\.py)", "", command.typed)  # these have their own
+    # sbatch, srun, salloc and mpirun have their own.
+    typed = re.sub(r"^.*\b(sbatch|srun|salloc|mpirun) .*\s(?=\S+\.py)", "", command.typed)
     flags = re.findall(r"(?<!\S)--\w[\w-]*", typed)
     return [flag for flag in flags if names and flag not in known]
 
