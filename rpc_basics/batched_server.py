@@ -36,6 +36,7 @@ def main() -> None:
         trainers = worker.world_size - 1
         if worker.rank == 0:
             SERVER.set_result(BatchedServer(trainers))
+            print(f"{trainers} trainers", flush=True)
         else:
             train(rpc.remote(worker.name_of(0), the_server), args, worker)
         # Worker 0 has nothing more to do: its threads answer until all trainers are at their end.
@@ -113,7 +114,7 @@ def compare(server: BatchedServer, trainers: int) -> None:
         optimizer.step()
     expected = parameters_to_vector(model.parameters()).detach()
     updates = len(server.gradients)
-    print(f"{updates * trainers} pushes of {trainers} trainers, {updates} updates")
+    print(f"{updates * trainers} pushes, {updates} updates")
     print(f"{len(first):,} parameters, moved by up to {(expected - first).abs().max():.1e}")
     print(f"largest difference to one process: gradient {largest:.1e}", end=", ")
     print(f"parameter {(server.pull() - expected).abs().max():.1e}")

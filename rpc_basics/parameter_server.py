@@ -36,6 +36,7 @@ def main() -> None:
     with rpc_worker(args.timeout, least=2, required=[0]) as worker:
         if worker.rank == 0:
             SERVER.set_result(Server(args, worker.world_size - 1))
+            print(f"{worker.world_size - 1} trainers", flush=True)
         else:
             train(rpc.remote(worker.name_of(0), the_server), args, worker)
         # Worker 0 has nothing more to do: its threads answer until all trainers are at their end.
