@@ -49,7 +49,7 @@ def train(args: argparse.Namespace, worker: Worker) -> None:
     # The rows are this rank's own: DDP does not see them, each rank steps its part.
     optimizer = kind([*table.parameters(), *dense.parameters()], **options)
 
-    alone = nn.Sequential(make_table(0, WORDS), make_dense()).to(device)  # the same, one process
+    alone = nn.Sequential(make_table(0, WORDS), make_dense()).to(device)  # one process
     local_optimizer = kind(alone.parameters(), **options)
     largest = 0.0
     for step in range(args.steps):

@@ -5,7 +5,7 @@
 
 A trainer's push is answered with the parameters after the update, which the last of the trainers
 brings about. Look at the differences to one process, and at --threads 1: one thread of the server
-holds the unanswered calls of all trainers. parameter_server.py is the kind that waits for nobody.
+holds the unanswered calls of all trainers. parameter_server.py is the asynchronous kind.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class BatchedServer:
         """gradient: (parameters,), fp32. Answers with the parameters after the update.
 
         A function with this decorator returns a Future, and its caller gets the answer when
-        somebody sets it. No thread waits here meanwhile.
+        some thread sets it. No thread waits here meanwhile.
         """
         with self.lock:
             self.arrived[rank] = gradient

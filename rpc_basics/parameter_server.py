@@ -1,4 +1,4 @@
-"""An asynchronous parameter server: trainers pull the parameters, push gradients, wait for nobody.
+"""An asynchronous parameter server: trainers pull the parameters, push gradients, never wait.
 
     torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py
     torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py --pull-every 16
@@ -32,7 +32,7 @@ TRAINED = 1437  # images; the other 360 are for the accuracy
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)  # the workers are what runs side by side
-    # A trainer that dies is not required: the server goes on with the gradients of the others.
+    # A trainer that dies is not required: the server goes on with the remaining trainers.
     with rpc_worker(args.timeout, least=2, required=[0]) as worker:
         if worker.rank == 0:
             SERVER.set_result(Server(args, worker.world_size - 1))
@@ -89,7 +89,7 @@ def the_server() -> Server:
 
 
 def train(server: rpc.RRef, args: argparse.Namespace, worker: RpcWorker) -> None:
-    """What a trainer does until the server has made all updates."""
+    """Pull, compute a gradient, push, until the server has made all updates."""
     images, labels = read_digits()
     model = make_model(args.seed)
     own_rows = torch.Generator().manual_seed(1000 * args.seed + worker.rank)
