@@ -6,7 +6,7 @@
         --max-staleness 4
 
 Worker 0 has the parameters, the other workers train. Look at the staleness, the number of updates
-that other trainers made between a trainer's pull and its push, and at what it does to the accuracy.
+between a trainer's pull and its push, and at what it does to the accuracy.
 batched_server.py is the synchronous kind, in which all trainers wait for each other.
 """
 
