@@ -102,7 +102,11 @@ def test_gradients_over_three_workers_are_those_of_one_process(optimizer):
     assert all(float(number) < 1e-6 for number in found.groups()), output
     tensors, moved = re.search(r"(\d+) parameter tensors .* up to ([\d.e+-]+)", output).groups()
     assert (int(tensors), float(moved) > 1e-3) == (6, True)
-    assert output.startswith("step 1 "), output
+    # DistributedOptimizer warns at each owner, whatever the filters say; nothing else comes first.
+    assert output.count("`TorchScript` support for functional optimizers is deprecated") == 3
+    theirs = re.compile("TorchScript|_FunctionalLocalOptimizer")  # a line of theirs is shown, too
+    own = [line for line in output.splitlines() if not theirs.search(line)]
+    assert own[0].startswith("step 1 "), output
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]

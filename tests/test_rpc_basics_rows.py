@@ -18,6 +18,9 @@ ROWS = {
     "`KeyError`": "test_gradients_and_where_they_are",
     "first values differ": "test_two_threads_share_a_random_generator",
     "`.grad` is None": "test_gradients_and_where_they_are",
+    "`DeprecationWarning": (
+        "test_rpc_basics.py::test_gradients_over_three_workers_are_those_of_one_process"
+    ),
     "`needs 3 workers": (
         "test_rpc_basics.py::test_too_few_workers_is_one_sentence",
         "test_rpc_basics.py::test_gradients_over_three_workers_are_those_of_one_process",

@@ -90,5 +90,5 @@ def accuracy(
     left.minorticks_off()
     right.axvline(1, color="0.5", linestyle="--")
     right.set(xscale="log", xlabel="rate / (1 - momentum) / limit of the formula")
-    left.legend()
+    right.legend(loc="lower left")
     figures.show(figure)
