@@ -75,7 +75,7 @@ def accuracy(
     """
     rows = [(rate, f"rate {rate:g}", row) for rate, row in accuracies.items()]
     for (rate, mu), row in momentum.items():
-        rows.append((rate / (1 - mu), f"rate {rate:g}, momentum {mu:g}", row))
+        rows.append((rate / (1 - mu), f"rate {rate:g},\nmomentum {mu:g}", row))
     bears = []
     for _, _, row in sorted(rows):
         good = [s for s, value in zip(stale, row, strict=True) if value > 0.75]
