@@ -1,46 +1,33 @@
-"""Every kind of remote call, what comes back when one fails, and what a call costs.
+"""Every kind of remote call, and what comes back when one fails.
 
     torchrun --standalone --nproc_per_node=2 rpc_basics/calls.py
-    torchrun --standalone --nproc_per_node=2 rpc_basics/calls.py --repeats 20    # steadier times
 
-worker0 asks, the last worker answers. Look at where a call ran, at what an exception looks like
-that comes from another process, and at the last table: a call against send and recv of a Gloo
-group between the same two processes.
+worker0 asks, the last worker answers. Look at where a call ran, and at what an exception looks like
+that comes from another process. benchmarks/rpc.py measures what a call costs.
 """
 
 import argparse
 import os
-import statistics
 import threading
 import time
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from arguments import ArgumentParser, above, at_least
+from arguments import ArgumentParser, above
 from rpc_worker import rpc_worker
-from runtime import distributed_worker
 from torch.distributed import rpc
 from torch.distributed.elastic.multiprocessing.errors import record
-
-SIZES = (0, 1 << 10, 1 << 16, 1 << 20, 1 << 24)  # bytes of the tensor that goes and comes back
 
 
 @record
 def main() -> None:
     args = parse_args()
-    # A Gloo group and RPC in one process: they meet through the same store, then keep apart.
-    with (
-        distributed_worker("cpu", timedelta(seconds=args.timeout)),
-        rpc_worker(args.timeout, least=2) as worker,
-    ):
+    with rpc_worker(args.timeout, least=2) as worker:
         other = worker.name_of(worker.world_size - 1)
         if worker.rank == 0:
             show_calls(other)
             show_references(other)
             show_failures(other)
-        dist.barrier()  # the others wait here, while their threads answer the calls
-        show_costs(worker, other, args.repeats)
+        # The others come here at once: their threads answer the calls until all are at their end.
 
 
 # What the other worker runs. It imports this same file, so a call only carries the name.
@@ -48,10 +35,6 @@ def main() -> None:
 
 def process_of(*_tensors: torch.Tensor) -> int:
     return os.getpid()
-
-
-def echo(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class Account:
@@ -152,60 +135,8 @@ def show(what: str, value: object) -> None:
     print(f"  {what:34}{value}", flush=True)
 
 
-# What a call costs.
-
-
-def show_costs(worker, other: str, repeats: int) -> None:
-    """Round trips in turn: a call that returns its argument; a send that is sent back."""
-    rank, last = worker.rank, worker.world_size - 1
-    if rank == 0:
-        print("\none tensor there and back, median in microseconds")
-        print(f"  {'bytes':>12}{'rpc_sync':>12}{'send, recv':>12}{'ratio':>8}")
-    for size in SIZES:
-        tensor = torch.zeros(size, dtype=torch.uint8)
-        calls, messages = [], []
-        for _ in range(repeats + 1):
-            if rank == 0:
-                calls.append(seconds_of(lambda: rpc.rpc_sync(other, echo, args=(tensor,))))  # noqa: B023
-            dist.barrier()
-            if rank in (0, last):
-                messages.append(seconds_of(lambda: there_and_back(tensor, rank, last)))  # noqa: B023
-            dist.barrier()
-        if rank == 0:  # without the first of each, which opens connections
-            call, message = (statistics.median(times[1:]) * 1e6 for times in (calls, messages))
-            print(f"  {size:12,}{call:12.0f}{message:12.0f}{call / message:8.1f}", flush=True)
-    if rank == 0:
-        one = statistics.median(
-            seconds_of(lambda: rpc.rpc_sync(other, process_of)) for _ in range(repeats * 10)
-        )
-        many = statistics.median(seconds_of(lambda: in_flight(other, 100)) for _ in range(repeats))
-        print(f"  calls/s of no tensor: {1 / one:,.0f} one after the other", end=", ")
-        print(f"{100 / many:,.0f} with 100 in flight")
-    dist.barrier()
-
-
-def there_and_back(tensor: torch.Tensor, rank: int, last: int) -> None:
-    if rank == 0:
-        dist.send(tensor, last)
-        dist.recv(tensor, last)
-    else:
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
-
-
-def in_flight(other: str, number: int) -> None:
-    torch.futures.wait_all([rpc.rpc_async(other, process_of) for _ in range(number)])
-
-
-def seconds_of(action) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
-
-
 def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(description="The kinds of remote calls, their failures, their cost.")
-    parser.add_argument("--repeats", type=at_least(1), default=10, help="round trips of each size")
+    parser = ArgumentParser(description="The kinds of remote calls, and how they fail.")
     parser.add_argument("--timeout", type=above(0), default=60, help="seconds, of each call")
     return parser.parse_args()
 

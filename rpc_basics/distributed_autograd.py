@@ -13,7 +13,6 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
 from arguments import ArgumentParser, above, at_least
-from measuring import difference
 from rpc_worker import rpc_worker
 from sklearn.datasets import load_digits
 from torch import nn
@@ -100,6 +99,11 @@ class Layer(nn.Module):
         """Those of the backward in this context, in the order of the parameters."""
         found = dist_autograd.get_gradients(context)
         return [found[parameter] for parameter in self.parameters()]
+
+
+def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The largest of all elements, absolute."""
+    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 def parse_args() -> argparse.Namespace:

@@ -6,6 +6,7 @@ Look at the process numbers: worker0 asks, worker1 works, and has no line that s
 """
 
 import os
+import warnings
 
 import torch
 from torch.distributed import rpc
@@ -43,6 +44,8 @@ if __name__ == "__main__":
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # torch's own init_rpc passes an object of a deprecated kind, and torch warns of it.
+    warnings.filterwarnings("ignore", message="You are using a Backend")
     # Returns when all workers are there. From now on threads of this process answer calls.
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
     if rank == 0:

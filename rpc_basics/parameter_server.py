@@ -1,243 +1,148 @@
-"""A parameter server and its trainers: synchronous, asynchronous, and without any lock (Hogwild).
+"""An asynchronous parameter server: trainers pull the parameters, push gradients, never wait.
 
     torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py
-    torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py --compare --steps 5
-    torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py --mode sync async
-    torchrun --standalone --nproc_per_node=5 rpc_basics/parameter_server.py --servers 2 --data text
+    torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py --pull-every 16
+    torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py --pull-every 16 \
+        --max-staleness 4
 
-The first workers are servers, each with a part of the parameters (parameter_shard.py). The others
-train: they pull the parameters, compute a gradient and push it. Look at the staleness: how many
-updates the others have made between pull and push. --mode, --pull-every and --compress take several
-values and make a table; --plot draws it.
+Worker 0 has the parameters, the other workers train. Look at the staleness, the number of updates
+between a trainer's pull and its push, and at what it does to the accuracy.
+batched_server.py is the synchronous kind, in which all trainers wait for each other.
 """
 
 import argparse
-import itertools
-import os
-import time
-from pathlib import Path
+import threading
+from collections import Counter
+from concurrent.futures import Future
 
-import one_process
-import server_checkpoint
 import torch
-from arguments import ArgumentParser, above, at_least, between, fail
-from calls_in_flight import as_they_end, is_there
-from compression import KINDS, Compressor, size_of
-from parameter_server_plot import plot, print_head, print_means, print_row
-from parameter_shard import MODES, Settings, Shard
+import torch.nn.functional as F
+from arguments import ArgumentParser, above, at_least, between
 from rpc_worker import RpcWorker, rpc_worker
-from tasks import TASKS, Task, gradient_of, load_task
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+TRAINED = 1437  # images; the other 360 are for the accuracy
 
 
 @record
 def main() -> None:
     args = parse_args()
-    check_roles(args)
     torch.set_num_threads(1)  # the workers are what runs side by side
-    least, servers = args.servers + 1, range(args.servers)
-    threads = 16 + int(os.environ.get("WORLD_SIZE", "1"))  # a synchronous push holds one until all
-    with rpc_worker(args.timeout, threads, least, required=servers) as worker:  # have come
-        if worker.rank == 0:  # the first server also starts the runs; the others wait for calls
-            run_all(args, worker)
-
-
-def train(servers: list[rpc.RRef], settings: Settings, rank: int, lengths: list[int]) -> dict:
-    """What a trainer does until the servers have made all updates. Worker 0 calls this.
-
-    lengths: how many parameters each server has.
-    """
-    task = load_task(settings.data)
-    model = task.make_model(settings.seed)
-    compressors = [Compressor(settings.compress) for _ in servers]
-    pushes = sent = 0
-    while True:
-        calls = [server.rpc_async().pull() for server in servers]  # all servers at once
-        versions, values = zip(*[call.wait() for call in calls], strict=True)
-        if max(versions) >= settings.updates:
-            return {"pushes": pushes, "bytes": sent}
-        vector_to_parameters(torch.cat(values), model.parameters())
-        for number in range(settings.pull_every):  # the later ones are of older parameters
-            inputs, labels = share_of_batch(task, settings, rank, versions[0] + number)
-            pieces = gradient_of(model, inputs, labels)[0].split(lengths)
-            if rank == settings.trainers[-1]:
-                time.sleep(settings.slow)
-            messages = [c.compress(piece) for c, piece in zip(compressors, pieces, strict=True)]
-            calls = [
-                server.rpc_async().push(rank, version, message, len(labels))
-                for server, version, message in zip(servers, versions, messages, strict=True)
-            ]
-            pushes += 1
-            sent += sum(map(size_of, messages))
-            if not all([call.wait() for call in calls]):
-                break  # too old
-
-
-def share_of_batch(task: Task, settings: Settings, rank: int, number: int) -> tuple[Tensor, Tensor]:
-    """Synchronous: a part of the batch that one process would have; else a batch of its own."""
-    part, parts = settings.trainers.index(rank), len(settings.trainers)
-    if settings.mode == "sync":
-        inputs, labels = task.batch(settings.batch_size, settings.seed, number)
-        return inputs[part::parts], labels[part::parts]
-    return task.batch(settings.batch_size // parts, settings.seed, number, rank)
-
-
-def start_trainers(servers: list[rpc.RRef], settings: Settings, lengths: list[int]) -> list[dict]:
-    """Have each trainer train, until all have ended or are gone; returns what they report."""
-    calls = {
-        rank: rpc.rpc_async(
-            RpcWorker.name_of(rank), train, args=(servers, settings, rank, lengths), timeout=0
-        )  # without a time-out: it lasts as long as the training
-        for rank in settings.trainers
-    }
-    reports = []
-    for rank, call in as_they_end(calls):
-        if call:
-            reports.append(report_of(call, len(servers)))
+    # A trainer that dies is not required: the server goes on with the remaining trainers.
+    with rpc_worker(args.timeout, least=2, required=[0]) as worker:
+        if worker.rank == 0:
+            SERVER.set_result(Server(args, worker.world_size - 1))
+            print(f"{worker.world_size - 1} trainers", flush=True)
         else:
-            print(f"worker{rank} is gone: the others go on", flush=True)
-            for server in servers:
-                server.rpc_sync().give_up(rank)
-    if not reports:
-        raise RuntimeError("no trainer is left")
-    return reports
+            train(rpc.remote(worker.name_of(0), the_server), args, worker)
+        # Worker 0 has nothing more to do: its threads answer until all trainers are at their end.
+    if worker.rank == 0:
+        report(SERVER.result())
 
 
-def report_of(call: torch.futures.Future, servers: int) -> dict:
-    try:
-        return call.wait()
-    except RuntimeError:  # of a trainer that is there: because of a server?
-        for number in range(servers):
-            if not is_there(number, timeout=5):
-                raise RuntimeError(f"worker{number}, a server, is gone") from None
-        raise
+class Server:
+    """The parameters, and what changes them. Several threads answer calls: hence the lock."""
+
+    def __init__(self, args: argparse.Namespace, trainers: int):
+        first = parameters_to_vector(make_model(args.seed).parameters()).detach()
+        self.values = nn.Parameter(first)
+        # An N-th of the rate for each of N trainers: together they go as far as one of them would.
+        self.optimizer = torch.optim.SGD([self.values], args.lr / trainers, args.momentum)
+        self.updates, self.max_staleness = args.steps * trainers, args.max_staleness
+        self.version = self.refused = 0  # updates made; gradients that were too old
+        self.pushes = []  # (trainer, staleness) of each update
+        self.lock = threading.Lock()
+
+    def pull(self) -> tuple[int, Tensor] | None:
+        """The version and the parameters, (parameters,), fp32; None: all updates are made."""
+        with self.lock:
+            if self.version == self.updates:
+                return None
+            return self.version, self.values.detach().clone()  # sent when the lock is free again
+
+    def push(self, trainer: int, version: int, gradient: Tensor) -> bool:
+        """gradient: (parameters,), fp32, at the parameters of `version`; False: pull again."""
+        with self.lock:
+            staleness = self.version - version
+            if self.version == self.updates:
+                return False
+            if self.max_staleness is not None and staleness > self.max_staleness:
+                self.refused += 1
+                return False
+            self.values.grad = gradient
+            self.optimizer.step()
+            self.version += 1
+            self.pushes.append((trainer, staleness))
+            return True
 
 
-def run(settings: Settings, number_of_servers: int) -> dict:
-    """Train; returns what there is to say about it."""
-    task = load_task(settings.data)
-    model = task.make_model(settings.seed)
-    parts = parameters_to_vector(model.parameters()).detach().tensor_split(number_of_servers)
-    states = saved_states(settings, number_of_servers)
-    servers = [
-        rpc.remote(RpcWorker.name_of(k), Shard, args=(k, parts[k], settings, states[k]))
-        for k in range(number_of_servers)
-    ]
-    begin = time.perf_counter()
-    reports = start_trainers(servers, settings, [len(part) for part in parts])
-    seconds = time.perf_counter() - begin
-    vector = torch.cat([server.rpc_sync().pull()[1] for server in servers])
-    vector_to_parameters(vector, model.parameters())
-    gradients = [server.rpc_sync().gradients() for server in servers]
-    version, stalenesses, refused = servers[0].rpc_sync().counts()
-    pushes = sum(report["pushes"] for report in reports)
-    return {
-        "settings": settings,
-        "version": version,
-        "accuracy": task.accuracy(model),
-        "stalenesses": stalenesses,
-        "refused": refused,
-        "seconds": seconds,
-        "bytes": sum(report["bytes"] for report in reports) / max(1, pushes),  # of one push
-        "vector": vector,
-        "gradients": {v: torch.cat([of[v] for of in gradients]) for v in gradients[0]},
-    }
+SERVER = Future()  # in worker 0: its server, once it is made
 
 
-def run_all(args: argparse.Namespace, worker: RpcWorker) -> None:
-    """One run for each combination of what is to be compared, and a row about each."""
-    trainers = tuple(range(args.servers, worker.world_size))
-    rows = []
-    seeds = range(args.seed, args.seed + args.seeds)
-    combinations = itertools.product(args.mode, args.pull_every, args.compress, seeds)
-    print_head()
-    for mode, pull_every, compress, seed in combinations:
-        if mode == "sync" and pull_every > min(args.pull_every):
-            continue  # its trainers always have the newest parameters
-        settings = Settings(
-            data=args.data,
-            mode=mode,
-            steps=args.steps,
-            batch_size=args.batch_size,
-            lr=args.lr,
-            momentum=args.momentum,
-            pull_every=1 if mode == "sync" else pull_every,
-            max_staleness=args.max_staleness,
-            compress=compress,
-            seed=seed,
-            trainers=trainers,
-            slow=args.slow,
-            patience=args.patience,
-            save=args.save and str(args.save),
-            save_every=args.save_every,
-        )
-        rows.append(run(settings, args.servers))
-        print_row(rows[-1])
-        if args.compare and mode == "sync":
-            one_process.compare(settings, rows[-1]["vector"], rows[-1]["gradients"])
-    if args.seeds > 1:
-        print_means(rows)
-    if args.plot:
-        plot(rows, args.plot)
+def the_server() -> Server:
+    """Called by rpc.remote: what it returns stays in worker 0, the caller gets a reference."""
+    return SERVER.result()
 
 
-def saved_states(settings: Settings, servers: int) -> list[dict | None]:
-    """Where each server goes on; None: at the beginning."""
-    if settings.save is None:
-        return [None] * servers
-    folder = Path(settings.save)
-    version = server_checkpoint.newest(folder, servers)
-    if version == 0:
-        return [None] * servers
-    print(f"continuing from version {version} in {folder}", flush=True)
-    return [server_checkpoint.load(folder, k, version, settings.identity()) for k in range(servers)]
+def train(server: rpc.RRef, args: argparse.Namespace, worker: RpcWorker) -> None:
+    """Pull, compute a gradient, push, until the server has made all updates."""
+    images, labels = read_digits()
+    model = make_model(args.seed)
+    own_rows = torch.Generator().manual_seed(1000 * args.seed + worker.rank)
+    while pulled := server.rpc_sync().pull():
+        version, values = pulled
+        vector_to_parameters(values, model.parameters())
+        for _ in range(args.pull_every):  # all but the first are of older parameters
+            rows = torch.randint(TRAINED, (args.batch_size,), generator=own_rows)
+            loss = F.cross_entropy(model(images[rows]), labels[rows])
+            gradient = parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
+            if not server.rpc_sync().push(worker.rank, version, gradient):
+                break
 
 
-def check_roles(args: argparse.Namespace) -> None:
-    """Before joining: what does not fit, each worker finds for itself."""
-    rank, world_size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
-    role = "server" if rank < args.servers else "trainer"
-    if args.role not in (None, role):
-        fail(f"--role {args.role}: rank {rank} is a {role}; servers are the first {args.servers}")
-    trainers = world_size - args.servers
-    if args.batch_size < trainers:
-        fail(f"--batch-size {args.batch_size} is too small for {trainers} trainers")
+def report(server: Server) -> None:
+    images, labels = read_digits()
+    model = make_model(seed=0)
+    vector_to_parameters(server.values.detach(), model.parameters())
+    right = model(images[TRAINED:]).argmax(1) == labels[TRAINED:]
+    by_trainer = Counter(trainer for trainer, _ in server.pushes)
+    counts = ", ".join(f"worker{rank} {by_trainer[rank]}" for rank in sorted(by_trainer))
+    print(f"{server.version} of {server.updates} updates: {counts}; refused {server.refused}")
+    if server.version < server.updates:
+        raise RuntimeError("all trainers have gone before the last update")
+    stalenesses = [staleness for _, staleness in server.pushes]
+    print(f"staleness: mean {sum(stalenesses) / len(stalenesses):.1f}, most {max(stalenesses)}")
+    print(f"accuracy: {right.float().mean():.3f}")
+
+
+def make_model(seed: int) -> nn.Module:
+    """64 pixels to 10 classes, 2,410 parameters: the same first values wherever it is made."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def read_digits() -> tuple[Tensor, Tensor]:
+    """Images, (1797, 64), fp32, and classes, (1797,), int64."""
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    return (images / 16).float(), labels
 
 
 def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(description="Parameter servers and their trainers.")
+    parser = ArgumentParser(description="A parameter server that applies gradients as they come.")
     add = parser.add_argument
-    add("--data", choices=TASKS, default="digits")
-    add("--mode", nargs="+", choices=MODES, default=["sync"])
-    add("--servers", type=at_least(1), default=1, help="the first workers; the others train")
-    add("--role", choices=("server", "trainer"), help="check that this process is one")
-    add("--steps", type=at_least(1), default=100, help="gradients of each trainer")
-    add("--batch-size", type=at_least(1), default=120, help="of all trainers together")
-    add("--lr", type=above(0), default=0.1)
+    add("--steps", type=at_least(1), default=100, help="updates, times the number of trainers")
+    add("--batch-size", type=at_least(1), default=40, help="images per gradient")
+    add("--lr", type=above(0), default=0.1, help="divided by the number of trainers")
     add("--momentum", type=between(0, 1), default=0.9)
-    add("--pull-every", nargs="+", type=at_least(1), default=[1], help="gradients; more: staler")
+    add("--pull-every", type=at_least(1), default=1, help="gradients from the same parameters")
     add("--max-staleness", type=at_least(0), help="refuse gradients of older parameters")
-    add("--compress", nargs="+", choices=KINDS, default=["none"], help="what pushes carry")
-    add("--slow", type=between(0, 10), default=0, help="seconds a step, of the last trainer")
     add("--seed", type=at_least(0), default=0)
-    add("--seeds", type=at_least(1), default=1, help="so many runs, with seeds from --seed on")
-    add("--compare", action="store_true", help="sync: with the same training in one process")
-    add("--save", type=Path, help="folder: servers save there, and continue from there")
-    add("--save-every", type=at_least(1), default=20, help="updates")
-    add("--plot", type=Path, help="write a picture of staleness and accuracy there")
-    add("--patience", type=above(0), default=10, help="seconds to wait for a trainer's gradient")
     add("--timeout", type=above(0), default=60, help="seconds, of each call")
-    args = parser.parse_args()
-    if args.patience * 2 > args.timeout:
-        fail(f"--patience {args.patience:g} must be at most half of --timeout {args.timeout:g}")
-    parser.make_folder("--save", args.save)
-    runs = len(args.mode) * len(args.pull_every) * len(args.compress) * args.seeds
-    if args.save and runs > 1:
-        fail(f"--save is for one run, not {runs}")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The synchronous parameter_server.py again, as Ray actors: the same batches, the same parameters.
+"""The synchronous parameter server as Ray actors, equal to one process.
 
     pip install -r requirements-clusters.txt
     python rpc_basics/ray_parameter_server.py
@@ -14,18 +14,20 @@ import os
 import time
 
 import torch
+import torch.nn.functional as F
 from arguments import ArgumentParser, above, at_least, fail
-from tasks import gradient_of, load_task
+from sklearn.datasets import load_digits
+from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-BATCH, SEED = 120, 0  # images of all trainers; of the first values and of the batches
+BATCH = 120  # images of all trainers together
 
 
 class Server:
     """Owns the parameters. An ordinary class: Ray puts an object of it into a process."""
 
     def __init__(self):
-        model = load_task("digits").make_model(SEED)
+        model = make_model()
         self.vector = parameters_to_vector(model.parameters()).detach().requires_grad_()
         self.optimizer = torch.optim.SGD([self.vector], lr=0.1, momentum=0.9)
 
@@ -43,15 +45,15 @@ class Server:
 class Trainer:
     def __init__(self, number: int, trainers: int):
         self.number, self.trainers = number, trainers
-        self.task = load_task("digits")
-        self.model = self.task.make_model(SEED)
+        self.model = make_model()
 
     def gradient(self, vector: torch.Tensor, step: int) -> torch.Tensor:
         """Of this trainer's part of the batch, with these parameters."""
         vector_to_parameters(vector, self.model.parameters())
-        images, labels = self.task.batch(BATCH, SEED, step)
+        images, labels = read_batch(step)
         part = slice(self.number, None, self.trainers)
-        return gradient_of(self.model, images[part], labels[part])[0]
+        loss = F.cross_entropy(self.model(images[part]), labels[part])
+        return parameters_to_vector(torch.autograd.grad(loss, list(self.model.parameters())))
 
 
 def train(args: argparse.Namespace, ray) -> torch.Tensor:
@@ -90,15 +92,27 @@ def main() -> None:
 
 def train_alone(steps: int) -> torch.Tensor:
     """The same training in this process: plain torch, the whole batch."""
-    task = load_task("digits")
-    model = task.make_model(SEED)
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
-        images, labels = task.batch(BATCH, SEED, step)
+        images, labels = read_batch(step)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        F.cross_entropy(model(images), labels).backward()
         optimizer.step()
     return parameters_to_vector(model.parameters()).detach()
+
+
+def make_model() -> nn.Module:
+    """64 pixels to 10 classes: the same first values wherever it is made."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def read_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images, (BATCH, 64), fp32, and classes, (BATCH,), int64: the same in every process."""
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    rows = torch.randint(len(labels), (BATCH,), generator=torch.Generator().manual_seed(step))
+    return (images[rows] / 16).float(), labels[rows]
 
 
 def parse_args() -> argparse.Namespace:

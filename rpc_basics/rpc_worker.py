@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ def rpc_worker(
         rpc_timeout=timeout,
         init_method=f"attempt://?timeout={timeout}",  # see meet()
     )
+    # torch's own init_rpc passes an object of a deprecated kind, and torch warns of it.
+    warnings.filterwarnings("ignore", message="You are using a Backend")
     rpc.init_rpc(
         worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options
     )

@@ -1,7 +1,6 @@
 """How long an object lives to which other workers have references, and what keeps it too long.
 
     torchrun --standalone --nproc_per_node=3 rpc_basics/rref_lifetime.py
-    torchrun --standalone --nproc_per_node=3 rpc_basics/rref_lifetime.py --plot lifetime.png
 
 worker1 owns the objects, worker0 and worker2 hold references. An object lives as long as its owner
 counts a reference to it anywhere. Look at the two counts: references, and objects that are alive.
@@ -11,7 +10,6 @@ Then at a loop that keeps what it should not; and at what shutdown still waits f
 import argparse
 import time
 import weakref
-from pathlib import Path
 
 import torch
 from arguments import ArgumentParser, above, at_least
@@ -21,7 +19,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 MEGABYTES = 4  # of one object
 KEPT = []  # references that this worker keeps
-NOTED = []  # seconds on the owner's clock, of each line that worker0 has printed
 
 
 @record
@@ -30,11 +27,9 @@ def main() -> None:
     with rpc_worker(args.timeout, least=3) as worker:
         if worker.rank == 0:
             owner, other = worker.name_of(1), worker.name_of(2)
-            print(f"{'ms':>10}  {'what worker0 has done':42}{'references':>11}{'objects':>9}")
+            print(f"{'what worker0 has done':42}{'references':>11}{'objects':>9}")
             show_one(owner, other)
             show_leak(owner, args.rounds)
-            if args.plot:
-                draw(rpc.rpc_sync(owner, history), args.plot)
             leave_something(owner)
     if worker.rank == 1:  # this worker was at its end first of all
         print(f"shutdown has waited for the call: {'yes' if LEFT else 'no'}; ", end="")
@@ -84,9 +79,8 @@ def leave_something(owner: str) -> None:
 
 def note(owner: str, what: str, references: int, objects: int) -> None:
     """Print the counts at the owner, once they are these. It hears of a drop a moment later."""
-    NOTED.append(rpc.rpc_sync(owner, wait_for, args=(references, objects)))
-    number, ms = len(NOTED), 1000 * (NOTED[-1] - NOTED[0])
-    print(f"{number:2}{ms:8.1f}  {what:42}{references:11}{objects:9}", flush=True)
+    rpc.rpc_sync(owner, wait_for, args=(references, objects))
+    print(f"{what:42}{references:11}{objects:9}", flush=True)
 
 
 # ---- what worker2 is asked to do
@@ -103,7 +97,6 @@ def drop() -> None:
 # ---- at the owner
 
 ALIVE = weakref.WeakSet()  # the objects that have not been deleted; keeps none of them
-HISTORY = []  # (seconds, references, objects), whenever counted
 LEFT = []  # how many objects were alive when the last call ended
 
 
@@ -113,35 +106,22 @@ class Block:
     def __init__(self):
         self.numbers = torch.ones(MEGABYTES * 2**18)
         ALIVE.add(self)
-        count()
 
     def sum(self) -> float:
-        count()
         return self.numbers.sum().item()
 
 
-def count() -> tuple[float, int, int]:
-    """(seconds, references of other workers, objects alive), now, at this owner."""
-    # torch has no public name for the number of references.
-    told = rpc._rref_context_get_debug_info()
-    HISTORY.append((time.perf_counter(), int(told["num_forks"]), len(ALIVE)))
-    return HISTORY[-1]
-
-
-def wait_for(references: int, objects: int) -> float:
-    """Seconds, when the counts are these. Raises RuntimeError if that is not within 10 s."""
-    deadline = time.perf_counter() + 10
+def wait_for(references: int, objects: int) -> None:
+    """Return when the counts are these. Raises RuntimeError if that is not within 10 s."""
+    deadline = time.monotonic() + 10
     while True:
-        now, *found = count()
+        # torch has no public name for the number of references.
+        found = [int(rpc._rref_context_get_debug_info()["num_forks"]), len(ALIVE)]
         if found == [references, objects]:
-            return now
-        if now > deadline:
+            return
+        if time.monotonic() > deadline:
             raise RuntimeError(f"{references} references, {objects} objects expected, not {found}")
         time.sleep(0.001)  # there is nothing that would wake us
-
-
-def history() -> list[tuple[float, int, int]]:
-    return HISTORY
 
 
 def work(seconds: float) -> None:
@@ -150,36 +130,9 @@ def work(seconds: float) -> None:
     LEFT.append(len(ALIVE))
 
 
-# ---- the picture
-
-
-def draw(points: list[tuple[float, int, int]], path: Path) -> None:
-    """The numbers in the picture are those of the lines printed."""
-    import matplotlib  # only here: the workers that do not draw start without it
-
-    matplotlib.use("Agg")  # draws into a file, needs no screen
-    import matplotlib.pyplot as plt
-
-    times = [1000 * (seconds - NOTED[0]) for seconds, _, _ in points]
-    _, axes = plt.subplots(figsize=(8, 3))
-    objects = [point[2] for point in points]
-    axes.fill_between(times, objects, step="post", color="C1", alpha=0.4, label="objects alive")
-    references = [point[1] for point in points]
-    axes.step(times, references, where="post", color="C0", label="references to them")
-    for number, seconds in enumerate(NOTED, 1):
-        ms = 1000 * (seconds - NOTED[0])
-        axes.axvline(ms, color="gray", linewidth=0.5, linestyle=":")
-        axes.text(ms, max(objects) + 0.5, str(number), ha="center", fontsize=8)
-    axes.set(xlabel="ms", ylabel="counted by worker1")
-    axes.legend(loc="upper left", bbox_to_anchor=(0, 0.9))
-    plt.tight_layout()
-    plt.savefig(path, dpi=150)
-
-
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="References to objects of other workers, counted.")
     parser.add_argument("--rounds", type=at_least(1), default=8, help="of the loop that leaks")
-    parser.add_argument("--plot", type=Path, help="write a picture of the counts there")
     parser.add_argument("--timeout", type=above(0), default=60, help="seconds, of each call")
     return parser.parse_args()
 

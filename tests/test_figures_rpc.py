@@ -24,7 +24,8 @@ def closed():
 def test_right_data_is_drawn():
     rpc.calls({"rpc_async": TOGETHER, "rpc_sync": ONE_BY_ONE})
     rpc.staleness(PUSHES)
-    rpc.accuracy(STALE, {0.1: (0.9, 0.9, 0.9), 1.0: (0.9, 0.2, 0.1)}, lambda s: 1 / (s + 1))
+    rates = {0.1: (0.9, 0.9, 0.9), 1.0: (0.9, 0.2, 0.1)}
+    rpc.accuracy(STALE, rates, lambda s: 1 / (s + 1), {(0.05, 0.9): (0.9, 0.9, 0.2)})
 
 
 def test_rare_old_pushes_have_bars(monkeypatch):
@@ -57,4 +58,10 @@ def test_staleness_of_another_trainer_is_refused():
 
 def test_exchanged_rates_are_refused():
     with pytest.raises(AssertionError, match="larger rates bear more staleness"):
-        rpc.accuracy(STALE, {1.0: (0.9, 0.9, 0.9), 0.1: (0.9, 0.2, 0.1)}, lambda s: 1)
+        rpc.accuracy(STALE, {1.0: (0.9, 0.9, 0.9), 0.1: (0.9, 0.2, 0.1)}, lambda s: 1, {})
+
+
+def test_momentum_counts():
+    """A rate of 0.05 with a momentum of 0.9 is one of 0.5: it bears less staleness than 0.1."""
+    with pytest.raises(AssertionError, match="larger rates bear more staleness"):
+        rpc.accuracy(STALE, {0.1: (0.9, 0.9, 0.2)}, lambda s: 1, {(0.05, 0.9): (0.9, 0.9, 0.9)})

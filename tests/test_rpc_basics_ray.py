@@ -1,4 +1,4 @@
-"""The parameter server of Ray actors: equal to one process, and no process of Ray's is left."""
+"""Actors: Ray's parameter server is equal to one process; the page's example of Monarch counts."""
 
 import re
 import sys
@@ -58,3 +58,19 @@ def test_without_ray_one_sentence_says_how_to_get_it(tmp_path):
     says = "error: Ray is not installed: pip install -r requirements-clusters.txt\n"
     assert result.output.endswith(says)
     assert "Traceback" not in result.output
+
+
+@pytest.mark.skipif(not installed("monarch"), reason="needs Monarch: what_to_use_today.md says how")
+@pytest.mark.slow
+def test_the_example_of_monarch_counts_as_printed(tmp_path):
+    page = (ROOT / "rpc_basics/what_to_use_today.md").read_text()
+    code, printed = re.search(
+        r"```python\n(.*?)```.*?(    controller: .*?)\n\n", page, re.S
+    ).groups()
+    script = tmp_path / "counter.py"
+    script.write_text(code)
+    output = python(script, timeout=300, cold=True).check().output
+    numbers = re.findall(r"process (\d+)", output)
+    assert len(set(numbers)) == 3  # two actors, and the controller
+    for line in re.sub(r"process \d+", "", printed).splitlines():
+        assert line.strip() in re.sub(r"process \d+", "", output)

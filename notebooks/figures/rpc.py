@@ -62,26 +62,33 @@ def staleness(pushes: Sequence[tuple[int, int]]) -> None:
 
 
 def accuracy(
-    stale: Sequence[int], accuracies: Mapping[float, Sequence[float]], limit: Callable
+    stale: Sequence[int],
+    accuracies: Mapping[float, Sequence[float]],
+    limit: Callable,
+    momentum: Mapping[tuple[float, float], Sequence[float]],
 ) -> None:
     """Accuracy over staleness, a line per learning rate; and over the rate in units of its limit.
 
-    accuracies: rate -> a value per staleness. limit: staleness -> largest rate. Raises
+    accuracies: rate -> a value per staleness. limit: staleness -> largest rate. momentum: (rate,
+    momentum) -> a value per staleness; such a rate counts 1 / (1 - momentum) times. Raises
     AssertionError if a larger rate bears more staleness: then rates are exchanged.
     """
+    rows = [(rate, f"rate {rate:g}", row) for rate, row in accuracies.items()]
+    for (rate, mu), row in momentum.items():
+        rows.append((rate / (1 - mu), f"rate {rate:g},\nmomentum {mu:g}", row))
     bears = []
-    for _, row in sorted(accuracies.items()):
+    for _, _, row in sorted(rows):
         good = [s for s, value in zip(stale, row, strict=True) if value > 0.75]
         bears.append(max(good, default=-1))
     assert bears == sorted(bears, reverse=True), f"larger rates bear more staleness: {bears}"
     figure, (left, right) = figures.panels(2, 3.2, sharey=True)
-    for rate, row in accuracies.items():
-        left.plot([s + 1 for s in stale], row, "o-", label=f"rate {rate:g}")
-        right.plot([rate / limit(s) for s in stale], row, "o-", label=f"rate {rate:g}")
+    for rate, label, row in rows:
+        left.plot([s + 1 for s in stale], row, "o-", label=label)
+        right.plot([rate / limit(s) for s in stale], row, "o-", label=label)
     left.set(xscale="log", xlabel="staleness", ylabel="accuracy after 200 updates", ylim=(0, 1))
     left.set_xticks([s + 1 for s in stale], [str(s) for s in stale], minor=False)
     left.minorticks_off()
     right.axvline(1, color="0.5", linestyle="--")
-    right.set(xscale="log", xlabel="rate / limit of the formula")
-    left.legend()
+    right.set(xscale="log", xlabel="rate / (1 - momentum) / limit of the formula")
+    right.legend(loc="lower left")
     figures.show(figure)
