@@ -50,15 +50,15 @@ def test_first_values_are_drawn_a_shard_at_a_time(ranks):
 
 # ---- memory_at_scale.py: the bytes of one of 1,024 ranks
 
-SMALL = "--layers 8 --heads 8 --dim 64 --block-size 32 --vocab-size 320"
+SMALL = "--layers 8 --heads 8 --dim 64 --block-size 64 --vocab-size 320"
 BLOCK = (12 * 64 * 64 + 6 * 64, 6 * 64)  # numbers that tp shards, and those it does not
 # Of 8 x 2 x 8 x 8 ranks each stage has one layer. 15 tensors are in a block, 2 before all blocks,
 # 3 behind them. (flags, numbers on the rank, tensors of the rank)
 SCALE = {
-    "first": ("--rank 0", (BLOCK[0] + (320 + 32) * 64) // 64 + BLOCK[1] // 8, 17),
+    "first": ("--rank 0", (BLOCK[0] + (320 + 64) * 64) // 64 + BLOCK[1] // 8, 17),
     "middle": ("--rank 600", BLOCK[0] // 64 + BLOCK[1] // 8, 15),
     "last": ("--rank 1023", (BLOCK[0] + 320 * 64) // 64 + (BLOCK[1] + 2 * 64) // 8, 18),
-    "replicas": ("--rank 0 --pp 1 --dp-shard 1 --tp 1", 8 * sum(BLOCK) + 672 * 64 + 128, 125),
+    "replicas": ("--rank 0 --pp 1 --dp-shard 1 --tp 1", 8 * sum(BLOCK) + 704 * 64 + 128, 125),
     # Of 12 rows over 8 shards the first six ranks have two, of 20 the first six three and the next
     # one two, of 48 each has six: a weight of 12 columns and a bias.
     "uneven": ("--rank 6", 2 * 2 * 12 + 6 * 13, 20),
