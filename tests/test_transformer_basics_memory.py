@@ -91,7 +91,7 @@ def test_dry_run_says_which_rank_it_is():
 
 
 @pytest.mark.parametrize(
-    "flags, sentence",
+    ("flags", "sentence"),
     [
         ("--rank 1024", "--rank 1024: the ranks are 0 to 1023"),
         ("--vocab-size 50257", "--vocab-size 50257 does not divide by --tp 8"),
