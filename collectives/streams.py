@@ -39,7 +39,8 @@ MIB = 2**20
 @record
 def main() -> None:
     args = parse_args()
-    print(f"1. five programs, each with one line and without it, on {torch.cuda.get_device_name()}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print("\n1. five programs, each with one line and without it")
     for name, (program, line) in PROGRAMS.items():
         print(f"\n{name}")
         for start, with_line in ((f"with {line}: ", True), ("without: ", False)):

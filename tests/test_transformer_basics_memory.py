@@ -83,6 +83,15 @@ def test_bytes_at_scale_are_what_arithmetic_says(name):
     }
 
 
+def test_readme_has_the_bytes_of_gpt_3():
+    block, rest = 12 * 12288**2 + 6 * 12288, 6 * 12288  # as BLOCK
+    numbers = 12 * (block // 64 + rest // 8) + 50304 * 12288 // 64 + 2 * 12288 // 8
+    adam = 8 * numbers + 4 * (12 * 15 + 3)
+    readme = (ROOT / "transformer_basics/README.md").read_text()
+    for name, value in (("parameters", 4 * numbers), ("optimizer state", adam)):
+        assert re.search(rf"^    {name} +{value:,} +{value:,} ", readme, re.M), name
+
+
 def test_dry_run_says_which_rank_it_is():
     flags = ("--rank", 600, *SMALL.split())
     said = python(ROOT / "transformer_basics/memory_at_scale.py", *flags).check().output
