@@ -221,7 +221,7 @@ def memory_timeline(size: int, layers: int = 4) -> list[tuple[str, int]]:
     loss = x.sum()
     del x  # else it would live as long as the loss
     loss.backward()
-    note("end of backward")
+    note("backward")
     optimizer.step()
     note("optimizer step")
     optimizer.zero_grad()
