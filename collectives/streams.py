@@ -112,7 +112,8 @@ def record_stream(size: int, with_line: bool) -> torch.Tensor:
 
 def read_copy(size: int, with_line: bool) -> torch.Tensor:
     """The CPU reads a copy that does not block."""
-    copy = slow_twos(size).to("cpu", non_blocking=True)
+    copy = torch.zeros(size, size).pin_memory()
+    copy.copy_(slow_twos(size), non_blocking=True)
     if with_line:
         torch.cuda.current_stream().synchronize()
     return copy.clone()
@@ -139,12 +140,12 @@ PROGRAMS = {  # name -> (program, the line that it has or has not)
 
 
 def slow_twos(size: int) -> torch.Tensor:
-    """A matrix of 2, after enough work for the program to be ahead of the GPU."""
+    """A matrix of 0, then other work, so that the program is ahead of the GPU, then the 0 are 2."""
+    x = torch.zeros(size, size, device="cuda")
     eye = torch.eye(size, device="cuda")
-    x = 2 * torch.ones(size, size, device="cuda")
     for _ in range(20):
-        x = eye @ x
-    return x
+        eye = eye @ eye
+    return x.add_(2)
 
 
 # ---- 2. prefetch
