@@ -61,7 +61,7 @@ def print_wrapped(text: str) -> None:
 
 
 def outcome(program, size: int, with_line: bool) -> str:
-    """What becomes of numbers that are all 2, or the error of a GPU that checks."""
+    """Whether a program that should return 2s does, or the error of a GPU that checks."""
     torch.cuda.synchronize()
     try:
         numbers = program(size, with_line)

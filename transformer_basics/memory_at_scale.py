@@ -62,7 +62,7 @@ def take_step(
 ) -> None:
     """One micro-batch of one sequence through this stage alone, and the optimizer's step.
 
-    What a pipeline would receive is made up: hidden states, and the gradients of what it sends.
+    The hidden states of the previous stage, and the gradients of the next one, are made up.
     """
     tokens = torch.zeros(1, settings.block_size, dtype=torch.int64)
     tokens_here = settings.block_size // (settings.tp if settings.sequence_parallel else 1)
