@@ -1,8 +1,8 @@
 r"""CUDA streams and memory: events, prefetch, forgotten waits, out of memory, a memory timeline.
 
-    python collectives/streams.py                                        # on a GPU
-    make .venv-emulated/installed                                        # without one, once, then:
-    EMULATED_GPUS=1 .venv-emulated/bin/python collectives/streams.py
+    python collectives/streams.py                                       # on GPUs
+    make .venv-emulated/installed                                       # or once: emulated GPUs,
+    EMULATED_GPUS=1 .venv-emulated/bin/python collectives/streams.py    # then on emulated GPUs
 
 A GPU executes kernels in streams, which are queues. Python only puts kernels into a queue. The
 kernels of one stream run in order. Nothing orders the kernels of two streams but events: one stream
