@@ -128,9 +128,12 @@ LEFT_OUT = {
     "parallel_basics/pipeline_parallel.py": TWO,
     "parallel_basics/tied_stages.py": TWO,
     "transformer_basics/generate.py": "needs a checkpoint: the step checkpoints runs it",
+    "transformer_basics/memory_at_scale.py": "computes without a device",
     "transformer_basics/three_dimensions.py": "needs eight ranks",
 }
-SILENT = {"collectives/init_methods.py", "custom_backend/layers.py"}  # do not name the device
+ONLY_CUDA = "collectives/streams.py"  # has no --device
+# These do not name the device.
+SILENT = {"collectives/init_methods.py", "custom_backend/layers.py", ONLY_CUDA}
 SHORT = {
     "ddp_basics/train.py": "--epochs 1",
     "fsdp_basics/train.py": "--epochs 1",
@@ -146,13 +149,15 @@ def scripts(job: Job, ranks: int = 1) -> None:
     commands = {}
     for name in names:
         needs_transformers = "\nfrom transformers import" in text_of_modules(name)
-        if name in LEFT_OUT and (ranks == 1 or LEFT_OUT[name] != TWO):
+        if name == ONLY_CUDA and (ranks > 1 or job.args.device != "cuda"):
+            job.leave_out(name, "needs one rank on a CUDA device")
+        elif name in LEFT_OUT and (ranks == 1 or LEFT_OUT[name] != TWO):
             job.leave_out(name, LEFT_OUT[name])
         elif needs_transformers and not has("transformers"):
             job.leave_out(name, "transformers is not installed")
         else:
             flags = SHORT.get(name, "").split()
-            if not name.endswith("/minimal.py"):
+            if not name.endswith("/minimal.py") and name != ONLY_CUDA:
                 flags += ["--device", job.args.device]
             commands[name] = python(name, *flags, ranks=ranks)
     at_once = max(1, min(8, os.cpu_count() // ranks))
@@ -171,7 +176,7 @@ def has_device(name: str) -> bool:
     if "__main__" not in script or not (ROOT / name).with_name("runtime.py").exists():
         return False
     takes_a_gpu = "torch.accelerator" in script and name.endswith("/minimal.py")
-    return takes_a_gpu or '"--device"' in text_of_modules(name)
+    return takes_a_gpu or name == ONLY_CUDA or '"--device"' in text_of_modules(name)
 
 
 def text_of_modules(name: str) -> str:

@@ -5,9 +5,10 @@ said = hosts("lab_up", "python clusters/lab.py up 3")    prints what the command
 agent = start("torchrun ...")                            the same in the background
 
 The commands are lines of bash, typed in the root of the repository; $RUNS is a folder for files
-that nobody needs later. Some need root, or packages of the system. Where lab.py or test_cluster.sh
-say that they cannot run here, this terminal shows recorded/lab_up.txt, now and from then on, and a
-first line says which of the two it is, and why. Everything else that fails raises.
+that nobody needs later. Some need root, a GPU, or packages of the system. Where lab.py, streams.py
+or test_cluster.sh say that they cannot run here, this terminal shows recorded/lab_up.txt, now and
+from then on, and a first line says which of the two it is, and why. Everything else that fails
+raises.
 
     RECORD=yes python notebooks/execute.py notebooks/19_clusters.ipynb    # write recorded/ anew
 """
@@ -26,8 +27,11 @@ from course import FOLDER, KERNEL, ROOT, end_processes
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 RUNS = FOLDER / "runs"
-# What lab.py and test_cluster.sh say where they cannot run at all. Nothing else is made up for.
-NOT_HERE = r"error: (?:a lab needs|no hosts could be made|there is no \w+ here|the daemons of).*"
+# What these say where they cannot run at all. Nothing else is made up for.
+NOT_HERE = (
+    r"error: (?:a lab needs|no hosts could be made|there is no \w+ here|the daemons of"
+    r"|streams need a GPU).*"
+)
 
 
 class Terminal:

@@ -229,6 +229,19 @@ def test_orders_of_computing_and_sending(shown):
             cost_of_communication.orders(exchanged)
 
 
+def test_the_memory_of_a_step_is_what_the_script_printed(shown, monkeypatch):
+    heights = []
+    monkeypatch.setattr(
+        plt.Axes, "barh", lambda ax, y, width, *_, **style: heights.append((y, width))
+    )
+    table = "after          MiB\nforward 0     1.50  ####\nend of step  12.25  ########\n"
+    cost_of_communication.memory_of_a_step(f"2 of 4 numbers are wrong\n{table}")
+    assert heights == [(0, 1.5), (1, 12.25)]
+    assert len(shown) == 1
+    with pytest.raises(ValueError, match="no table of memory"):
+        cost_of_communication.memory_of_a_step("forward 0")
+
+
 def test_ring(shown):
     held = ring_of(3)
     point_to_point.ring(held)

@@ -173,6 +173,15 @@ def test_without_a_package_its_tests_are_left_out(gpu, monkeypatch, tmp_path):
     assert run == {"status": "left out", "lines": "transformers is not installed"}
 
 
+def test_a_script_without_device_is_left_out_on_a_cpu(gpu, monkeypatch, tmp_path):
+    names = (gpu.ONLY_CUDA, "transformer_basics/memory_at_scale.py")
+    monkeypatch.setattr(gpu, "has_device", lambda name: name in names)
+    status, found = carry_out(gpu, monkeypatch, tmp_path, scripts=(gpu.scripts, 1))
+    assert status == 0
+    reasons = [run["lines"] for run in found["scripts"]["runs"].values()]
+    assert reasons == ["needs one rank on a CUDA device", "computes without a device"]
+
+
 def test_sigterm_ends_all_processes(tmp_path):
     driver = tmp_path / "driver.py"
     driver.write_text(

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import terminal
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-CALL = re.compile(r'(?:hosts|slurm)\(\s*"(\w+)"')
+CALL = re.compile(r'(?:hosts|slurm|gpu)\(\s*"(\w+)"')
 LAB_SAYS = "lab.py: error: a lab needs ip and tc: apt install iproute2"
 NO_LAB = f"echo '{LAB_SAYS}'; exit 2"
 
@@ -57,6 +57,8 @@ def test_what_cannot_run_is_shown_as_recorded(records, capsys):
         ("lab.py: error: no hosts could be made here: unshare: Operation not permitted", True),
         ("test_cluster.sh: error: there is no slurmctld here: apt install slurm-wlm munge", True),
         ("test_cluster.sh: error: the daemons of Slurm need root", True),
+        ("streams.py: error: streams need a GPU. Without one: make .venv-emulated", True),
+        ("streams.py: error: --size: must be an integer of at least 16, not 1", False),
         ("lab.py: error: there is no host 9: they are 0 to 2", False),
         ("lab.py: error: there is no lab of the name lab; `lab.py up 3` makes one", False),
         ("test_cluster.sh: error: slurmctld does not start: a reason", False),

@@ -1,9 +1,11 @@
 """transformer_basics: what a rank holds while it trains and evaluates, in bytes."""
 
+import re
+
 import pool
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, python
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +46,68 @@ def test_first_values_are_drawn_a_shard_at_a_time(ranks):
             assert largest == 4 * 512 * 512, mesh  # one tile
             # Two ranks: shards end where tiles do. On 2 x 2 some tiles belong to two ranks.
             assert drawn == held or (mesh == "both" and drawn <= 2 * held), mesh
+
+
+# ---- memory_at_scale.py: the bytes of one of 1,024 ranks
+
+SMALL = "--layers 8 --heads 8 --dim 64 --block-size 64 --vocab-size 320"
+BLOCK = (12 * 64 * 64 + 6 * 64, 6 * 64)  # numbers that tp shards, and those it does not
+# Of 8 x 2 x 8 x 8 ranks each stage has one layer. 15 tensors are in a block, 2 before all blocks,
+# 3 behind them. (flags, numbers on the rank, tensors of the rank)
+SCALE = {
+    "first": ("--rank 0", (BLOCK[0] + (320 + 64) * 64) // 64 + BLOCK[1] // 8, 17),
+    "middle": ("--rank 600", BLOCK[0] // 64 + BLOCK[1] // 8, 15),
+    "last": ("--rank 1023", (BLOCK[0] + 320 * 64) // 64 + (BLOCK[1] + 2 * 64) // 8, 18),
+    "replicas": ("--rank 0 --pp 1 --dp-shard 1 --tp 1", 8 * sum(BLOCK) + 704 * 64 + 128, 125),
+    # Of 12 rows over 8 shards the first six ranks have two, of 20 the first six three and the next
+    # one two, of 48 each has six: a weight of 12 columns and a bias.
+    "uneven": ("--rank 6", 2 * 2 * 12 + 6 * 13, 20),
+    "uneven, last": ("--rank 7", 6 * 13, 20),
+}
+UNEVEN = "--ranks 8 --pp 1 --tp 1 --layers 1 --heads 2 --dim 12 --block-size 10 --vocab-size 20"
+
+
+@pytest.mark.parametrize("name", SCALE)
+def test_bytes_at_scale_are_what_arithmetic_says(name):
+    flags, numbers, tensors = SCALE[name]
+    flags = f"{flags} {UNEVEN if 'uneven' in name else SMALL}"
+    said = python(ROOT / "transformer_basics/memory_at_scale.py", *flags.split()).check().output
+    table = re.findall(r"^([a-z ]+?) +([\d,]+) +([\d,]+) +[\d.]+$", said, re.M)
+    found = {name: tuple(int(n.replace(",", "")) for n in rest) for name, *rest in table}
+    adam = 8 * numbers + 4 * tensors
+    assert found == {
+        "parameters": (4 * numbers,) * 2,
+        "gradients": (4 * numbers,) * 2,
+        "optimizer state": (adam,) * 2,
+        "sum": (8 * numbers + adam,) * 2,
+    }
+
+
+def test_readme_has_the_bytes_of_gpt_3():
+    block, rest = 12 * 12288**2 + 6 * 12288, 6 * 12288  # as BLOCK
+    numbers = 12 * (block // 64 + rest // 8) + 50304 * 12288 // 64 + 2 * 12288 // 8
+    adam = 8 * numbers + 4 * (12 * 15 + 3)
+    readme = (ROOT / "transformer_basics/README.md").read_text()
+    for name, value in (("parameters", 4 * numbers), ("optimizer state", adam)):
+        assert re.search(rf"^    {name} +{value:,} +{value:,} ", readme, re.M), name
+
+
+def test_dry_run_says_which_rank_it_is():
+    flags = ("--rank", 600, *SMALL.split())
+    said = python(ROOT / "transformer_basics/memory_at_scale.py", *flags).check().output
+    # 600 = 4 x 128 + 1 x 64 + 3 x 8 + 0
+    assert "rank 600 of 1024: pp 4, dp_replicate 1, dp_shard 3, tp 0; layers 4 to 4\n" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--rank 1024", "--rank 1024: the ranks are 0 to 1023"),
+        ("--vocab-size 50257", "--vocab-size 50257 does not divide by --tp 8"),
+        ("--ranks 1000", "do not multiply to the 1000 rank(s) of this job"),
+    ],
+)
+def test_dry_run_refuses_what_does_not_fit(flags, sentence):
+    result = python(ROOT / "transformer_basics/memory_at_scale.py", *flags.split())
+    assert result.returncode == 2
+    assert sentence in result.output

@@ -46,6 +46,14 @@ def spread_model(
     if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, these groups wait 30 minutes
         for group in mesh.get_all_groups():
             dist.set_timeout(timedelta(seconds=settings.timeout), group)
+    model = shard_model(config, settings, mesh)
+    materialize(model, device)  # memory for this rank's part only
+    pipeline = Pipeline(model, mesh["pp"], settings, device) if settings.pp > 1 else None
+    return mesh, model, pipeline
+
+
+def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> GPT:
+    """This rank's part of the model on the mesh of all ranks; its parameters have no memory yet."""
     with parameters_without_memory():  # no rank needs room for the full model
         model = GPT(config, stage_layers(config.layers, mesh["pp"]))  # some layers
     if settings.tp > 1:  # some features of each layer
@@ -62,9 +70,7 @@ def spread_model(
         PRECISIONS[settings.precision],
         reshard_after_forward=not settings.keep_gathered and settings.pp == 1,
     )
-    materialize(model, device)  # memory for this rank's part only
-    pipeline = Pipeline(model, mesh["pp"], settings, device) if settings.pp > 1 else None
-    return mesh, model, pipeline
+    return model
 
 
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:

@@ -1,5 +1,6 @@
 """The pictures of chapter 4: what a message costs, who sends what to whom, and when."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import torch
 from matplotlib.colors import ListedColormap
 
 from figures import (
+    ACTIONS,
     COLOURS,
     LINES,
     WIDTH,
@@ -208,6 +210,27 @@ def orders(spans: Mapping[str, Sequence[tuple]]) -> None:
         }
         timeline(rows, title=f"{order}, rank 0", ax=ax)
     axes[0].set_xlabel("")
+    show(figure)
+
+
+# ---- the memory of a GPU
+
+
+def memory_of_a_step(said: str) -> None:
+    """The memory allocated at each moment of a training step, from the last table of streams.py.
+
+    Raises ValueError if `said` has no such table.
+    """
+    rows = re.findall(r"^(\w+(?: \w+)*) +(\d+\.\d+)  #+$", said, re.M)
+    if not rows:
+        raise ValueError("streams.py has printed no table of memory")
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.4))
+    for y, (moment, mib) in enumerate(rows):
+        phase = moment.split()[0]
+        colour = ACTIONS.get(phase, ACTIONS["reduce"])
+        ax.barh(y, float(mib), 0.9, color=colour, edgecolor="0.35", linewidth=0.5)
+    ax.set(yticks=range(len(rows)), yticklabels=[f"after {moment}" for moment, _ in rows])
+    ax.set(ylim=(len(rows) - 0.5, -0.5), xlabel="MiB allocated", title="first step of an MLP")
     show(figure)
 
 

@@ -46,6 +46,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RECORD = ROOT / "benchmarks/results/mutants.md"
 RESULTS = ROOT / "runs/mutants.jsonl"  # what --resume reads
+EMULATED = ".venv-emulated"  # tests on emulated GPUs run in it
 SECONDS = 240  # for one test; a test that takes longer counts as failed
 IMPORTED = (  # by many tests; none of this starts a thread
     "sklearn.datasets",
@@ -183,6 +184,8 @@ def judge(status: int | None, said: str, tests: list[str]) -> tuple[str, str]:
     """What pytest's exit status and output mean."""
     if status is None:
         return KILLED, "time-out"
+    if status == 0 and " passed" not in said:
+        return ERROR, "its tests were skipped"
     if status == 0:
         return SURVIVED, ""
     failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+?::.*?)(?: - .*)?$", said, re.M)
@@ -288,6 +291,8 @@ def copy_tracked_files(tree: Path) -> None:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
+    if (ROOT / EMULATED).exists():
+        (tree / EMULATED).symlink_to(ROOT / EMULATED)
 
 
 def check_green(tree: Path, chosen: list[Mutant]) -> None:

@@ -1,0 +1,163 @@
+r"""Bytes per rank on a mesh of 1,024 ranks, computed in one process without memory: a dry run.
+
+    python transformer_basics/memory_at_scale.py                          # rank 0
+    python transformer_basics/memory_at_scale.py --rank 1023              # of the last stage
+    python transformer_basics/memory_at_scale.py --ranks 64 --pp 1 --tp 8 --dp-shard 8 \
+        --layers 32 --heads 32 --dim 4096
+
+The model is spread as train.py spreads it, by the same functions. Fake tensors have shapes, dtypes
+and devices, but no memory. The fake process group has 1,023 other ranks that send nothing: its
+collectives return at once. So the program takes a real training step in every respect but numbers.
+
+Look at the two columns. The bytes are those of the tensors that exist after the step; the formula
+counts the rows and columns of a GPT by hand. Try --pp 1 or --dp-shard 1 before you rent a cluster.
+(Not counted: activations, gathered parameters and other temporary memory.)
+"""
+
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from arguments import ArgumentParser, UserError, at_least
+from config import AXES, Settings
+from model import GPT, GPTConfig, cross_entropy
+from optimizer import make_optimizer
+from parallelize import materialize, shard_model
+from pipeline import stage_layers
+from step import clip_gradients
+from torch._subclasses.fake_tensor import FakeTensorMode  # there is no public name for it
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+# Importing it makes the backend "fake" known: there is no public way.
+from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+GIB = 2**30
+
+
+@record
+def main() -> None:
+    args, settings = parse_args()
+    config = settings.model(args.vocab_size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=args.rank, world_size=args.ranks)
+    mesh = init_device_mesh("cpu", settings.mesh_shape(), mesh_dim_names=AXES)
+    model = shard_model(config, settings, mesh)
+    # The mesh was made before: it keeps its table of ranks in a tensor, which must have numbers.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialize(model, torch.device("cpu"))
+        optimizer = make_optimizer(model, settings)
+        take_step(model, optimizer, mesh, settings)
+    place = ", ".join(f"{axis} {i}" for axis, i in zip(AXES, mesh.get_coordinate(), strict=True))
+    layers = stage_layers(config.layers, mesh["pp"])
+    print(f"rank {args.rank} of {args.ranks}: {place}; layers {layers.start} to {layers.stop - 1}")
+    report(measure(model, optimizer), formula(config, settings, mesh))
+    dist.destroy_process_group()
+
+
+def take_step(
+    model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, settings: Settings
+) -> None:
+    """One micro-batch of one sequence through this stage alone, and the optimizer's step.
+
+    The hidden states of the previous stage, and the gradients of the next one, are made up.
+    """
+    tokens = torch.zeros(1, settings.block_size, dtype=torch.int64)
+    tokens_here = settings.block_size // (settings.tp if settings.sequence_parallel else 1)
+    hidden = torch.zeros(1, tokens_here, settings.dim, requires_grad=True)
+    with loss_parallel() if settings.loss_parallel else nullcontext():
+        out = model(tokens if model.is_first else hidden)
+        (cross_entropy(out, tokens) if model.is_last else out.sum()).backward()
+    clip_gradients(model, settings.clip, mesh)
+    optimizer.step()
+
+
+def measure(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of the tensors that this rank holds between two steps."""
+
+    def nbytes(tensor: torch.Tensor) -> int:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.numel() * local.element_size()
+
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return {
+        "parameters": sum(nbytes(p) for p in model.parameters()),
+        "gradients": sum(nbytes(p.grad) for p in model.parameters()),
+        "optimizer state": sum(nbytes(tensor) for tensor in states),
+    }
+
+
+def formula(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> dict[str, int]:
+    """The same bytes from the shapes of a GPT: float32, AdamW, the mesh of `settings`.
+
+    pp chooses layers. tp divides the rows of a column-parallel weight (out, in), and the columns of
+    a row-parallel one. dp_shard divides the rows that are left: rounded up, so that the last ranks
+    may have fewer. dp_replicate divides nothing.
+    """
+    tp, shards, width = settings.tp, settings.dp_shard, config.dim
+    layers = stage_layers(config.layers, mesh["pp"])
+    # (rows, columns) on each tp rank
+    block = [(width // tp, width)] * 3 + [(4 * width // tp, width)]  # query, key, value; expand
+    block += [(width // tp, 1)] * 2 + [(4 * width // tp, 1)]  # biases: query, value; expand
+    block += [(width, width // tp), (width, 4 * width // tp)]  # out, contract
+    block += [(width, 1)] * 6  # two norms, with a weight and a bias; biases: out, contract
+    tensors = block * len(layers)
+    if layers.start == 0:  # embeddings
+        positions = config.block_size // (tp if settings.sequence_parallel else 1)
+        tensors += [(config.vocab_size // tp, width), (positions, width)]
+    if layers.stop == config.layers:  # norm, head
+        tensors += [(width, 1)] * 2 + [(config.vocab_size // tp, width)]
+    shard = mesh["dp_shard"].get_local_rank()
+    numbers = 0
+    for rows, columns in tensors:
+        most = math.ceil(rows / shards)
+        numbers += max(0, min(most, rows - shard * most)) * columns
+    return {
+        "parameters": 4 * numbers,
+        "gradients": 4 * numbers,
+        "optimizer state": 8 * numbers + 4 * len(tensors),  # two means, and a count of steps
+    }
+
+
+def report(measured: dict[str, int], expected: dict[str, int]) -> None:
+    print(f"\n{'':16}{'bytes':>16}{'formula':>16}{'GiB':>8}")
+    rows = {name: (measured[name], expected[name]) for name in measured}
+    rows["sum"] = tuple(map(sum, zip(*rows.values(), strict=True)))
+    for name, (found, wanted) in rows.items():
+        print(f"{name:16}{found:16,}{wanted:16,}{found / GIB:8.2f}")
+
+
+def parse_args():
+    parser = ArgumentParser(description="Bytes per rank on a large mesh, in one process.")
+    add = parser.add_argument
+    add("--ranks", type=at_least(1), default=1024, help="of the job (default: 1024)")
+    add("--rank", type=at_least(0), default=0, help="the rank to compute (default: 0)")
+    add("--pp", type=at_least(1), default=8, help="pipeline stages (default: 8)")
+    add("--dp-replicate", type=at_least(1), help="replicas (default: the ranks that are left)")
+    add("--dp-shard", type=at_least(1), default=8, help="FSDP shards per replica (default: 8)")
+    add("--tp", type=at_least(1), default=8, help="tensor-parallel shards (default: 8)")
+    add("--layers", type=at_least(1), default=96, help="default: GPT-3's 96")
+    add("--heads", type=at_least(1), default=96, help="default: GPT-3's 96")
+    add("--dim", type=at_least(1), default=12288, help="width of the model (default: 12288)")
+    add("--block-size", type=at_least(1), default=2048, help="tokens per sequence (default: 2048)")
+    add("--vocab-size", type=at_least(1), default=50304, help="tokens known (default: 50304)")
+    args = parser.parse_args()
+    if args.rank >= args.ranks:
+        parser.error(f"--rank {args.rank}: the ranks are 0 to {args.ranks - 1}")
+    chosen = {name: value for name, value in vars(args).items() if name in Settings.__annotations__}
+    is_tp = args.tp > 1
+    try:
+        settings = Settings(
+            **chosen, batch_size=args.ranks, sequence_parallel=is_tp, loss_parallel=is_tp
+        ).on(args.ranks)
+    except UserError as error:
+        parser.error(str(error))
+    if args.vocab_size % args.tp:
+        parser.error(f"--vocab-size {args.vocab_size} does not divide by --tp {args.tp}")
+    return args, settings
+
+
+if __name__ == "__main__":
+    main()
