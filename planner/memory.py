@@ -1,7 +1,6 @@
 """The bytes that a training step holds on one GPU: one function per part."""
 
 import numpy as np
-
 from shapes import Cluster, Mesh, Model, Number
 from stacks import Stack
 from step_time import BF16, kept_bytes, stage_layers, stage_parameters

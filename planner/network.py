@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-
 from shapes import Cluster, Number
 
 REACHED = 0.8  # of a link's datasheet bandwidth, by large messages
@@ -27,7 +26,7 @@ class Ring:
         return self.count * self.volume_bytes * (self.size - 1) / self.size
 
     def port_bytes(self, cluster: Cluster) -> Number:
-        """Bytes on the network port of one GPU. A ring enters a node once: k ports share a stream."""
+        """Bytes on one GPU's network port: a ring enters a node once, so k ports share a stream."""
         here = self.ranks_per_node(cluster)
         return np.where(self.size > here, self.sent_bytes() / here, 0)
 

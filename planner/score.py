@@ -4,12 +4,14 @@
     python planner/score.py --leave-out model                   cross-validation: see below
     python planner/score.py other_rows.csv --json               rows of yours, for a program
 
-One line per family: errors of time and memory; skill, which is 0 for the best single constant and 1 for
-no error; how often "fits" is right; what the pick costs next to the best measured mesh. With
---leave-out, the constants for the rows of a model (or a number of GPUs, or one row) are set without it.
+One line per family: errors of time and memory; skill, which is 0 for the best single constant and 1
+for no error; how often "fits" is right; what the pick costs next to the best measured mesh. With
+--leave-out, the constants for the rows of a model (or a number of GPUs, or one row) are set without
+these rows.
 """
 
 import argparse
+import csv
 import dataclasses
 import json
 import sys
@@ -17,8 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-
-from fit import FITS, fitted
+from fitting import FITS, fitted
 from memory import fits, memory_gib
 from rows import PUBLISHED, UnreadableRow, measured, number, parse, read, stacked
 from stacks import Stack, choose, load
@@ -228,7 +229,7 @@ def main():
     args = parse_args()
     try:
         rows = read(args.rows)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         print(f"{args.rows} cannot be read: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     good, reasons = usable(rows)

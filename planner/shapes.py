@@ -1,7 +1,8 @@
-"""What a plan is about: a model, a cluster and a mesh. Fields are numbers, or arrays of one length.
+"""What a plan is about: a model, a cluster and a mesh.
 
-With arrays in its fields one object stands for many meshes (or many published runs), and each formula
-of memory.py and step_time.py computes all of them at once.
+Fields are numbers, or arrays of one length. With arrays in its fields one object stands for many
+meshes (or many published runs), and each formula of memory.py and step_time.py computes all of them
+at once.
 """
 
 import dataclasses

@@ -4,7 +4,6 @@ In the formulas R is the work of a layer in forward passes: 3, and 4 with full c
 """
 
 import numpy as np
-
 from network import REACHED, Ring
 from shapes import Cluster, Mesh, Model, Number
 from stacks import Stack
@@ -272,7 +271,7 @@ def step_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
 def model_flop(model: Model, mesh: Mesh) -> Number:
     """FLOP of a step for MFU, all GPUs together: 6 per weight and token, 12 L s a d for attention.
 
-    Embedding lookups are free, recomputation does not count, and attention counts in full, causal or
+    Embedding lookups are free, recomputation does not count, attention counts in full, causal or
     not. [Chowdhery et al. 2022 (PaLM), appendix B]
     """
     weights = model.layers * model.layer_parameters + model.embedding_parameters
