@@ -57,7 +57,9 @@ def wire_bars(ax: Axes, job: Job, plans: list[Plan]) -> None:
     """Seconds that each wire is busy at its datasheet bandwidth, with the bytes written on it."""
     pairs = [wires(job, plan.mesh) for plan in plans]
     rates = (job.cluster.nvlink_gb_s, job.cluster.nic_gb_s)
-    for side, (wire, colour) in enumerate((("NVLink", COLOURS[0]), ("network port", COLOURS[4]))):
+    for side, (wire, colour) in enumerate(
+        (("in the node", COLOURS[0]), ("network port", COLOURS[4]))
+    ):
         rows = [i + 0.4 * side - 0.2 for i in range(len(plans))]
         gb = [pair[side] for pair in pairs]
         ax.barh(rows, [g / rates[side] for g in gb], color=colour, height=0.36, label=wire)
@@ -67,5 +69,5 @@ def wire_bars(ax: Axes, job: Job, plans: list[Plan]) -> None:
     ax.invert_yaxis()
     ax.margins(x=0.3)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.set(title="busy wires of a GPU", xlabel="seconds at the datasheet's bandwidth")
+    ax.set(title="busy wires of a GPU", xlabel="seconds at full bandwidth")
     ax.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)

@@ -78,7 +78,7 @@ def rings(job: Job, mesh: Mesh) -> dict[str, Ring]:
 
 
 def wires(job: Job, mesh: Mesh) -> tuple[float, float]:
-    """GB of a step on the NVLink of a GPU and on one network port."""
+    """GB of a step on the links of a GPU in its node, and on its network port."""
     every = rings(job, mesh).values()
     nvlink = sum(float(ring.nvlink_bytes(job.cluster)) for ring in every)
     port = sum(float(ring.port_bytes(job.cluster)) for ring in every)
@@ -100,7 +100,7 @@ def limit(job: Job, plan: Plan) -> str:
                 inside = ring.size <= ring.ranks_per_node(job.cluster)
                 if ring.seconds(job.cluster, job.stack.hop_s) > 2 * bandwidth:
                     return f"{largest}: latency"
-                return f"{largest}: {'NVLink' if inside else 'network port'}"
+                return f"{largest}: {'links in the node' if inside else 'network port'}"
     names = {
         "compute": "matrix products",
         "traffic": "HBM",
@@ -168,10 +168,10 @@ def table(job: Job, plans: list[Plan]) -> list[str]:
         spent = "".join(f"{plan.seconds[part]:8.3f}" for part in PARTS)
         speed = f"{tokens_per_second(job, plan):10.0f}{100 * mfu(job, plan):4.0f}%"
         lines.append(f"{i:2d}  {spent}  ={plan.step_s:7.3f} {speed}  {limit(job, plan)}")
-    lines += ["", " #  GB per step: on the NVLink of a GPU, on a network port"]
+    lines += ["", " #  GB per step on the links of a GPU in its node, on its network port"]
     for i, plan in enumerate(plans, 1):
         nvlink, port = wires(job, plan.mesh)
-        lines.append(f"{i:2d}  {nvlink:38.1f}{port:19.1f}")
+        lines.append(f"{i:2d}  {nvlink:44.1f}{port:21.1f}")
     return lines
 
 
@@ -246,6 +246,7 @@ def explain_time(job: Job, plan: Plan) -> list[str]:
     ]
     for key, ring in rings(job, mesh).items():
         here = ring.ranks_per_node(cluster)
+        seconds = float(ring.seconds(cluster, stack.hop_s))
         wire = (
             "NVLink"
             if ring.size <= here
@@ -253,7 +254,7 @@ def explain_time(job: Job, plan: Plan) -> list[str]:
         )
         lines.append(
             f"  {key:12} {ring.count:,.0f} x {ring.volume_bytes / 1e6:,.1f} MB round {ring.size:g}"
-            f" ranks, {here:g} per node: {float(ring.seconds(cluster, stack.hop_s)):.3f} s over {wire}"
+            f" ranks, {here:g} per node: {seconds:.3f} s over {wire}"
         )
     nvlink, port = wires(job, mesh)
     bubble = (mesh.pp - 1) / mesh.virtual_stages
@@ -266,7 +267,7 @@ def explain_time(job: Job, plan: Plan) -> list[str]:
         f"  optimizer    30 bytes per weight / HBM + {stack.fixed_s:g} s = {s['optimizer']:.3f} s",
         f"  step         {plan.step_s:.3f} s: {tokens_per_second(job, plan):,.0f} tokens/s per GPU,"
         f" MFU {100 * mfu(job, plan):.1f} %",
-        f"  wires        {nvlink:.1f} GB on a GPU's NVLink, {port:.1f} GB on a network port",
+        f"  wires        {nvlink:.1f} GB on a GPU's links in its node, {port:.1f} GB on its port",
         f"  limited by   {limit(job, plan)}",
     ]
 

@@ -49,6 +49,11 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def splits(layers: int, stages: int) -> bool:
+    """Whether the stages get equal numbers of layers, embedding and output layer counted or not."""
+    return layers % stages == 0 or (layers + 2) % stages == 0
+
+
 def data_parallel(ranks: int, per_node: int) -> list[tuple[int, int, int]]:
     """(dp_replicate, dp_shard, ZeRO stage): DDP, ZeRO-1, FSDP, and HSDP with a replica per node."""
     if ranks == 1:
@@ -68,7 +73,7 @@ def meshes(job: Job) -> list[Mesh]:
         for tp in divisors(job.gpus)
         if tp <= 2 * node and model.heads % tp == 0 and model.kv_heads % tp == 0
         for pp in divisors(job.gpus // tp)
-        if pp <= model.layers and (model.layers % pp == 0 or job.stack.balanced)
+        if pp <= model.layers and (splits(model.layers, pp) or job.stack.balanced)
         for cp in divisors(job.gpus // (tp * pp))
         if cp == 1 or (job.sequence % (2 * cp) == 0 and cp <= job.sequence // LONG)
     ]
@@ -77,8 +82,7 @@ def meshes(job: Job) -> list[Mesh]:
         if job.batch % ranks:
             continue
         per_rank = job.batch // ranks
-        stages = int(model.layers // pp)
-        interleaved = [v for v in (1, 2, 3, 4, 5, 6, 7) if pp == 1 or stages % v == 0]
+        interleaved = [v for v in range(1, 8) if pp == 1 or splits(model.layers, pp * v)]
         for micro_batch in (b for b in divisors(per_rank) if b & (b - 1) == 0 and b <= 64):
             accumulation = per_rank // micro_batch
             for virtual in interleaved if pp > 1 and accumulation % pp == 0 else (1,):

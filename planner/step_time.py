@@ -116,20 +116,22 @@ def head_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
 def stage_layers(model: Model, mesh: Mesh, stack: Stack) -> tuple[Number, Number, Number]:
     """Layers of the first stage, of the fullest stage between, and of the last stage.
 
-    Equal numbers of layers, or (`balanced`) stages that take blocks until they pass their share
-    of all weights, the output layer counted as a block. [nanotron's build_model]
+    Equal numbers of layers. Where pp does not divide them but divides L + 2, embedding and output
+    layer take a layer's place each, as in Llama 3 and BLOOM. Or (`balanced`) stages take blocks until
+    they pass their share of all weights, the output layer being a block. [nanotron's build_model]
     """
-    equal = np.ceil(model.layers / mesh.pp)
+    layers, pp = model.layers, mesh.pp
     if not stack.balanced:
-        return equal, equal, equal
+        most = np.ceil(layers / pp)
+        ends = np.where((layers % pp != 0) & ((layers + 2) % pp == 0), most - 1, most)
+        return ends, most, ends
     head = model.embedding_parameters / model.layer_parameters
-    share = (model.layers + head) / mesh.pp
-    extra = (share % 1) * (mesh.pp - 1) >= 1
-    first = np.minimum(model.layers, np.floor(share) + 1)
+    share = (layers + head) / pp
+    extra = (share % 1) * (pp - 1) >= 1
+    first = np.minimum(layers, np.floor(share) + 1)
     between = np.maximum(1, np.floor(share) + extra)
-    last = np.maximum(0, model.layers - np.floor((mesh.pp - 1) * share) - 1)
-    one = mesh.pp == 1
-    return tuple(np.where(one, model.layers, n) for n in (first, between, last))
+    last = np.maximum(0, layers - np.floor((pp - 1) * share) - 1)
+    return tuple(np.where(pp == 1, layers, n) for n in (first, between, last))
 
 
 def stage_parameters(model: Model, mesh: Mesh, layers: Number) -> Number:
