@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from fitting import FITS, fit_all, rows_of
-from rows import PUBLISHED, measured, read, stacked
+from published import PUBLISHED, measured, read, stacked
 from stacks import FILE, Stack
 from step_time import step_s
 
@@ -43,7 +43,7 @@ def as_toml(stacks: dict[str, Stack], rows: list[dict]) -> str:
     """The text of stacks.toml: constants with three digits."""
     lines = [
         "# Written by: python planner/fit.py --write",
-        "# `fitted`: set on the rows of `families` in published/train_rows.csv; other numbers are",
+        "# `fitted`: set on the rows of `families` in train_rows.csv; other numbers are",
         "# known of the software. stacks.py says what each constant means.",
         "",
         "[generic]",

@@ -5,7 +5,7 @@ import dataclasses
 import memory
 import numpy as np
 import step_time
-from rows import measured, stacked
+from published import measured, stacked
 from stacks import Stack
 
 SCALE = 0.1  # log ratios beyond it count less and less: Cauchy's loss

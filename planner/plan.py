@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
         stack, known, stack_name = own, {"rows": 0}, args.gpu
     batch = inputs.sequences(inputs.count(args.batch_tokens), args.sequence)
     model = inputs.model(args.model)
-    job = Job(model, cluster, stack, args.gpus, args.sequence, batch, int(args.fp8))
+    kernels = {"fp8": int(args.fp8), "flash": int(not args.no_flash)}
+    job = Job(model, cluster, stack, args.gpus, args.sequence, batch, **kernels)
     plans = best(job)
     if args.explain:
         plans = [named(job, plans, args.explain)]
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     if args.flags:
         print(f"\n{report.flags(job, pick)}")
     if args.plot:
-        from figures import draw  # matplotlib takes a second to import
+        from drawing import draw  # matplotlib takes a second to import
 
         draw(job, plans, args.plot)
         print(f"\n{args.plot} shows the plans")
@@ -144,6 +145,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch-tokens", default="4M", help="tokens per step; M is 1,048,576 (default: 4M)")
     add("--stack", help="constants of stacks.toml (default: those of the GPU)")
     add("--fp8", action="store_true", help="matrix products of the layers in fp8")
+    add("--no-flash", action="store_true", help="attention that writes its scores to memory")
     add("--explain", metavar="MESH", help="derive each number of a line of the table, or of a mesh")
     add("--flags", action="store_true", help="print train.py's command line for the pick")
     add("--plot", type=Path, help="draw memory, time and bytes of the plans (PNG)")

@@ -124,9 +124,10 @@ def doubts(job: Job, plan: Plan, stack_name: str, known: dict, gpu: str) -> list
             found.append(f"{job.gpus} GPUs (the rows end at {counts[-1]})")
         if mesh.zero_stage not in known["zero_stages"]:
             found.append(f"ZeRO stage {mesh.zero_stage} with this software")
-        for axis in ("pp", "cp"):
-            if getattr(mesh, axis) > 1 and known[axis][-1] == 1:
-                found.append(f"{axis} with this software")
+        for axis in ("tp", "pp", "cp"):
+            size, most = getattr(mesh, axis), known[axis][-1]
+            if size > most:
+                found.append(f"{axis} = {size} (the rows end at {most})")
         if mesh.zero_stage == 3 and mesh.pp > 1:
             found.append("FSDP inside a pipeline")
     if mesh.cp > 1 and job.sequence > 65536:
@@ -207,8 +208,8 @@ def explain_memory(job: Job, plan: Plan) -> list[str]:
         f" = {gib['optimizer']:.2f} GiB",
         f"  tokens       of a micro-batch and rank: b s / cp"
         f" = {mesh.micro_batch:g} x {mesh.sequence:g} / {mesh.cp:g} = {tokens:,.0f}",
-        f"  kept         per token and layer: {ten} + (4 d (a + k) + {4 + 4 * model.gated} f) / tp"
-        f" = {kept:,.0f} bytes",
+        f"  kept         per token and layer: {ten} + (4 d (a + k) + {4 + 4 * model.gated} f"
+        f"{'' if mesh.flash else ' + 5 a s'}) / tp = {kept:,.0f} bytes",
         f"  activations  {layers:g} layers x {float(in_flight(mesh)):g} micro-batches in flight x"
         f" {tokens:,.0f} x {one} = {gib['activations']:.2f} GiB",
         f"  logits       {stack.logit_bytes:g} bytes x {tokens:,.0f} x {vocab} / tp {mesh.tp}"
@@ -235,8 +236,8 @@ def explain_time(job: Job, plan: Plan) -> list[str]:
         f"  products     {units:g} x 2 FLOP x {model.layer_parameters:,} x {tokens:,.0f} / tp"
         f" {mesh.tp}, at {stack.gemm_efficiency:g} x {cluster.peak_tflops:g} = {peak:.0f} TFLOP/s:"
         f" {products:.2f} ms per layer",
-        f"  attention    {units:g} x 2 s a d x {tokens:,.0f} / tp {mesh.tp}, a FLOP takes"
-        f" {stack.attention_cost:g} times as long: {attention:.2f} ms per layer",
+        f"  attention    {units:g} x {4 - 2 * mesh.flash} s a d x {tokens:,.0f} / tp {mesh.tp}, a FLOP"
+        f" takes {stack.attention_cost:g} times as long: {attention:.2f} ms per layer",
         f"  HBM          {stack.memory_passes:g} passes x {tokens:,.0f} x {kept:,.0f} bytes"
         f" x {units:g}/3 / {cluster.hbm_gb_s:g} GB/s: {traffic:.2f} ms per layer",
         f"  host         issues a layer in {host:.2f} ms;"

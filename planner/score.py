@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from fitting import FITS, fitted
 from memory import fits, memory_gib
-from rows import PUBLISHED, UnreadableRow, measured, number, parse, read, stacked
+from published import PUBLISHED, UnreadableRow, measured, number, parse, read, stacked
 from stacks import Stack, choose, load
 from step_time import model_flop, step_s
 
@@ -255,7 +255,11 @@ def main():
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "rows", type=Path, nargs="?", default=PUBLISHED, help="CSV file with published/'s columns"
+        "rows",
+        type=Path,
+        nargs="?",
+        default=PUBLISHED,
+        help="CSV file with the columns of train_rows.csv",
     )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument(

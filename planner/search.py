@@ -25,6 +25,7 @@ class Job:
     sequence: int
     batch: int  # sequences of a step, all ranks together
     fp8: int = 0
+    flash: int = 1  # 0: attention without a fused kernel, as before 2023
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,18 @@ def data_parallel(ranks: int, per_node: int) -> list[tuple[int, int, int]]:
 
 
 def meshes(job: Job) -> list[Mesh]:
-    """All meshes that the job can run on, with their batches and what they recompute."""
+    """All meshes that the job can run on, with their batches and what they recompute.
+
+    TP stays inside a node; stages may differ by a layer.
+    """
     model, node = job.model, int(job.cluster.gpus_per_node)
     found = []
     shapes = [
         (tp, pp, cp)
         for tp in divisors(job.gpus)
-        if tp <= 2 * node and model.heads % tp == 0 and model.kv_heads % tp == 0
+        if tp <= node and model.heads % tp == 0 and model.kv_heads % tp == 0
         for pp in divisors(job.gpus // tp)
-        if pp <= model.layers and (splits(model.layers, pp) or job.stack.balanced)
+        if pp <= model.layers
         for cp in divisors(job.gpus // (tp * pp))
         if cp == 1 or (job.sequence % (2 * cp) == 0 and cp <= job.sequence // LONG)
     ]
@@ -82,14 +86,22 @@ def meshes(job: Job) -> list[Mesh]:
         if job.batch % ranks:
             continue
         per_rank = job.batch // ranks
-        interleaved = [v for v in range(1, 8) if pp == 1 or splits(model.layers, pp * v)]
+        interleaved = [1] + [v for v in range(2, 8) if pp > 1 and splits(model.layers, pp * v)]
         for micro_batch in (b for b in divisors(per_rank) if b & (b - 1) == 0 and b <= 64):
             accumulation = per_rank // micro_batch
-            for virtual in interleaved if pp > 1 and accumulation % pp == 0 else (1,):
-                for replicate, shard, zero in data_parallel(ranks, node // tp if tp <= node else 1):
+            for virtual in interleaved if accumulation % pp == 0 else (1,):
+                for replicate, shard, zero in data_parallel(ranks, node // tp):
                     for full in (0, 1):
                         axes = (replicate, shard, zero, tp, int(tp > 1), pp, virtual, cp)
-                        rest = (micro_batch, accumulation, job.sequence, full, 0, 1, job.fp8)
+                        rest = (
+                            micro_batch,
+                            accumulation,
+                            job.sequence,
+                            full,
+                            0,
+                            job.flash,
+                            job.fp8,
+                        )
                         found.append(Mesh(*axes, *rest))
     return found
 

@@ -117,8 +117,8 @@ def stage_layers(model: Model, mesh: Mesh, stack: Stack) -> tuple[Number, Number
     """Layers of the first stage, of the fullest stage between, and of the last stage.
 
     Equal numbers of layers. Where pp does not divide them but divides L + 2, embedding and output
-    layer take a layer's place each, as in Llama 3 and BLOOM. Or (`balanced`) stages take blocks until
-    they pass their share of all weights, the output layer being a block. [nanotron's build_model]
+    layer take a layer's place each, as in Llama 3 and BLOOM. Or (`balanced`) stages take blocks
+    until they pass their share of all weights, the output layer included. [nanotron's build_model]
     """
     layers, pp = model.layers, mesh.pp
     if not stack.balanced:

@@ -28,7 +28,8 @@ from helpers import ROOT, Job, clean_environment, python
 from check_environment import read_pins
 
 EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
-FOLDERS = [*EXAMPLES, ROOT / "clusters"]  # which starts the scripts of the others
+# clusters/ starts the scripts of the others, planner/ starts none.
+FOLDERS = [*EXAMPLES, ROOT / "clusters", ROOT / "planner"]
 SOURCES = [path for directory in FOLDERS for path in sorted(directory.glob("**/*.py"))]
 SCRIPTS = [path for path in SOURCES if '__name__ == "__main__"' in path.read_text()]
 LINES = 350  # of one file in an example directory, at most: about 300 is where to split it
