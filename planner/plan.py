@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     stack_name = args.stack or stack_name
     stack, known = inputs.stack(stack_name)
     if own and not args.stack:
-        stack, known, stack_name = own, {"rows": 0}, args.gpu
+        stack, known, stack_name = own, {"calibrated": True}, args.gpu
     batch = inputs.sequences(inputs.count(args.batch_tokens), args.sequence)
     model = inputs.model(args.model)
     kernels = {"fp8": int(args.fp8), "flash": int(not args.no_flash)}

@@ -114,7 +114,9 @@ def doubts(job: Job, plan: Plan, stack_name: str, known: dict, gpu: str) -> list
     """What no published row backs."""
     mesh = plan.mesh
     found = []
-    if not known.get("rows"):
+    if known.get("calibrated"):
+        found.append(f"{stack_name} (calibrated; no published run)")
+    elif not known.get("rows"):
         found.append(f"{stack_name} (no rows: all constants are guesses)")
     elif gpu not in known.get("gpus", ()):
         found.append(f"{gpu} (the rows ran on {', '.join(known['gpus'])})")
@@ -236,8 +238,8 @@ def explain_time(job: Job, plan: Plan) -> list[str]:
         f"  products     {units:g} x 2 FLOP x {model.layer_parameters:,} x {tokens:,.0f} / tp"
         f" {mesh.tp}, at {stack.gemm_efficiency:g} x {cluster.peak_tflops:g} = {peak:.0f} TFLOP/s:"
         f" {products:.2f} ms per layer",
-        f"  attention    {units:g} x {4 - 2 * mesh.flash} s a d x {tokens:,.0f} / tp {mesh.tp}, a FLOP"
-        f" takes {stack.attention_cost:g} times as long: {attention:.2f} ms per layer",
+        f"  attention    {units:g} x {4 - 2 * mesh.flash} s a d x {tokens:,.0f} / tp {mesh.tp},"
+        f" {stack.attention_cost:g} times as long per FLOP: {attention:.2f} ms per layer",
         f"  HBM          {stack.memory_passes:g} passes x {tokens:,.0f} x {kept:,.0f} bytes"
         f" x {units:g}/3 / {cluster.hbm_gb_s:g} GB/s: {traffic:.2f} ms per layer",
         f"  host         issues a layer in {host:.2f} ms;"

@@ -56,13 +56,11 @@ def splits(layers: int, stages: int) -> bool:
 
 
 def data_parallel(ranks: int, per_node: int) -> list[tuple[int, int, int]]:
-    """(dp_replicate, dp_shard, ZeRO stage): DDP, ZeRO-1, FSDP, and HSDP with a replica per node."""
+    """(dp_replicate, dp_shard, ZeRO stage): DDP, ZeRO-1, FSDP, and HSDP whose shards fill nodes."""
     if ranks == 1:
         return [(1, 1, 0)]
-    ways = [(ranks, 1, 0), (ranks, 1, 1), (1, ranks, 3)]
-    if 1 < per_node < ranks and ranks % per_node == 0:
-        ways.append((ranks // per_node, per_node, 3))
-    return ways
+    shards = [n for n in divisors(ranks) if n == ranks or (n > 1 and n % per_node == 0)]
+    return [(ranks, 1, 0), (ranks, 1, 1), *((ranks // n, n, 3) for n in shards)]
 
 
 def meshes(job: Job) -> list[Mesh]:
