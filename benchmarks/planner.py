@@ -3,8 +3,8 @@
     python benchmarks/planner.py               # calibrate, then every mesh: about ten minutes
     python benchmarks/planner.py --repeats 1 --steps 8 --seconds 1 --no-write      # a quick look
 
-calibrate.py measures four constants on as many ranks as a mesh has; transformer_basics/train.py then
-trains a GPT on the mesh, and its log says tokens per second and peak memory.
+calibrate.py measures four constants on as many ranks as a mesh has; transformer_basics/train.py
+then trains a GPT on the mesh, and its log says tokens per second and peak memory.
 """
 
 import argparse
@@ -87,9 +87,8 @@ def train(folder: Path, name: str, steps: int) -> tuple[float, float]:
     ranks, flags, _ = MESHES[name]
     shape = f"--layers {SHAPE.layers} --dim {SHAPE.width} --heads {SHAPE.heads}"
     batch = f"--block-size {SEQUENCE} --batch-size {BATCH} --precision fp32 --device cpu"
-    rest = (
-        f"--steps {steps} --log-every {steps // 4} --eval-every 0 --checkpoint-every 0 --sample 0"
-    )
+    rest = f"--steps {steps} --log-every {steps // 4} --eval-every {steps} --eval-batches 1"
+    rest += f" --checkpoint-every {steps} --sample 0"
     script = ROOT / "transformer_basics/train.py"
     options = f"{shape} {batch} {rest} {flags}".split()
     run(*bench.torchrun(ranks), script, *options, "--output-dir", folder)
@@ -97,8 +96,8 @@ def train(folder: Path, name: str, steps: int) -> tuple[float, float]:
     logged = [found for found in map(json.loads, lines) if "tokens_per_second" in found]
     late = logged[len(logged) // 2 :]
     speed = statistics.median(found["tokens_per_second"] for found in late)
-    peak = max(value for found in late for key, value in found.items() if "peak" in key)
-    return BATCH * SEQUENCE / speed, peak / 1024
+    peak = max(value for found in late for key, value in found.items() if key.endswith("_mb"))
+    return BATCH * SEQUENCE / speed, peak * 1e6 / 2**30
 
 
 def predicted(machine: str, name: str) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from fitting import FITS, fitted
+from fitting import FITS, fitted, rows_of
 from memory import fits, memory_gib
 from published import PUBLISHED, UnreadableRow, measured, number, parse, read, stacked
 from stacks import Stack, choose, load
@@ -98,6 +98,19 @@ def cross_validated(rows: list[dict], key: str) -> list[Scored]:
             left_out = [row for row in mine if (row.get(key) or "") == value]
             stack = fitted(FITS[name], rest) if name in FITS else Stack()
             scored += predict(left_out, stack)
+    return scored
+
+
+def from_one_node(rows: list[dict]) -> list[Scored]:
+    """The rows of several nodes, with constants that were set on the rows of one node."""
+    scored = []
+    for name, mine in stack_names(rows, load()).items():
+        single = [
+            row for row in mine if number(row, "n_gpus", 0) <= number(row, "gpus_per_node", 8)
+        ]
+        rest = [row for row in mine if row not in single]
+        if name in FITS and rows_of(FITS[name], single, "step_time_s"):
+            scored += predict(rest, fitted(FITS[name], single))
     return scored
 
 
@@ -233,7 +246,12 @@ def main():
         print(f"{args.rows} cannot be read: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     good, reasons = usable(rows)
-    scored = cross_validated(good, args.leave_out) if args.leave_out else predictions(good)
+    if args.one_node:
+        scored = from_one_node(good)
+    elif args.leave_out:
+        scored = cross_validated(good, args.leave_out)
+    else:
+        scored = predictions(good)
     families = sorted({s.row.get("family") or "" for s in scored})
     figures = {f: score([s for s in scored if (s.row.get("family") or "") == f]) for f in families}
     if args.json:
@@ -266,6 +284,11 @@ def parse_args() -> argparse.Namespace:
         "--leave-out",
         choices=("model", "n_gpus", "sequence", "tp", "row_id"),
         help="set the constants without the rows that share this column",
+    )
+    parser.add_argument(
+        "--one-node",
+        action="store_true",
+        help="set the constants on rows of one node, score the rows of several",
     )
     return parser.parse_args()
 
