@@ -58,6 +58,7 @@ def as_toml(stacks: dict[str, Stack], rows: list[dict]) -> str:
             lines.append(f"{key} = {json.dumps(list(getattr(fit, key)))}")
         mine = rows_of(fit, rows, "step_time_s")
         lines.append(f"rows = {len(mine)}")
+        lines.append(f"ran_on = {json.dumps(sorted({row['gpu'] for row in mine}))}")
         for key, column in COVERED.items():
             lines.append(f"{key} = {json.dumps(sorted({int(row[column]) for row in mine}))}")
         lines.append(f"fitted = {json.dumps(list(names))}")

@@ -118,8 +118,8 @@ def doubts(job: Job, plan: Plan, stack_name: str, known: dict, gpu: str) -> list
         found.append(f"{stack_name} (calibrated; no published run)")
     elif not known.get("rows"):
         found.append(f"{stack_name} (no rows: all constants are guesses)")
-    elif gpu not in known.get("gpus", ()):
-        found.append(f"{gpu} (the rows ran on {', '.join(known['gpus'])})")
+    elif gpu not in known["ran_on"]:
+        found.append(f"{gpu} (the rows ran on {', '.join(known['ran_on'])})")
     if known.get("rows"):
         counts = known["gpu_counts"]
         if job.gpus > counts[-1]:

@@ -78,7 +78,7 @@ def test_explain_derives_the_numbers_of_the_table(mesh):
         (("--model", "llama-3-8c", "--gpus", 8), "nor one of: llama-3-8b, "),
         ((*JOB, "--gpu", "H1000"), "nor one of: H100, "),
         ((*JOB, "--stack", "nemo"), "is not one of: nemo-h100, "),
-        (("--model", "llama-3-8b", "--gpus", 7), "the nearest number of GPUs that works is 8"),
+        (("--model", "llama-3-8b", "--gpus", 37), "the nearest number of GPUs that works is 36"),
         (("--model", "llama-3-8b", "--gpus", "many"), "not a whole number above 0"),
         ((*JOB, "--batch-tokens", "4X"), "write 4096, 64K or 4M"),
         ((*JOB, "--sequence", 7000), "the nearest that works is 4193000"),
@@ -154,7 +154,8 @@ def test_a_cluster_file_with_a_mistake(tmp_path, text, says):
     ],
 )
 def test_what_no_row_backs_is_said(args, doubt):
-    assert f"not validated for: {doubt}" in plan(*JOB, *args) or doubt in plan(*JOB, *args)
+    lines = plan(*JOB, *args).splitlines()
+    assert any(line.startswith("not validated for: ") and doubt in line for line in lines)
 
 
 def test_a_plot(tmp_path):
@@ -373,8 +374,8 @@ def test_numbers_of_the_readme():
     assert f"With {1e3 * stacks['bloom-a100']['hop_s']:.2f} ms per hop" in README
     assert f"the fitted efficiency is {stacks['bloom-a100']['gemm_efficiency']:.2f}" in README
     team = plan(*RECIPES["Llama 3.1 405B"][0].split(), "--explain", RECIPES["Llama 3.1 405B"][1])
-    gib = re.search(r"total +([\d.]{4})", team)[1]
-    assert f"need {gib} GiB, above its margin of 72" in README
+    gib = float(re.search(r"total +([\d.]+)", team)[1])
+    assert f"need {gib:.1f} GiB, above its margin of 72" in README
 
 
 def test_stages_without_a_block_fail():
