@@ -169,6 +169,27 @@ def test_stages_of_equal_work(layers, pp):
         assert between == max(placed[1:-1])
 
 
+def test_a_stage_whose_share_is_whole():
+    """The playbook's 1B: 16 layers and an output layer worth 4; half of it are 10, and 11 go first."""
+    small = shapes.Model(16, 2048, 32, 32, 64, 8192, 1, 131072, 1)
+    first, _, last = step_time.stage_layers(small, mesh(pp=2), stacks.Stack(balanced=1))
+    assert (first, last) == (11, 5)
+    assert nanotron_stages([1.0] * 16 + [4.0], 2) == [11, 5]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+def test_the_slowest_stage_sets_the_pace(pp):
+    model = dataclasses.replace(LLAMA, kv_heads=32)
+    balanced = dataclasses.replace(IDEAL, balanced=1, logit_traffic_bytes=0)
+    given = (model, mesh(pp=pp, accumulation=8, flash=1), A100, balanced)
+    layer = step_time.products_s(*given) + step_time.attention_s(*given)
+    head = step_time.head_s(*given)
+    weights = [1.0] * 32 + [model.embedding_parameters / model.layer_parameters]
+    stages = [float(n * layer) for n in nanotron_stages(weights, pp)]
+    stages[-1] += float(head)
+    assert step_time.step_parts(*given)["compute"] == pytest.approx(8 * max(stages))
+
+
 def test_stages_with_a_layer_less_at_the_ends():
     """Llama 3.1 405B has 126 layers on 16 stages; BLOOM 70 on 12."""
     model = dataclasses.replace(LLAMA, layers=126)
