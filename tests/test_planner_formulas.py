@@ -170,7 +170,7 @@ def test_stages_of_equal_work(layers, pp):
 
 
 def test_a_stage_whose_share_is_whole():
-    """The playbook's 1B: 16 layers and an output layer worth 4; half of it are 10, and 11 go first."""
+    """The playbook's 1B: 16 layers, and an output layer worth 4. Half are 10, and 11 go first."""
     small = shapes.Model(16, 2048, 32, 32, 64, 8192, 1, 131072, 1)
     first, _, last = step_time.stage_layers(small, mesh(pp=2), stacks.Stack(balanced=1))
     assert (first, last) == (11, 5)

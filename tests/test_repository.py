@@ -998,7 +998,7 @@ def test_make_other_targets(project):
     ]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
-    names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc", "clusters")
+    names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc", "clusters", "planner")
     benchmarks = [f"python benchmarks/{name}.py" for name in names]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     assert make(project, "readme")[1] == [CHECK, "python tests/readme.py --write"]
