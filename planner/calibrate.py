@@ -1,7 +1,7 @@
-"""Measures the constants of this machine in a minute, and writes them as a cluster for plan.py.
+r"""Measures the constants of this machine in a minute, and writes them as a cluster for plan.py.
 
     torchrun --standalone --nproc_per_node=2 planner/calibrate.py --output runs/this_machine.toml
-    python planner/plan.py --gpu runs/this_machine.toml --model gpt-template --gpus 2 \\
+    python planner/plan.py --gpu runs/this_machine.toml --model gpt-template --gpus 2 \
         --sequence 128 --batch-tokens 2K
 
 Look at: the share of the datasheet's numbers that this machine reaches. Measured are a matrix
