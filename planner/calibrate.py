@@ -10,6 +10,7 @@ product, a copy, a layer so small that only the host's work is left, and an all_
 
 import argparse
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def main():
 
 def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float]:
     """All constants, measured by all ranks at the same time, as they share the machine."""
+    base = resident_gib(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     n = 8192 if device.type == "cuda" else 768
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -62,6 +64,7 @@ def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float
         "peak_tflops": 2 * n**3 / product / 1e12,
         "hbm_gb_s": 2 * 4 * source.numel() / copy / 1e9,
         "launch_s": launch,
+        "base_gib": base,
         "gpu_memory_gb": memory_gb(device) / (1 if device.type == "cuda" else ranks),
         "nvlink_gb_s": 1.0,
         "hop_s": 0.0,
@@ -130,13 +133,21 @@ def memory_gb(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
+def resident_gib(device: torch.device) -> float:
+    """GiB that a process holds before its model: on a CPU its peak so far, on a GPU the context."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def as_toml(found: dict[str, float]) -> str:
     """A cluster as plan.py reads it. fp32 on a CPU keeps twice the bytes of the formulas' bf16."""
     cluster = {k: found[k] for k in ("gpu_memory_gb", "peak_tflops", "hbm_gb_s", "nvlink_gb_s")}
     cluster["nic_gb_s"] = found["nvlink_gb_s"]
     cluster["gpus_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     constants = {"gemm_efficiency": 1, "memory_passes": 9 if torch.cuda.is_available() else 18}
-    constants |= {"launch_s": found["launch_s"], "hop_s": found["hop_s"], "fixed_s": 0}
+    constants |= {key: found[key] for key in ("launch_s", "hop_s", "base_gib")} | {"fixed_s": 0}
     lines = [f"{key} = {value:.3g}" for key, value in cluster.items()]
     lines += ["", "[constants]", *(f"{key} = {value:.3g}" for key, value in constants.items())]
     return "\n".join(lines) + "\n"

@@ -397,3 +397,15 @@ def test_two_versions_of_nemo():
             seconds.setdefault(key, {})[row["family"]] = float(row["step_time_s"])
     apart = [s["dgxc2409"] / s["dgxc"] for s in seconds.values() if len(s) == 2]
     assert f"are {100 * (np.median(apart) - 1):.0f} % apart on Llama 3 70B" in README
+
+
+@pytest.mark.slow
+def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
+    path = tmp_path / "new" / "machine.toml"
+    script = ROOT / "planner/calibrate.py"
+    pool.run(script, "--output", path, "--seconds", 0.1, "--device", "cpu", ranks=2).check()
+    found = tomllib.loads(path.read_text())
+    assert found["peak_tflops"] > 0
+    assert found["constants"]["base_gib"] > 0.05
+    job = ("--model", "gpt-template", "--sequence", 128, "--batch-tokens", "2K", "--gpus", 2)
+    assert "calibrated; no published run" in plan(*job, "--gpu", path)
