@@ -65,6 +65,7 @@ bench: $(TESTS) ready ## measure, and write benchmarks/results/
 	.venv/bin/python benchmarks/backend.py
 	.venv/bin/python benchmarks/rpc.py
 	.venv/bin/python benchmarks/clusters.py
+	.venv/bin/python benchmarks/planner.py
 
 gpu: ## on a machine with a GPU: check and measure for 30 minutes, with what is installed there
 	$(or $(wildcard .venv/bin/python),$(PYTHON)) benchmarks/gpu.py

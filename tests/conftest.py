@@ -14,6 +14,7 @@ pytest_plugins = ["processor_time"]
 NOTEBOOK = "test_runs_again_with_the_same_outputs"
 TESTS = Path(__file__).parent
 EXAMPLES = sorted(path.parent for path in TESTS.parent.glob("*/runtime.py"))
+EXAMPLES += [TESTS.parent / "planner"]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # helpers, check_environment
 
 

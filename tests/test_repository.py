@@ -28,7 +28,8 @@ from helpers import ROOT, Job, clean_environment, python
 from check_environment import read_pins
 
 EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
-FOLDERS = [*EXAMPLES, ROOT / "clusters"]  # which starts the scripts of the others
+# clusters/ starts the scripts of the others, planner/ starts none.
+FOLDERS = [*EXAMPLES, ROOT / "clusters", ROOT / "planner"]
 SOURCES = [path for directory in FOLDERS for path in sorted(directory.glob("**/*.py"))]
 SCRIPTS = [path for path in SOURCES if '__name__ == "__main__"' in path.read_text()]
 LINES = 350  # of one file in an example directory, at most: about 300 is where to split it
@@ -997,7 +998,7 @@ def test_make_other_targets(project):
     ]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
-    names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc", "clusters")
+    names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc", "clusters", "planner")
     benchmarks = [f"python benchmarks/{name}.py" for name in names]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     assert make(project, "readme")[1] == [CHECK, "python tests/readme.py --write"]

@@ -1,0 +1,168 @@
+r"""Measures the constants of this machine in a minute, and writes them as a cluster for plan.py.
+
+    torchrun --standalone --nproc_per_node=2 planner/calibrate.py --output runs/this_machine.toml
+    python planner/plan.py --gpu runs/this_machine.toml --model gpt-template --gpus 2 \
+        --sequence 128 --batch-tokens 2K
+
+Look at: the share of the datasheet's numbers that this machine reaches. Measured are a matrix
+product, a copy, a layer so small that only the host's work is left, and an all_reduce of two sizes.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from network import REACHED
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+SMALL, LARGE = 2**14, 2**24  # bytes of the two all_reduce: latency, and bandwidth
+
+
+@record
+def main():
+    args = parse_args()
+    device = torch.device(args.device)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if ranks > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=5))  # the rings are measured
+    found = measure(device, args.seconds, ranks)
+    if int(os.environ.get("RANK", "0")) == 0:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(as_toml(found))
+        print(as_toml(found).rstrip())
+        print(f"# written to {args.output}")
+    if ranks > 1:
+        dist.barrier()  # a rank that left first would end the measurements of the others
+        dist.destroy_process_group()
+
+
+def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float]:
+    """All constants, measured by all ranks at the same time, as they share the machine."""
+    base = resident_gib(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    n = 8192 if device.type == "cuda" else 768
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    product = median_seconds(lambda: a @ b, device, seconds)
+    source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
+    target = torch.empty_like(source)
+    copy = median_seconds(lambda: target.copy_(source), device, seconds)
+    layer = tiny_layer(device)
+    launch = median_seconds(layer, device, seconds)
+    found = {
+        "peak_tflops": 2 * n**3 / product / 1e12,
+        "hbm_gb_s": 2 * 4 * source.numel() / copy / 1e9,
+        "launch_s": launch,
+        "base_gib": base,
+        "gpu_memory_gb": memory_gb(device) / (1 if device.type == "cuda" else ranks),
+        "nvlink_gb_s": 1.0,
+        "hop_s": 0.0,
+    }
+    if ranks > 1:
+        found |= ring(device, seconds, ranks)
+    return found
+
+
+def ring(device: torch.device, seconds: float, ranks: int) -> dict[str, float]:
+    """Bandwidth and latency of a hop, from an all_reduce of few and of many bytes.
+
+    It is two rings, each (n-1)/n of the bytes over the wire and n-1 hops: two unknowns.
+    """
+    times = []
+    for size in (SMALL, LARGE):
+        tensor = torch.ones(size // 4, device=device)
+        times.append(median_seconds(lambda t=tensor: dist.all_reduce(t), device, seconds, 50))
+    per_byte = max(1e-13, (times[1] - times[0]) / (2 * (ranks - 1) / ranks * (LARGE - SMALL)))
+    latency = times[0] - 2 * (ranks - 1) / ranks * SMALL * per_byte
+    return {
+        "nvlink_gb_s": 1 / per_byte / REACHED / 1e9,
+        "hop_s": max(0.0, latency / (2 * (ranks - 1))),
+    }
+
+
+def tiny_layer(device: torch.device) -> Callable[[], None]:
+    """Forward and backward of a Transformer layer of width 8: what is left is the host's work."""
+    layer = nn.TransformerEncoderLayer(8, 1, 32, dropout=0.0, batch_first=True).to(device)
+    x = torch.ones(1, 8, 8, device=device, requires_grad=True)
+
+    def run() -> None:
+        layer(x).sum().backward()
+
+    return run
+
+
+def median_seconds(
+    call: Callable[[], object], device: torch.device, seconds: float, count: int | None = None
+) -> float:
+    """Median of the calls that fit into `seconds`, or of `count`; the first three do not count.
+
+    All ranks must make the same number of collective calls: these are counted, not timed.
+    """
+
+    def timed() -> float:
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    for _ in range(3):
+        timed()
+    end = time.perf_counter() + seconds
+    samples = []
+    while len(samples) < (count or 5) or (count is None and time.perf_counter() < end):
+        samples.append(timed())
+    return statistics.median(samples)
+
+
+def memory_gb(device: torch.device) -> float:
+    """GiB of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def resident_gib(device: torch.device) -> float:
+    """GiB that a process holds before its model: on a CPU its peak so far, on a GPU the context."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def as_toml(found: dict[str, float]) -> str:
+    """A cluster as plan.py reads it. fp32 on a CPU keeps twice the bytes of the formulas' bf16."""
+    cluster = {k: found[k] for k in ("gpu_memory_gb", "peak_tflops", "hbm_gb_s", "nvlink_gb_s")}
+    cluster["nic_gb_s"] = found["nvlink_gb_s"]
+    cluster["gpus_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
+    constants = {"gemm_efficiency": 1, "memory_passes": 9 if torch.cuda.is_available() else 18}
+    constants |= {key: found[key] for key in ("launch_s", "hop_s", "base_gib")} | {"fixed_s": 0}
+    lines = [f"{key} = {value:.3g}" for key, value in cluster.items()]
+    lines += ["", "[constants]", *(f"{key} = {value:.3g}" for key, value in constants.items())]
+    return "\n".join(lines) + "\n"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("runs/this_machine.toml"))
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="for each measurement (default: 8)"
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

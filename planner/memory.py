@@ -1,0 +1,102 @@
+"""The bytes that a training step holds on one GPU: one function per part."""
+
+import numpy as np
+from shapes import Cluster, Mesh, Model, Number
+from stacks import Stack
+from step_time import BF16, kept_bytes, stage_layers, stage_parameters
+
+GIB = 2**30
+USABLE = 0.9  # of a GPU's memory: what is left for fragments, NCCL and surprises
+
+
+def in_flight(mesh: Mesh) -> Number:
+    """Micro-batches whose activations the first stage holds at once, under 1F1B.
+
+    pp of them, and (pp - 1) / v more with interleaved stages; never more than a step has.
+    [Narayanan et al. 2021; Korthikanti et al. 2022, section 4.2.3]
+    """
+    more = np.where(mesh.virtual_stages > 1, (mesh.pp - 1) / mesh.virtual_stages, 0)
+    return np.minimum(mesh.pp + more, mesh.accumulation)
+
+
+def state_bytes(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
+    """Weights, gradients, optimizer state of the first stage, as ZeRO shards them.
+
+    [Rajbhandari et al. 2020, figure 1]
+    """
+    weights = stage_parameters(model, mesh, stage_layers(model, mesh, stack)[0])
+    z = mesh.zero_stage
+    gradients = stack.resident_bytes - BF16
+    return {
+        "parameters": weights * BF16 / np.where(z == 3, mesh.shards, 1),
+        "gradients": weights * gradients / np.where(z >= 2, mesh.shards, 1),
+        "optimizer": weights * stack.optimizer_bytes / np.where(z >= 1, mesh.shards, 1),
+    }
+
+
+def gathered_bytes(model: Model, mesh: Mesh) -> Number:
+    """FSDP's unsharded weights: two layers and the embedding tables, in bf16."""
+    tables = (2 - model.tied) * model.embedding_parameters
+    return np.where(mesh.zero_stage == 3, BF16 * (2 * model.layer_parameters + tables) / mesh.tp, 0)
+
+
+def layer_bytes(model: Model, mesh: Mesh, stack: Stack) -> Number:
+    """What one layer keeps of one micro-batch."""
+    kept = stack.activation_factor * kept_bytes(model, mesh)
+    kept = kept * np.where(mesh.selective_checkpointing == 1, stack.selective_bytes, 1)
+    inputs = BF16 * model.width / np.where(mesh.sequence_parallel == 1, mesh.tp, 1)
+    return mesh.tokens * np.where(mesh.full_checkpointing == 1, inputs, kept)
+
+
+def activation_bytes(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
+    """Activations of the fuller of first and last stage, and what the last holds for the loss.
+
+    The first stage holds most micro-batches, the last one the logits. With full checkpointing one
+    layer is kept in full while it is computed again.
+    """
+    first, _, last = stage_layers(model, mesh, stack)
+    layer = layer_bytes(model, mesh, stack)
+    again = stack.activation_factor * mesh.tokens * kept_bytes(model, mesh)
+    again = np.where(mesh.full_checkpointing == 1, again, 0)
+    held = in_flight(mesh)
+    waiting = np.where(mesh.pp == 1, 1, np.maximum(0, held - 2))
+    gathered = stack.gathered_bytes * model.width * mesh.tokens * waiting
+    gathered = np.where(mesh.sequence_parallel == 1, gathered * (1 - 1 / mesh.tp), 0)
+    on_first = first * (layer * held + gathered) + again
+    logits = stack.logit_bytes * mesh.tokens * model.vocab / mesh.tp
+    on_last = last * layer + again + logits
+    one = mesh.pp == 1
+    last_is_fuller = ~one & (on_last > on_first) & (stack.balanced == 0)
+    return {
+        "activations": np.where(last_is_fuller, on_last - logits, on_first),
+        "logits": np.where(one | last_is_fuller, logits, 0),
+    }
+
+
+def memory_parts(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
+    """GiB per GPU by what holds them; their sum is the peak."""
+    parts = state_bytes(model, mesh, stack) | activation_bytes(model, mesh, stack)
+    gib = {name: size / GIB for name, size in parts.items()}
+    return gib | {"buffers": gathered_bytes(model, mesh) / GIB + stack.base_gib}
+
+
+def memory_gib(model: Model, mesh: Mesh, stack: Stack) -> Number:
+    """Peak GiB of the fullest GPU."""
+    return sum(memory_parts(model, mesh, stack).values())
+
+
+def has_empty_stage(model: Model, mesh: Mesh, stack: Stack) -> Number:
+    """Whether a balanced pipeline runs out of blocks, which ends the job.
+
+    The blocks after the last layer (norm, output layer, cast, loss) fill three stages more at most.
+    """
+    head = model.embedding_parameters / model.layer_parameters
+    share = np.maximum(1, (model.layers + head) / mesh.pp)
+    with_layers = np.ceil((model.layers - 1) / share)
+    return (stack.balanced == 1) & (mesh.pp > 1) & (with_layers + 3 < mesh.pp)
+
+
+def fits(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
+    """Whether the peak stays within the usable share of a GPU's memory ("80 GB" are 80 GiB)."""
+    within = memory_gib(model, mesh, stack) <= USABLE * cluster.gpu_memory_gb
+    return within & ~has_empty_stage(model, mesh, stack)

@@ -1,0 +1,156 @@
+"""Plans a training job: which mesh, how much memory, how many seconds, and what limits it.
+
+    python planner/plan.py --model llama-3-8b --gpus 64 --gpu H100 --sequence 8192 --batch-tokens 4M
+    python planner/plan.py --model llama-3-8b --gpus 64 --explain 1
+    python planner/plan.py --model llama-3-8b --gpus 64 --explain dp=8x1,tp=8,micro=1,zero=1
+
+Look at: the parts of memory and time of ten meshes, and what the last column says they wait for.
+--explain derives each number of one mesh; --plot draws all of them.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import inputs
+import report
+from inputs import UserError
+from search import Job, Plan, best, evaluate, meshes
+
+AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "micro": "micro_batch", "zero": "zero_stage"}
+AXES |= {"v": "virtual_stages", "checkpoint": "full_checkpointing"}
+
+
+def main():
+    args = parse_args()
+    try:
+        run(args)
+    except UserError as error:
+        fail(str(error))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan and print. Raises UserError."""
+    cluster, stack_name, own = inputs.cluster(args.gpu)
+    stack_name = args.stack or stack_name
+    stack, known = inputs.stack(stack_name)
+    if own and not args.stack:
+        stack, known, stack_name = own, {"calibrated": True}, args.gpu
+    batch = inputs.sequences(inputs.count(args.batch_tokens), args.sequence)
+    model = inputs.model(args.model)
+    kernels = {"fp8": int(args.fp8), "flash": int(not args.no_flash)}
+    job = Job(model, cluster, stack, args.gpus, args.sequence, batch, **kernels)
+    plans = best(job)
+    if args.explain:
+        plans = [named(job, plans, args.explain)]
+    pick = plans[0]
+    print(
+        f"{args.model} ({model.parameters / 1e9:.3g} B weights), {args.gpus} x {args.gpu}, "
+        f"sequence {args.sequence}, {batch} sequences per step; constants: {stack_name}"
+    )
+    print()
+    print("\n".join(report.explanation(job, pick) if args.explain else report.table(job, plans)))
+    if not args.explain:
+        print(f"\nMFU: {report.MFU}.")
+    if not pick.fits:
+        print("\nNo mesh fits: these hold least." if not args.explain else "")
+    for doubt in report.doubts(job, pick, stack_name, known, args.gpu):
+        print(f"not validated for: {doubt}")
+    if args.flags:
+        print(f"\n{report.flags(job, pick)}")
+    if args.plot:
+        from drawing import draw  # matplotlib takes a second to import
+
+        draw(job, plans, args.plot)
+        print(f"\n{args.plot} shows the plans")
+
+
+def named(job: Job, plans: list[Plan], text: str) -> Plan:
+    """The plan that --explain asks for: a line of the table, or a mesh such as dp=8x2,tp=4.
+
+    What the text leaves out is 1 (an axis) or what is fastest (micro-batch, ZeRO stage, ...).
+    """
+    if text.isdigit():
+        if not 1 <= int(text) <= len(plans):
+            raise UserError(f"--explain {text}: the table has the lines 1 to {len(plans)}")
+        return plans[int(text) - 1]
+    wanted = {"tp": 1, "pp": 1, "cp": 1}
+    for item in text.split(","):
+        key, _, value = item.partition("=")
+        try:
+            if key == "dp":
+                replicate, _, shard = value.partition("x")
+                wanted["dp_replicate"], wanted["dp_shard"] = int(replicate), int(shard or 1)
+            else:
+                wanted[AXES[key]] = int(value)
+        except (KeyError, ValueError):
+            keys = ", ".join(["dp", *AXES])
+            raise UserError(f"--explain {item!r} is not KEY=NUMBER with one of: {keys}") from None
+    every = meshes(job)
+    if "dp_replicate" not in wanted:
+        wanted |= {"dp_replicate": 1, "dp_shard": 1}
+    sizes = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+    product = 1
+    for size in sizes:
+        product *= wanted[size]
+    if product != job.gpus:
+        close = min(every, key=lambda m: sum(getattr(m, k) != v for k, v in wanted.items()))
+        raise UserError(
+            f"--explain {text} is a mesh of {product} GPUs, not of {job.gpus}: "
+            f"the nearest that works is {report.name(close)}"
+        )
+    found = [m for m in every if all(getattr(m, key) == value for key, value in wanted.items())]
+    if not found:
+        close = min(every, key=lambda m: sum(getattr(m, k) != v for k, v in wanted.items()))
+        raise UserError(
+            f"--explain {text}: no such mesh splits {job.batch} sequences, {job.model.heads} heads "
+            f"({job.model.kv_heads} of keys) and {job.model.layers} layers: the nearest that works "
+            f"is {report.name(close)},micro={close.micro_batch},zero={close.zero_stage}"
+        )
+    considered = evaluate(job, found)
+    return min(considered, key=lambda plan: (not plan.fits, plan.step_s))
+
+
+def fail(message: str) -> NoReturn:
+    print(f"plan.py: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message.removeprefix("argument "))
+
+
+def whole(text: str) -> int:
+    """An argument type: a whole number above 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", required=True, help="preset, or a Hugging Face config.json")
+    add("--gpus", type=whole, required=True, help="number of GPUs")
+    add("--gpu", default="H100", help="preset, or a TOML file as in presets.toml (default: H100)")
+    add("--sequence", type=whole, default=8192, help="tokens of a sequence (default: 8192)")
+    add("--batch-tokens", default="4M", help="tokens per step; M is 1,048,576 (default: 4M)")
+    add("--stack", help="constants of stacks.toml (default: those of the GPU)")
+    add("--fp8", action="store_true", help="matrix products of the layers in fp8")
+    add("--no-flash", action="store_true", help="attention that writes its scores to memory")
+    add("--explain", metavar="MESH", help="derive each number of a line of the table, or of a mesh")
+    add("--flags", action="store_true", help="print train.py's command line for the pick")
+    add("--plot", type=Path, help="draw memory, time and bytes of the plans (PNG)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

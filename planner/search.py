@@ -1,0 +1,158 @@
+"""All meshes of some GPUs, with their memory and their step time, the best first."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+from inputs import UserError
+from memory import fits, memory_parts
+from shapes import Cluster, Mesh, Model
+from stacks import Stack
+from step_time import step_parts
+
+SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+LONG = 8192  # tokens that a rank holds of a sequence, at least, under context parallelism
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned."""
+
+    model: Model
+    cluster: Cluster
+    stack: Stack
+    gpus: int
+    sequence: int
+    batch: int  # sequences of a step, all ranks together
+    fp8: int = 0
+    flash: int = 1  # 0: attention without a fused kernel, as before 2023
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A mesh with what the formulas say of it."""
+
+    mesh: Mesh
+    memory_gib: dict[str, float]
+    seconds: dict[str, float]
+    fits: bool
+
+    @property
+    def total_gib(self) -> float:
+        return sum(self.memory_gib.values())
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def splits(layers: int, stages: int) -> bool:
+    """Whether the stages get equal numbers of layers, embedding and output layer counted or not."""
+    return layers % stages == 0 or (layers + 2) % stages == 0
+
+
+def data_parallel(ranks: int, per_node: int) -> list[tuple[int, int, int]]:
+    """(dp_replicate, dp_shard, ZeRO stage): DDP, ZeRO-1, FSDP, and HSDP whose shards fill nodes."""
+    if ranks == 1:
+        return [(1, 1, 0)]
+    shards = [n for n in divisors(ranks) if n == ranks or (n > 1 and n % per_node == 0)]
+    return [(ranks, 1, 0), (ranks, 1, 1), *((ranks // n, n, 3) for n in shards)]
+
+
+def meshes(job: Job) -> list[Mesh]:
+    """All meshes that the job can run on, with their batches and what they recompute.
+
+    TP stays inside a node; stages may differ by a layer.
+    """
+    model, node = job.model, int(job.cluster.gpus_per_node)
+    found = []
+    shapes = [
+        (tp, pp, cp)
+        for tp in divisors(job.gpus)
+        if tp <= node and model.heads % tp == 0 and model.kv_heads % tp == 0
+        for pp in divisors(job.gpus // tp)
+        if pp <= model.layers
+        for cp in divisors(job.gpus // (tp * pp))
+        if cp == 1 or (job.sequence % (2 * cp) == 0 and cp <= job.sequence // LONG)
+    ]
+    for tp, pp, cp in shapes:
+        ranks = job.gpus // (tp * pp * cp)
+        if job.batch % ranks:
+            continue
+        per_rank = job.batch // ranks
+        interleaved = [1] + [v for v in range(2, 8) if pp > 1 and splits(model.layers, pp * v)]
+        for micro_batch in (b for b in divisors(per_rank) if b & (b - 1) == 0 and b <= 64):
+            accumulation = per_rank // micro_batch
+            for virtual in interleaved if accumulation % pp == 0 else (1,):
+                for replicate, shard, zero in data_parallel(ranks, node // tp):
+                    for full in (0, 1):
+                        axes = (replicate, shard, zero, tp, int(tp > 1), pp, virtual, cp)
+                        rest = (
+                            micro_batch,
+                            accumulation,
+                            job.sequence,
+                            full,
+                            0,
+                            job.flash,
+                            job.fp8,
+                        )
+                        found.append(Mesh(*axes, *rest))
+    return found
+
+
+def nearest_gpus(job: Job) -> int | None:
+    """The nearest number of GPUs that some mesh fills."""
+    for away in range(1, job.gpus + 1):
+        for gpus in (job.gpus - away, job.gpus + away):
+            if gpus > 0 and meshes(dataclasses.replace(job, gpus=gpus)):
+                return gpus
+    return None
+
+
+def evaluate(job: Job, candidates: list[Mesh]) -> list[Plan]:
+    """Memory and time of each mesh."""
+    names = [field.name for field in dataclasses.fields(Mesh)]
+    table = np.array([[getattr(mesh, name) for name in names] for mesh in candidates], float)
+    many = Mesh(**dict(zip(names, table.T, strict=True)))
+    size = len(candidates)
+
+    def rows(parts: dict) -> tuple[list[str], np.ndarray]:
+        return list(parts), np.stack([np.broadcast_to(v, size) for v in parts.values()], axis=1)
+
+    memory_names, memory = rows(memory_parts(job.model, many, job.stack))
+    time_names, seconds = rows(step_parts(job.model, many, job.cluster, job.stack))
+    good = fits(job.model, many, job.cluster, job.stack)
+    return [
+        Plan(
+            mesh,
+            dict(zip(memory_names, held.tolist(), strict=True)),
+            dict(zip(time_names, spent.tolist(), strict=True)),
+            bool(ok),
+        )
+        for mesh, held, spent, ok in zip(candidates, memory, seconds, good, strict=True)
+    ]
+
+
+def best(job: Job, wanted: int = 10) -> list[Plan]:
+    """The fastest meshes that fit, one plan for each mesh; where none fits, the smallest.
+
+    Raises UserError: no mesh fills these GPUs with this batch.
+    """
+    candidates = meshes(job)
+    if not candidates:
+        other = nearest_gpus(job)
+        raise UserError(
+            f"no mesh of {job.gpus} GPUs splits {job.batch} sequences and {job.model.heads} heads"
+            + (f": the nearest number of GPUs that works is {other}" if other else "")
+        )
+    plans = evaluate(job, candidates)
+    fitting = [plan for plan in plans if plan.fits]
+    ranked = sorted(fitting, key=lambda p: p.step_s) or sorted(plans, key=lambda p: p.total_gib)
+    chosen = {}
+    for plan in ranked:
+        chosen.setdefault(tuple(getattr(plan.mesh, size) for size in SIZES), plan)
+    return list(chosen.values())[:wanted]

@@ -1,0 +1,411 @@
+"""The planner's command lines, its score, its constants, and what its README says."""
+
+import csv
+import json
+import re
+import tomllib
+
+import numpy as np
+import pool
+import pytest
+from fit import as_toml
+from fitting import FITS, Fit, fit_all, fitted
+from helpers import ROOT, python
+from published import PUBLISHED, UnreadableRow, measured, parse, read, stacked
+from score import regret, usable
+from stacks import FILE, choose, load
+
+PLAN, SCORE = ROOT / "planner/plan.py", ROOT / "planner/score.py"
+README = (ROOT / "planner/README.md").read_text()
+JOB = ("--model", "llama-3-8b", "--gpus", 64)
+ROWS = read(PUBLISHED)
+
+
+def plan(*args) -> str:
+    return python(PLAN, *args).check().output
+
+
+def printed(output: str) -> str:
+    """As an indented block of the README."""
+    return "\n".join(f"    {line}".rstrip() for line in output.rstrip().splitlines())
+
+
+# plan.py.
+
+
+def test_the_readme_shows_real_output():
+    command = re.search(r"^    \$ python planner/plan.py (.*)$", README, re.MULTILINE)[1]
+    assert printed(plan(*command.split())) in README
+
+
+def test_ten_meshes_that_fit_the_fastest_first():
+    output = plan(*JOB)
+    seconds = [float(x) for x in re.findall(r"= *([\d.]+) +\d+ +\d+%  ", output)]
+    assert len(seconds) == 10
+    assert seconds == sorted(seconds)
+    assert "does not fit" not in output
+    assert output.count("dp=") == 10
+
+
+def test_parts_sum_to_the_total():
+    for line in plan(*JOB).splitlines():
+        if found := re.match(r" ?\d+  ((?: +\d+\.\d{3}){9})  = *([\d.]+)", line):
+            parts = [float(x) for x in found[1].split()]
+            assert sum(parts) == pytest.approx(float(found[2]), abs=0.006)
+
+
+def test_a_job_that_does_not_fit():
+    output = plan("--model", "llama-3.1-405b", "--gpus", 8, "--batch-tokens", "64K")
+    assert "does not fit" in output
+    assert "No mesh fits" in output
+
+
+@pytest.mark.parametrize("mesh", ["1", "dp=8x8,micro=1,checkpoint=1", "dp=4,tp=8,pp=2,v=1"])
+def test_explain_derives_the_numbers_of_the_table(mesh):
+    output = plan(*JOB, "--explain", mesh)
+    held = [float(x) for x in re.findall(r"= ([\d.]+) GiB$", output, re.MULTILINE)]
+    logits = float(re.search(r"on this GPU: ([\d.]+) GiB", output)[1])
+    total = float(re.search(r"total +([\d.]+) GiB", output)[1])
+    assert sum(held) + logits == pytest.approx(total, abs=0.05)
+    assert re.search(r"MFU [\d.]+ %", output)
+    if "checkpoint" in mesh:
+        assert "4 x 2 FLOP" in output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--model", "llama-3-8c", "--gpus", 8), "nor one of: llama-3-8b, "),
+        ((*JOB, "--gpu", "H1000"), "nor one of: H100, "),
+        ((*JOB, "--stack", "nemo"), "is not one of: nemo-h100, "),
+        (("--model", "llama-3-8b", "--gpus", 37), "the nearest number of GPUs that works is 36"),
+        (("--model", "llama-3-8b", "--gpus", "many"), "not a whole number above 0"),
+        ((*JOB, "--batch-tokens", "4X"), "write 4096, 64K or 4M"),
+        ((*JOB, "--sequence", 7000), "the nearest that works is 4193000"),
+        ((*JOB, "--explain", "dp=8,tp=16"), "a mesh of 128 GPUs, not of 64: the nearest"),
+        ((*JOB, "--explain", "dp=4,tp=16"), "no such mesh splits 512 sequences, 32 heads"),
+        ((*JOB, "--explain", "size=2"), "is not KEY=NUMBER with one of: dp, tp, pp, cp"),
+        ((*JOB, "--explain", "11"), "the table has the lines 1 to 10"),
+        ((*JOB, "--plot", "/nowhere/a.png"), "cannot be written"),
+        ((*JOB, "--plot", "a.docx"), "is not supported"),
+        (("--gpus", 8), "required: --model"),
+    ],
+)
+def test_a_mistake_is_one_sentence(args, says):
+    result = python(PLAN, *args)
+    assert result.returncode == 2
+    last = result.output.splitlines()[-1]
+    assert last.startswith("plan.py: error: ")
+    assert says in last
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "it lacks hidden_size"),
+        ("no JSON", "is no config.json of a decoder"),
+        ('{"num_local_experts": 8}', "it has experts"),
+        ('{"hidden_size": 0, "num_attention_heads": 1}', "is no config.json"),
+    ],
+)
+def test_a_config_that_is_no_decoder(tmp_path, text, says):
+    (tmp_path / "config.json").write_text(text)
+    result = python(PLAN, "--model", tmp_path, "--gpus", 8)
+    assert result.returncode == 2
+    assert says in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_hugging_face_config(tmp_path):
+    llama = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    llama |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    llama |= {"tie_word_embeddings": False, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    given = ("--gpus", 64, "--model")
+    assert plan(*given, tmp_path).splitlines()[1:] == plan(*given, "llama-3-8b").splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("peak_tflops = ", "cannot be read"),
+        ("peak_tflops = 1", "missing 5 required"),
+        ("stack = 'generic'\nspeed = 1", "presets.toml shows the keys"),
+    ],
+)
+def test_a_cluster_file_with_a_mistake(tmp_path, text, says):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    result = python(PLAN, *JOB, "--gpu", path)
+    assert result.returncode == 2
+    assert says in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "doubt"),
+    [
+        (("--gpu", "H200"), "H200 (the rows ran on H100"),
+        (("--gpu", "4090", "--sequence", 2048), "generic (no rows"),
+        (("--explain", "dp=1x64"), "ZeRO stage 3 with this software"),
+        (("--explain", "dp=1x16,pp=4"), "FSDP inside a pipeline"),
+        (("--sequence", 131072, "--explain", "dp=4,tp=8,cp=2"), "beyond 64k tokens"),
+        (("--sequence", 131072, "--explain", "dp=2,tp=8,cp=4"), "cp = 4 (the rows end at 2)"),
+    ],
+)
+def test_what_no_row_backs_is_said(args, doubt):
+    lines = plan(*JOB, *args).splitlines()
+    assert any(line.startswith("not validated for: ") and doubt in line for line in lines)
+
+
+def test_a_plot(tmp_path):
+    path = tmp_path / "plan.png"
+    assert f"{path} shows the plans" in plan(*JOB, "--plot", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_flags_of_a_plan_run(tmp_path):
+    job = ("--model", "gpt-template", "--gpu", "laptop", "--gpus", 2, "--sequence", 32)
+    output = plan(*job, "--batch-tokens", 512, "--explain", "tp=2", "--flags")
+    flags = output.splitlines()[-1].partition("train.py ")[2].split()
+    assert flags[flags.index("--tp") :][:2] == ["--tp", "2"]
+    script = ROOT / "transformer_basics/train.py"
+    done = pool.run(script, *flags, "--steps", 2, "--sample", 0, ranks=2, cwd=tmp_path)
+    done.check()
+
+
+# score.py and the rows.
+
+
+def test_the_readme_has_the_score():
+    for flags in (["--leave-out", "model"], ["--one-node"]):
+        assert printed(python(SCORE, *flags).check().output) in README
+
+
+def test_json_says_what_the_table_says():
+    families = json.loads(python(SCORE, "--json").check().output)["families"]
+    assert families.keys() == {row["family"] for row in ROWS}
+    playbook = families["playbook"]
+    assert playbook["rows"] == 1736
+    assert playbook["fault_rows"] == 189
+    assert playbook["memory"]["median"] < 9
+    assert playbook["memory"]["p90"] < 24
+    assert playbook["fits_accuracy"] > 0.93
+    assert playbook["time"]["median"] < 7
+    assert families["mosaic"]["time"]["skill"] > 0.7
+
+
+def test_rows_that_lack_something(tmp_path):
+    """Other columns may be missing, empty or wrong; the rest of the file is scored."""
+    rows = [dict(row) for row in ROWS[:40]]
+    rows[0]["layers"], rows[1]["width"], rows[2]["sequence"] = "", "wide", "0"
+    rows[3]["accumulation"] = "inf"
+    for row in rows[4:12]:
+        row |= {"software": "new", "family": "unknown", "gpu": "GB300", "dtype": ""}
+        row |= {"hbm_gb_s": "nan", "gpus_per_node": "0", "kv_heads": "", "memory_gib": "-1"}
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    result = python(SCORE, path).check()
+    assert "Warning" not in result.output
+    assert "1 rows left out: layers is not a number" in result.output
+    assert "1 rows left out: sequence is 0" in result.output
+    found = json.loads(python(SCORE, path, "--json").check().output)
+    assert found["families"]["unknown"]["rows"] == 8
+    assert sum(found["left_out"].values()) == 4
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "layers\n3\n"])
+def test_a_file_without_rows(tmp_path, text):
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    assert "Traceback" not in python(SCORE, path).check().output
+
+
+def test_a_file_that_is_not_there():
+    result = python(SCORE, "/nowhere/rows.csv")
+    assert result.returncode == 2
+    assert result.output.startswith("/nowhere/rows.csv cannot be read")
+
+
+def test_every_published_row_is_readable():
+    assert usable(ROWS) == (ROWS, {})
+    assert len(ROWS) == 3660
+    named = {row["family"] for row in ROWS}
+    sources = {row["family"] for row in read(PUBLISHED.with_name("sources.csv"))}
+    assert named <= sources
+
+
+def test_a_row():
+    model, mesh, cluster = parse(ROWS[0])
+    assert model.parameters == 8_029_995_008
+    assert (mesh.dp_shard, mesh.zero_stage, mesh.selective_checkpointing) == (8, 3, True)
+    assert mesh.gpus == 8
+    assert cluster.peak_tflops == 989
+    assert measured(ROWS[0], "step_time_s") == 2.8435
+    with pytest.raises(UnreadableRow, match="width is not a number"):
+        parse(ROWS[0] | {"width": "x"})
+
+
+def scored_job(seconds: list[float], predicted: list[float]) -> list:
+    """A job with one mesh per entry: dp = 1, 2, 4, ..."""
+    from score import Scored
+
+    row = {"model": "m", "n_gpus": "8", "micro_batch_sequences": "1", "outcome": "ok"}
+    return [
+        Scored(row | {"dp_replicate": str(2**i), "step_time_s": str(s)}, p, 1.0, True, 1.0)
+        for i, (s, p) in enumerate(zip(seconds, predicted, strict=True))
+    ]
+
+
+def test_regret():
+    found = regret(scored_job([1.0, 1.5, 2.0], [9.0, 8.0, 10.0]))
+    assert found["planner"]["mean"] == pytest.approx(50)
+    assert found["dp first"]["mean"] == pytest.approx(100)
+    assert found["best of three"]["mean"] == 0
+    assert regret(scored_job([1.0, 2.0], [1.0, 2.0])) is None  # two meshes are no choice
+
+
+# Constants.
+
+
+def test_the_constants_are_those_that_fit_sets():
+    assert FILE.read_text() == as_toml(fit_all(ROWS), ROWS)
+
+
+def test_at_most_six_constants_of_time():
+    assert max(len(fit.time) for fit in FITS.values()) == 6
+    for _, rest in load().values():
+        assert len(rest.get("fitted", ())) <= 8  # with those of memory
+
+
+def test_a_fit_finds_the_constants_that_made_the_rows():
+    known = {"launch_s": 0.001, "fixed_s": 0.02, "hop_s": 1e-5}
+    fit = Fit(("x",), (), ("A100",), ("gemm_efficiency", "memory_passes"), known)
+    rows = [row | {"family": "x"} for row in ROWS if row["family"] == "vtrain_multi"]
+    from step_time import step_s
+
+    truth = fitted(Fit((), (), (), (), known | {"gemm_efficiency": 0.5, "memory_passes": 12}), [])
+    seconds = step_s(*stacked(rows), truth)
+    for row, value in zip(rows, seconds, strict=True):
+        row["step_time_s"] = repr(float(value))
+    found = fitted(fit, rows)
+    assert found.gemm_efficiency == pytest.approx(0.5, rel=0.01)
+    assert found.memory_passes == pytest.approx(12, rel=0.02)
+
+
+def test_faults_and_empty_rows_set_nothing():
+    rows = [dict(row) for row in ROWS if row["family"] == "mtnlg"]
+    wrong = [row | {"step_time_s": "1e6", "fault_suspect": "1"} for row in rows]
+    assert fitted(FITS["mt-nlg-a100"], rows) == fitted(FITS["mt-nlg-a100"], rows + wrong)
+
+
+@pytest.mark.parametrize(
+    ("family", "software", "gpu", "stack"),
+    [
+        ("mosaic", "llm-foundry fsdp1", "A100-40GB", "mosaic-a100-40gb"),
+        ("bloom", "megatron-deepspeed", "A100", "bloom-a100"),
+        ("torchtitanH200", "torchtitan", "H200", "torchtitan-h100"),
+        ("later", "megatron-lm", "B200", "megatron-b200"),
+        ("later", "nanotron", "B200", "nanotron-h100"),
+        ("later", "new", "GB300", "generic"),
+        ("", "", "", "generic"),
+    ],
+)
+def test_the_constants_of_a_row(family, software, gpu, stack):
+    assert choose(load(), family, software, gpu) == stack
+
+
+# What the README says.
+
+RECIPES = {
+    "Llama 3.1 405B": (
+        "--model llama-3.1-405b --gpus 16384 --gpu H100 --sequence 8192 --batch-tokens 16M",
+        "dp=128,tp=8,pp=16,zero=1,checkpoint=0",
+    ),
+    "OLMo 2 32B": (
+        "--model olmo-2-32b --gpus 1024 --gpu H100 --sequence 4096 --batch-tokens 8M",
+        "dp=16x64,micro=2,checkpoint=1",
+    ),
+    "DeepSeek-V3": (
+        "--model deepseek-v3-dense --gpus 2048 --gpu H100 --sequence 4096 --batch-tokens 60M",
+        "dp=128,pp=16,zero=1",
+    ),
+    "BLOOM 176B": (
+        "--model bloom-176b --gpus 384 --gpu A100 --sequence 2048 --batch-tokens 4M --no-flash "
+        "--stack bloom-a100",
+        "dp=8,tp=4,pp=12,micro=2,zero=1,checkpoint=1",
+    ),
+    "OPT-175B": (
+        "--model opt-175b --gpus 992 --gpu A100 --sequence 2048 --batch-tokens 1984K --no-flash",
+        "dp=1x124,tp=8,checkpoint=1",
+    ),
+    "Megatron-530B": (
+        "--model megatron-530b --gpus 2240 --gpu A100 --sequence 2048 --batch-tokens 3840K "
+        "--no-flash",
+        "dp=8,tp=8,pp=35,zero=0,checkpoint=1",
+    ),
+}
+
+
+def cell(output: str) -> str:
+    """Step, speed and MFU of an explanation, as a cell of the README's table."""
+    found = re.search(r"step +([\d.]+) s: ([\d,]+) tokens/s per GPU, MFU ([\d.]+) %", output)
+    return f"{float(found[1]):.1f} s, {found[2]} tokens/s, MFU {float(found[3]):.0f} %"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe(name):
+    flags, mesh = RECIPES[name]
+    team, pick = (plan(*flags.split(), "--explain", line) for line in (mesh, "1"))
+    row = next(line for line in README.splitlines() if line.startswith(f"| {name}"))
+    title = re.search(r"^(dp\S+): (.*) \(micro", pick, re.MULTILINE)
+    assert row.endswith(f"{cell(team)} | `{title[1]}`, {title[2]} | {cell(pick)} |")
+    assert f"`{team.splitlines()[2].partition(':')[0]}`" in row
+
+
+def test_numbers_of_the_readme():
+    stacks = tomllib.loads(FILE.read_text())
+    nanotron = stacks["nanotron-h100"]
+    assert f"at least {1e3 * nanotron['pipelined_launch_s']:.1f} ms x tp" in README
+    assert f"With {1e3 * stacks['bloom-a100']['hop_s']:.2f} ms per hop" in README
+    assert f"the fitted efficiency is {stacks['bloom-a100']['gemm_efficiency']:.2f}" in README
+    team = plan(*RECIPES["Llama 3.1 405B"][0].split(), "--explain", RECIPES["Llama 3.1 405B"][1])
+    gib = float(re.search(r"total +([\d.]+)", team)[1])
+    assert f"need {gib:.1f} GiB, above its margin of 72" in README
+
+
+def test_stages_without_a_block_fail():
+    from memory import has_empty_stage
+
+    rows = [row for row in ROWS if row["family"] == "playbook"]
+    model, mesh, _ = stacked(rows)
+    empty = has_empty_stage(model, mesh, load()["nanotron-h100"][0])
+    failed = np.array([row["outcome"] != "ok" for row in rows])
+    assert f"{(empty & failed).sum()} of {empty.sum()} such runs failed" in README
+
+
+def test_two_versions_of_nemo():
+    """The same model, GPUs and batch in fp8: what a formula cannot know."""
+    seconds = {}
+    for row in ROWS:
+        if row["model"] == "llama3-70b" and row["dtype"] == "fp8" and "dgxc" in row["family"]:
+            key = row["n_gpus"], row["global_batch_sequences"]
+            seconds.setdefault(key, {})[row["family"]] = float(row["step_time_s"])
+    apart = [s["dgxc2409"] / s["dgxc"] for s in seconds.values() if len(s) == 2]
+    assert f"are {100 * (np.median(apart) - 1):.0f} % apart on Llama 3 70B" in README
+
+
+@pytest.mark.slow
+def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
+    path = tmp_path / "new" / "machine.toml"
+    script = ROOT / "planner/calibrate.py"
+    pool.run(script, "--output", path, "--seconds", 0.1, "--device", "cpu", ranks=2).check()
+    found = tomllib.loads(path.read_text())
+    assert found["peak_tflops"] > 0
+    assert found["constants"]["base_gib"] > 0.05
+    job = ("--model", "gpt-template", "--sequence", 128, "--batch-tokens", "2K", "--gpus", 2)
+    assert "calibrated; no published run" in plan(*job, "--gpu", path)
