@@ -195,24 +195,32 @@ def test_backend_nccl_alone_trains(directory):
     assert "2 rank(s) on cuda" in said
 
 
-IDEAS = {
-    "tensor_parallel": "",
-    "sequence_parallel": "",
-    "pipeline_parallel": "",
-    "ring_attention": "--length 64",
-}
+IDEAS = [  # each compares itself with one process, or says what came out wrong
+    "collectives/backends.py",
+    "collectives/object_collectives.py",
+    "ddp_basics/uneven_inputs_join.py",
+    "parallel_basics/pipeline_parallel.py",
+    "parallel_basics/ring_attention.py --length 64",
+    "parallel_basics/sequence_parallel.py",
+    "parallel_basics/tensor_parallel.py",
+]
 
 
-@pytest.mark.parametrize("name", IDEAS)
-def test_idea_of_parallel_basics_runs_on_gpus(name):
-    """Each compares itself with one process, and prints by how much it differs."""
-    said = run(f"parallel_basics/{name}.py {IDEAS[name]}", gpus=2).check().output
+@pytest.mark.parametrize("command", IDEAS)
+def test_idea_runs_on_gpus(command):
+    said = run(command, gpus=2).check().output
     assert "2 rank(s) on cuda" in said
-
-
-def test_objects_with_tensors_go_from_gpu_to_gpu():
-    said = run("collectives/object_collectives.py", gpus=2).check().output
-    assert "2 rank(s) on cuda" in said
+    if "join" in command:  # gradients, and the momentum that was sent to all
+        diffs = re.findall(r"^(?: +\d.*|momentum after.*) (\S+)$", said, re.M)
+        assert len(diffs) == 6
+        assert max(map(float, diffs)) < 1e-6
+    if "backends" in command:
+        table = [re.split("  +", line) for line in said.splitlines()]
+        tried = {row[0]: row[1:] for row in table if len(row) == 4}
+        assert tried["all_reduce"] == tried["all_to_all"] == ["yes"] * 3
+        assert tried["isend, irecv"][0] == tried["isend, irecv"][2] == "yes"
+        assert "Bad address" in tried["isend, irecv"][1]  # Gloo with GPU tensors
+        assert tried["all_reduce, PREMUL_SUM"][2] == "yes"
 
 
 def test_fsdp1_with_offload_compares_itself_on_gpus():
@@ -248,72 +256,105 @@ def test_gpu_with_too_little_memory_ends_the_run():
 
 FAULTS = {
     "cpu_and_gpu": "RuntimeError: aten::add.*same device.*cuda:0 and cpu",
+    "stack_with_the_cpu": "RuntimeError: aten::.*same device.*cuda:0 and cpu",
+    "product_with_the_cpu": "RuntimeError: aten::addmm.*same device.*cuda:0 and cpu",
+    "index_on_the_gpu": "RuntimeError: aten::index: indices should be either on cpu or",
+    "values_on_the_cpu": "RuntimeError: aten::.*index_put.*same device.*cuda:0 and cpu",
     "two_gpus": "RuntimeError: aten::.*same device.*cuda:0 and cuda:1",
     "generator_of_the_cpu": "RuntimeError: .*generator",
     "numpy_of_a_gpu": "TypeError: can't convert cuda:0",
+    "pinned_gpu": "RuntimeError: Only dense CPU tensors can be pinned",
+    "pinned_strides_of_a_gpu": "RuntimeError: Only dense CPU tensors can be pinned",
+    "storage_of_the_cpu": "RuntimeError: set_: a CUDA tensor and a storage on cpu",
     "device_that_is_not_there": "RuntimeError: CUDA error: invalid device ordinal 7",
+    "wait_in_debug_mode": "RuntimeError: called a synchronizing CUDA operation",
     "read_too_early": r"AssertionError: \[nan, nan, nan\]",
     "change_what_is_sent": r"AssertionError: \[2.0, 2.0, 2.0\]",
     "no_wait_before": "CUDA race: aten::mul_ on stream .* writes what aten::.* on stream 0 of",
     "no_wait_after": "CUDA race: aten::sum on stream 0 of cuda:0 reads what aten::mul_ on stream",
     "event_before_the_kernel": "CUDA race: aten::sum .* reads what aten::mul_",
+    "copy_to_a_peer": "CUDA race: aten::sum on stream 0 of cuda:1 reads what aten::copy_ on",
     "freed_too_early": "CUDA race: memory was freed while aten::sum on stream",
     "out_of_memory": "OutOfMemoryError: CUDA out of memory",
 }
-NO_CORRECTION = {"two_gpus", "numpy_of_a_gpu", "device_that_is_not_there"}
-NO_CORRECTION |= {"event_before_the_kernel", "out_of_memory"}
-RIGHT = ["two_readers_fixed", "two_halves_fixed", "memory_fixed"]
 FAULTS_OF_TWO = {
-    "cpu_tensor_for_nccl": "Tensors must be CUDA and dense|No backend type associated.*cpu",
+    "cpu_tensor_for_nccl": "No backend type associated with device type cpu",
+    "cpu_tensor_for_its_backend": "Tensors must be CUDA and dense",
     "not_contiguous": "Tensors must be contiguous",
+    "type_of_nccl": "Input tensor data type is not supported for NCCL",
     "bits_of_nccl": "Cannot use ReduceOp",
+    "gpu_of_another_rank": "a tensor on cuda:., but the communicator of rank . is on cuda:",
+    "gloo_sends_a_gpu": "RuntimeError: (writev|readv): Bad address",
     "no_wait_for_work": "CUDA race: aten::.* reads what nccl:all_reduce on stream",
+    "freed_on_another_stream": "CUDA race: memory was freed while nccl:all_reduce on stream",
+    "freed_after_the_call": "CUDA race: memory was freed while nccl:all_reduce on stream",
+    "future_of_another": "CUDA race: aten::sum on stream 0 of .* reads what nccl:all_reduce on",
+    "future_of_a_group": "CUDA race: aten::sum on stream 0 of .* reads what nccl:recv on",
+    "read_before_written": "CUDA race: aten::mul on .* reads what aten::fill_ on stream 0",
+    "read_before_computed": "CUDA race: aten::add on stream 0 .* reads what aten::mul on",
+    "read_before_received": "CUDA race: aten::add on stream 0 .* reads what nccl:all_reduce on",
 }
+SHOWN = {  # with EMULATED_GPU_RACES=show
+    "read_before_written": r"AssertionError: \[0.0, 0.0, 0.0\]",
+    "read_before_computed": r"AssertionError: \[nan, nan, nan\]",
+    "read_before_received": r"AssertionError: \[1.0, 1.0, 1.0\]",
+}
+PROGRAMS = (ROOT / WORKER).read_text().split("# ---- two ranks")
+FIXED, FIXED_OF_TWO = (re.findall(r"^def (\w+_fixed)", text, re.M) for text in PROGRAMS)
 
 
-def outcomes(output: str) -> list[dict]:
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return sorted(found, key=lambda each: each["rank"])
+def outcomes(*names: str, **told) -> dict[str, list]:
+    """Name -> what happened on each rank; "RULES" -> the rules that each rank has broken."""
+    said = run(WORKER, *names, gpus=2, **told).check().output
+    ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 @pytest.fixture(scope="module")
-def alone():
-    fixed = [f"{name}_fixed" for name in FAULTS if name not in NO_CORRECTION]
-    return outcomes(run(WORKER, *FAULTS, *fixed, *RIGHT, gpus=2, ranks=1).check().output)[0]
+def happened():
+    pair = outcomes(*FAULTS_OF_TWO, *FIXED_OF_TWO)
+    alone = outcomes(*FAULTS, *FIXED, ranks=1)
+    return pair | alone | {"RULES": pair["RULES"][0] | alone["RULES"][0]}
+
+
+@pytest.mark.parametrize("name", FAULTS | FAULTS_OF_TWO)
+def test_fault_is_an_error_on_each_rank(name, happened):
+    assert len(happened[name]) == (2 if name in FAULTS_OF_TWO else 1)
+    for said in happened[name]:
+        assert re.search((FAULTS | FAULTS_OF_TWO)[name], said)
+
+
+@pytest.mark.parametrize("name", [*FIXED, *FIXED_OF_TWO])
+def test_what_is_allowed_is_no_error(name, happened):
+    assert set(happened[name]) == {"fine"}
+
+
+def test_each_rule_is_needed(happened):
+    """Each rule of the device is broken by a program above, which fails in no such way without."""
+    rules = {
+        f"{path.name}:{number}"
+        for path in (ROOT / "tests/emulated_gpu").glob("*.[hc]*")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if re.match(r" +RULE\(", line)
+    }
+    assert {rule for rule, _ in happened["RULES"].values()} == rules
+    for name, (_, without) in happened["RULES"].items():
+        assert not re.search((FAULTS | FAULTS_OF_TWO)[name], without), name
 
 
 @pytest.fixture(scope="module")
-def pair():
-    names = (*FAULTS_OF_TWO, "no_wait_for_work_fixed", "operations_fixed")
-    return outcomes(run(WORKER, *names, gpus=2).check().output)
+def shown():
+    return outcomes(*SHOWN, *FIXED_OF_TWO, EMULATED_GPU_RACES="show")
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_an_error_and_its_correction_is_none(name, alone):
-    assert re.search(FAULTS[name], alone[name])
-    assert name in NO_CORRECTION or alone[f"{name}_fixed"] == "fine"
+@pytest.mark.parametrize("name", SHOWN)
+def test_forgotten_wait_can_be_seen_in_the_numbers(name, shown):
+    for said in shown[name]:
+        assert re.search(SHOWN[name], said)
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_is_allowed_is_no_error(name, alone):
-    assert alone[name] == "fine"
-
-
-@pytest.mark.parametrize("name", FAULTS_OF_TWO)
-def test_fault_of_two_ranks_is_an_error_on_both(name, pair):
-    for rank in pair:
-        assert re.search(FAULTS_OF_TWO[name], rank[name])
-        assert name != "no_wait_for_work" or rank[f"{name}_fixed"] == "fine"
-
-
-def test_operations_of_nccl_are_right(pair):
-    assert [rank["operations_fixed"] for rank in pair] == ["fine", "fine"]
-
-
-def test_gpu_of_another_rank_is_refused():
-    """Rank 0 may use it and waits for rank 1: only that one says what is wrong."""
-    said = run(WORKER, "cpu_tensor_for_nccl", "gpu_of_another_rank", gpus=2, timeout=60)
-    assert "a tensor on cuda:0, but the communicator of rank 1 is on cuda:1" in said.output
+def test_program_that_waits_computes_the_same_where_races_are_shown(shown):
+    assert {said for name in FIXED_OF_TWO for said in shown[name]} == {"fine"}
 
 
 def test_two_ranks_on_one_gpu_are_refused():

@@ -43,7 +43,9 @@ inline void touch(const Kernel& kernel, const Tensor& t, bool write) {
   if (!t.defined() || !t.is_cuda() || t.numel() == 0) return;
   auto block = block_of(t.storage().data_ptr());
   if (!block) return;
-  finish([&](const Copy& copy) { return copy.block == block; });
+  finish([&](const Arrival& a) {
+    return (a.writes.count(block) || (write && a.reads.count(block))) && a.is_before(clocks[kernel.stream]);
+  });
   size_t last = t.storage_offset();
   for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
   block->history.add(kernel, t.storage_offset() * t.itemsize(), (last + 1) * t.itemsize(), write);
@@ -125,12 +127,38 @@ c10::IValue each_tensor(const c10::IValue& value, Change change) {
   return value;
 }
 
-// These take indices on the CPU.
-inline const std::set<std::string> MAY_MIX = {"aten::index", "aten::index_put_", "aten::index_put",
+// These take indices on the CPU, too.
+inline const std::set<std::string> INDEXING = {"aten::index", "aten::index_put_", "aten::index_put",
   "aten::_index_put_impl_", "aten::_unsafe_index_put", "aten::_unsafe_index"};
+// These and pointwise operations take a CPU tensor without dimensions, as a number. Others do not.
+inline const std::set<std::string> NUMBERS = {"aten::masked_fill", "aten::masked_fill_", "aten::fill_",
+  "aten::index_fill", "aten::index_fill_", "aten::floor_divide", "aten::floor_divide_", "aten::rsub", "aten::mse_loss",
+  "aten::huber_loss", "aten::smooth_l1_loss", "aten::complex", "aten::polar"};
+inline bool takes_numbers(const c10::OperatorHandle& op, const std::string& name) {
+  return op.hasTag(at::Tag::pointwise) || NUMBERS.count(name) || INDEXING.count(name) ||
+    name.starts_with("aten::_foreach_") || name.starts_with("aten::_fused_");
+}
 // The host must know the size of what these return.
 inline const std::set<std::string> WAIT = {"aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2",
   "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave", "aten::equal"};
+// Indices on the CPU are copied, and the host waits for the copy. True in a mask are counted first,
+// except where one number is put there.
+inline bool waits_to_index(const std::vector<c10::IValue>& args) {
+  const bool number = args.size() > 2 && args[2].isTensor() && args[2].toTensor().is_cpu();
+  for (std::optional<Tensor> index : args[1].toOptionalTensorList()) {
+    if (!index || !index->defined()) continue;
+    const bool mask = index->scalar_type() == at::kBool || index->scalar_type() == at::kByte;
+    if (index->is_cpu() || (mask && !number)) return true;
+  }
+  return false;
+}
+
+// With $EMULATED_GPU_RACES=show: let what `now` has become be seen late, and `before` until then.
+inline void show_late(const Kernel& kernel, const Tensor& cuda, Tensor now, const Tensor& before) {
+  auto after = now.clone();
+  now.copy_(before);
+  arrives(kernel, {block_of(cuda.storage().data_ptr())}, [now, after] { Tensor(now).copy_(after); });
+}
 
 inline void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -142,7 +170,7 @@ inline void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stac
   for (auto& arg : args)
     each_tensor(arg, [&](const Tensor& t) {
       if (t.defined() && t.is_cuda()) {
-        TORCH_CHECK(!device || *device == t.device().index(), name, ": Expected all tensors to be on the same "
+        RULE(!device || *device == t.device().index(), Error, name, ": Expected all tensors to be on the same "
           "device, but found at least two devices, cuda:", int(*device), " and ", t.device(), "!");
         device = t.device().index();
       }
@@ -150,32 +178,42 @@ inline void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stac
     });
   for (auto& arg : args)
     if (!device && arg.isDevice()) device = index_of(arg.toDevice());
-  const bool all_on_gpu = device && !MAY_MIX.count(name);
+  const bool any_on_gpu = device.has_value(), indexing = INDEXING.count(name);
+  RULE(!indexing || args[0].toTensor().is_cuda(), Error, name, ": indices should be either on cpu or on the same device "
+    "as the indexed tensor (cpu)");
+  const bool waits = WAIT.count(name) || (indexing && waits_to_index(args));
   if (!device) device = current;
 
   Aliases aliases;
   auto kernel = launch(name, current_stream(*device));
+  std::vector<std::pair<Tensor, Tensor>> before;  // what is written, and a copy of it
   for (size_t i = 0; i < args.size(); i++) {
+    const bool index = indexing && i == 1, list = args[i].isTensorList() && !name.starts_with("aten::_foreach_");
     auto alias = schema.arguments()[i].alias_info();
     const bool write = alias && alias->isWrite(), view = alias && !write;
     args[i] = each_tensor(args[i], [&](const Tensor& t) {
       if (!t.defined()) return t;
-      TORCH_CHECK(!t.is_cpu() || !all_on_gpu || (t.dim() == 0 && !write), name, ": Expected all tensors to be on "
+      const bool number = t.dim() == 0 && !write && !list && takes_numbers(op, name);
+      RULE(!t.is_cpu() || !any_on_gpu || index || number, Error, name, ": Expected all tensors to be on "
         "the same device, but found at least two devices, cuda:", int(*device), " and cpu!");
       if (!view) touch(kernel, t, write);
+      if (shows_races() && write && t.is_cuda()) before.emplace_back(t, aliases.cpu(t).clone());
       return t.is_cuda() ? aliases.cpu(t) : t;
     });
     if (args[i].isDevice()) args[i] = Device(at::kCPU);
     if (args[i].isGenerator() || (args[i].isNone() && schema.arguments()[i].type()->str().find("Generator") != std::string::npos)) {
       auto generator = args[i].isNone() ? default_generator(*device) : args[i].toGenerator();
-      TORCH_CHECK(generator.device().is_cuda(), name, ": Expected a 'cuda' device type for generator but found 'cpu'");
-      args[i] = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->twin;
+      RULE(generator.device().is_cuda(), Error, name, ": Expected a 'cuda' device type for generator but found 'cpu'");
+      if (generator.device().is_cuda()) args[i] = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->twin;
     }
     stack->push_back(args[i]);
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   aliases.write_back();
-  if (WAIT.count(name)) operation_waits_for(kernel.stream);
+  for (auto& [cuda, old] : before) {
+    auto now = aliases.cpu(cuda);
+    if (now.sizes() == old.sizes() && now.data_ptr() == cuda.data_ptr()) show_late(kernel, cuda, now, old);
+  }
 
   auto results = torch::jit::last(*stack, schema.returns().size()).vec();
   torch::jit::drop(*stack, results.size());
@@ -184,21 +222,26 @@ inline void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stac
     stack->push_back(each_tensor(results[i], [&](const Tensor& t) {
       auto made = aliases.cuda(t, *device);
       if (fresh) touch(kernel, made, true);
+      if (fresh && shows_races() && t.defined() && t.is_cpu()) {
+        auto nothing = at::zeros_like(t);
+        show_late(kernel, made, t, t.is_floating_point() ? nothing.fill_(std::nan("")) : nothing);
+      }
       return made;
     }));
   }
+  if (waits) operation_waits_for(kernel.stream);
 }
 
 inline Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
-  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  RULE(!pin.value_or(false), Error, "Only dense CPU tensors can be pinned");
   c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_generic(size, &gpu_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
     c10::dtype_or_default(dtype), format);
 }
 inline Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool> pin) {
-  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  RULE(!pin.value_or(false), Error, "Only dense CPU tensors can be pinned");
   c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_strided_generic(size, stride, &gpu_allocator,
     c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
@@ -207,9 +250,14 @@ inline Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std:
 // Between the host and a GPU, or between GPUs. As cudaMemcpyAsync, a copy is asynchronous if the
 // caller says non_blocking and the host's memory is pinned; it then happens as late as it may.
 inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  auto& on_gpu = self.is_cuda() ? self : source;
+  auto& on_gpu = source.is_cuda() ? source : self;
   auto& on_host = self.is_cuda() ? source : self;
-  auto kernel = launch("aten::copy_", current_stream(on_gpu.device().index()));
+  auto stream = current_stream(on_gpu.device().index());
+  const bool peers = self.is_cuda() && source.is_cuda() && self.device() != source.device();
+  auto other = current_stream(self.is_cuda() ? self.device().index() : stream.first);
+  if (peers) stream_waits_for(stream, clock_of(other));  // a copy to another GPU waits for both
+  auto kernel = launch("aten::copy_", stream);
+  if (peers) stream_waits_for(other, clock_of(stream));  // and both go on after it
   touch(kernel, source, false);
   touch(kernel, self, true);
   Aliases aliases;
@@ -217,17 +265,20 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   auto to = self.is_cuda() ? aliases.cpu(self) : self.alias();  // not self, which may get other memory
   auto from = source.is_cuda() ? aliases.cpu(source) : source.alias();
   const bool later = non_blocking && on_host.is_cpu() && is_pinned(on_host.storage().data());
+  auto block = self.is_cuda() ? block_of(self.storage().data_ptr()) : nullptr;
   if (later && self.is_cuda() && to.scalar_type() == from.scalar_type()) {
-    Lock lock(mutex);
-    copies.push_back({kernel, block_of(self.storage().data_ptr()), [to, from] { at::AutoDispatchBelowADInplaceOrView below; Tensor(to).copy_(from); }});
+    arrives(kernel, {block}, [to, from] { Tensor(to).copy_(from); });
   } else if (later && self.is_cpu()) {
     auto value = from.to(to.scalar_type(), false, true).expand_as(to);
     to.is_floating_point() ? to.fill_(std::nan("")) : to.zero_();  // what an early reader gets
-    Lock lock(mutex);
-    copies.push_back({kernel, nullptr, [to, value] { at::AutoDispatchBelowADInplaceOrView below; Tensor(to).copy_(value); }});
+    arrives(kernel, {}, [to, value] { Tensor(to).copy_(value); });
   } else {
-    if (on_host.is_cpu() && !non_blocking) operation_waits_for(kernel.stream);
+    auto before = shows_races() && self.is_cuda() ? to.clone() : Tensor();
     to.copy_(from);
+    if (before.defined()) show_late(kernel, self, to, before);
+    if (on_host.is_cpu() && !non_blocking) operation_waits_for(stream);
+    else if (self.is_cpu()) host_waits_for(clock_of(stream));  // from the GPU to memory that is not pinned
+    else if (on_host.is_cpu()) host_waits++;  // and from there: until the driver has read it
   }
   return self;
 }
@@ -240,7 +291,7 @@ inline at::Scalar item(const Tensor& self) {
 }
 
 inline Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
-  TORCH_CHECK(source.device().is_cuda(), "set_: a CUDA tensor and a storage on ", source.device());
+  RULE(source.device().is_cuda(), Error, "set_: a CUDA tensor and a storage on ", source.device());
   auto tensor = self.unsafeGetTensorImpl();
   tensor->set_storage_keep_dtype(source);
   tensor->set_storage_offset(offset);

@@ -35,7 +35,7 @@ inline int64_t total_memory() { return number("EMULATED_GPU_BYTES", int64_t(80) 
 
 inline thread_local DeviceIndex current = 0;
 inline void check_device(DeviceIndex i) {
-  TORCH_CHECK(i >= 0 && i < device_count(), "CUDA error: invalid device ordinal ", int(i),
+  RULE(i >= 0 && i < device_count(), Error, "CUDA error: invalid device ordinal ", int(i),
     ", this process sees ", device_count());
 }
 inline DeviceIndex index_of(Device device) { return device.has_index() ? device.index() : current; }
@@ -48,7 +48,7 @@ struct Block {
   StreamKey owner;  // the stream for which it was allocated, which may have it again
   at::Storage keep;  // of the CPU, if a CPU kernel has allocated it
   History history;
-  std::set<StreamKey> recorded;  // by record_stream: the allocator waits for these
+  Clock recorded;  // kernels for which the allocator waits: up to this one
 };
 
 // Memory that was freed while another stream than its owner may still use it.
@@ -63,10 +63,10 @@ inline void release(void* context) {
   Lock lock(mutex);
   auto block = static_cast<Block*>(context);
   used[block->owner.first].decrease(block->size);
-  finish([&](const Copy& copy) { return copy.block == block; });
+  finish([&](const Arrival& arrival) { return arrival.writes.count(block); });
   auto& accesses = block->history.accesses;
   std::erase_if(accesses, [&](auto& a) {
-    return a.kernel.stream == block->owner || block->recorded.count(a.kernel.stream);
+    return a.kernel.stream == block->owner || is_over(block->recorded, a.kernel.stream, a.kernel.tick);
   });
   if (!accesses.empty()) freed.push_back({block->size, block->owner, std::move(accesses)});
   if (block->data) std::free(block->data);
@@ -86,14 +86,14 @@ inline Block* make_block(DeviceIndex device, size_t bytes, at::Storage keep = {}
     if (!old.accesses.empty() && size && size <= old.size) {
       auto kernel = old.accesses[0].kernel;
       old.accesses.clear();  // say it once
-      TORCH_CHECK(false, "CUDA race: memory was freed while ", kernel.name, " on ", text(kernel.stream),
+      RULE(shows_races(), Error, "CUDA race: memory was freed while ", kernel.name, " on ", text(kernel.stream),
         " may still use it, and is allocated again on ", text(owner),
         " (Tensor.record_stream, or wait before it is freed)");
     }
     return old.accesses.empty();
   });
   auto free = total_memory() - used[device].current;
-  TORCH_CHECK_WITH(OutOfMemoryError, int64_t(size) <= free, "CUDA out of memory. Tried to allocate ", size,
+  RULE(int64_t(size) <= free, OutOfMemoryError, "CUDA out of memory. Tried to allocate ", size,
     " bytes. GPU ", int(device), " has a total capacity of ", total_memory(), " bytes of which ", free, " are free.");
   used[device].increase(size);
   void* data = size && !keep ? std::aligned_alloc(512, size) : nullptr;
@@ -115,7 +115,7 @@ struct GPUAllocator final : c10::DeviceAllocator {
   void emptyCache(c10::MempoolId_t) override {}  // nothing is kept
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     Lock lock(mutex);
-    if (auto block = block_of(data)) block->recorded.insert({stream.device_index(), stream.id()});
+    if (auto block = block_of(data)) block->recorded[{stream.device_index(), stream.id()}] = UINT64_MAX;
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     Lock lock(mutex);

@@ -1,5 +1,10 @@
 // NCCL's rules, over Gloo: a backend for CUDA tensors only, contiguous, on this rank's GPU, one GPU per rank.
-// Its kernels run on a stream of their own, as NCCL's do.
+//
+// As in PyTorch since 2.8, an operation with async_op=False is a kernel of the current stream and returns no Work.
+// With async_op=True it is a kernel of the group's own stream; its Work keeps its tensors until wait(), or the group
+// until it is over. Sends and receives are always of that kind, and use record_stream instead. The kernels of one
+// group run one after the other, on whatever streams they are. (One difference: a send of Gloo ends when its receive has
+// begun. NCCL buffers a small one, so that a program which orders these wrongly hangs here and not always there.)
 #pragma once
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -15,57 +20,61 @@ struct NCCLOptions final : c10d::Backend::Options {
   explicit NCCLOptions(std::chrono::milliseconds timeout = std::chrono::minutes(10)) : Options("nccl", timeout) {}
 };
 
+struct Message {
+  ArrivalPtr arrival;
+  std::shared_ptr<Aliases> tensors;
+};
+
 struct NCCLWork final : c10d::Work {
-  std::vector<WorkPtr> parts;  // of Gloo
-  std::function<void()> after;  // what Gloo has not done, such as to divide a sum
+  std::shared_ptr<std::vector<Message>> messages = std::make_shared<std::vector<Message>>();
   Tensors outputs;
   StreamKey stream;
   Clock end;
-  std::shared_ptr<Aliases> aliases;  // keep the memory
-  std::once_flag once;
+  bool is_barrier = false;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
 
-  void finish_once() {
-    std::call_once(once, [this] { if (after) after(); });
+  // PyTorch's future is complete at once, too: who waits for it waits for what this stream has been given.
+  NCCLWork(StreamKey stream, Tensors outputs) : outputs(outputs), stream(stream), end(clock_of(stream)) {
+    future = c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()), std::vector<Device>{Device(at::kCUDA, stream.first)});
+    auto before = std::exchange(current_streams[stream.first], stream.second);
+    future->markCompleted(outputs);
+    current_streams[stream.first] = before;
   }
-  bool isCompleted() override {
-    return std::all_of(parts.begin(), parts.end(), [](auto& part) { return part->isCompleted(); });
-  }
-  bool isSuccess() const override {
-    return std::all_of(parts.begin(), parts.end(), [](auto& part) { return part->isSuccess(); });
-  }
+  bool isCompleted() override { return is_done(end); }
+  bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds timeout) override {  // the current stream waits, not the host
-    for (auto& part : parts) part->wait(timeout);
-    finish_once();
-    Lock lock(mutex);
-    join(clocks[current_stream(stream.first)], end);
+    auto current = current_stream(stream.first);
+    stream_waits_for(current, end);
+    for (auto& message : *messages) {
+      message.arrival->timeout = timeout;
+      emulated::finish(message.arrival);
+      Lock lock(mutex);  // from here on only this order keeps the memory from being given away
+      for (auto& [tensor, _] : message.tensors->tensors)
+        if (auto block = block_of(tensor.storage().data_ptr()))
+          std::erase_if(block->recorded, [&](auto& recorded) {
+            return recorded.first == stream && recorded.second == message.arrival->kernel.tick;
+          });
+    }
+    messages->clear();
+    if (is_barrier) host_waits_for(clock_of(current));
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
   Tensors result() override { return outputs; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    auto future = c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()), std::vector<Device>{Device(at::kCUDA, stream.first)});
-    auto self = c10::intrusive_ptr<NCCLWork>::reclaim_copy(this);
-    parts.at(0)->getFuture()->addCallback([self, future](c10::ivalue::Future& done) {
-      if (done.hasError()) return future->setError(done.exception_ptr());
-      self->finish_once();
-      // Who waits for the future waits for what is the current stream of this thread now.
-      auto before = std::exchange(current_streams[self->stream.first], self->stream.second);
-      future->markCompleted(self->outputs);
-      current_streams[self->stream.first] = before;
-    });
-    return future;
-  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
 };
 
 inline std::atomic<c10::StreamId> next_stream{1};
 
 struct ProcessGroupNCCL final : c10d::Backend {
-  BackendPtr gloo;
   DeviceIndex device = -1;  // bound to it, at the latest by the first operation
   c10::StreamId stream = next_stream++;
-  bool coalescing = false;
-  std::vector<c10::intrusive_ptr<NCCLWork>> coalesced;
+  Clock done;  // what the next operation of this group comes after
+  bool coalescing = false, async = false;  // the latter: whether the operations are
+  std::vector<Message> coalesced;
+  std::list<std::shared_ptr<std::vector<Message>>> watched;  // kept also if the caller drops its Work
+  BackendPtr gloo;  // ends before the memory that it writes to
 
   explicit ProcessGroupNCCL(BackendPtr gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo(gloo) {}
   const std::string getBackendName() const override { return "nccl"; }
@@ -90,35 +99,62 @@ struct ProcessGroupNCCL final : c10d::Backend {
     return made;
   }
 
-  // One kernel of NCCL's stream, which comes after what the current stream has been given so far.
+  // One kernel, which comes after what the current stream has been given so far.
   struct Operation {
     ProcessGroupNCCL& group;
     std::string name;
+    const bool async, send_or_receive;
     std::shared_ptr<Aliases> aliases = std::make_shared<Aliases>();
+    std::set<const void*> writes, reads;
     at::AutoDispatchBelowADInplaceOrView below;
     std::optional<Kernel> kernel;
-    std::function<void()> after;
-    Operation(ProcessGroupNCCL& group, const char* name) : group(group), name(std::string("nccl:") + name) {}
+    std::vector<std::function<void()>> after;  // what Gloo has not done, such as to divide a sum
+    Operation(ProcessGroupNCCL& group, const char* name, bool async, bool send_or_receive = false)
+        : group(group), name(std::string("nccl:") + name), async(async), send_or_receive(send_or_receive) {
+      std::erase_if(group.watched, [](auto& messages) {  // PyTorch's watchdog lets go of what is over
+        bool over = std::all_of(messages->begin(), messages->end(), [](auto& message) {
+          auto& arrival = *message.arrival;
+          return !arrival.happen || (arrival.can_happen && arrival.can_happen());
+        });
+        if (over)
+          for (auto& message : std::exchange(*messages, {})) emulated::finish(message.arrival);
+        return over;
+      });
+    }
 
-    Tensor use(const Tensor& t, bool write) {
-      TORCH_CHECK(t.is_cuda() && !t.is_sparse(), "Tensors must be CUDA and dense");
+    void start(DeviceIndex index) {
+      Lock lock(mutex);
+      auto now = current_stream(index);
+      StreamKey mine{index, async ? group.stream : now.second};
+      join(clocks[mine], clocks[now]);
+      join(clocks[mine], group.done);
+      kernel = launch(name, mine);
+      group.done = clocks[mine];
+    }
+    Tensor use(const Tensor& given, bool write) {
+      auto t = given.is_complex() ? at::view_as_real(given) : given;
+      RULE(t.is_cuda() && !t.is_sparse(), ValueError, "Tensors must be CUDA and dense");
       auto index = t.device().index();
       if (group.device < 0) group.device = index;
-      TORCH_CHECK(index == group.device, "NCCL: a tensor on ", t.device(), ", but the communicator of rank ",
+      RULE(index == group.device, Error, "NCCL: a tensor on ", t.device(), ", but the communicator of rank ",
         group.getRank(), " is on cuda:", int(group.device));
-      TORCH_CHECK(t.is_contiguous() || t.is_contiguous(at::MemoryFormat::ChannelsLast), "Tensors must be contiguous");
+      RULE(t.is_contiguous() || t.is_contiguous(at::MemoryFormat::ChannelsLast), ValueError, "Tensors must be contiguous");
       static const std::set<at::ScalarType> known = {at::kByte, at::kChar, at::kInt, at::kLong, at::kHalf, at::kFloat,
         at::kDouble, at::kBFloat16, at::kBool, at::kFloat8_e4m3fn, at::kFloat8_e5m2};
-      TORCH_CHECK(known.count(t.scalar_type()), "Input tensor data type is not supported for NCCL process group: ", t.scalar_type());
-      if (!kernel) {
-        Lock lock(mutex);
-        StreamKey mine{index, group.stream};
-        join(clocks[mine], clocks[current_stream(index)]);
-        kernel = launch(name, mine);
-      }
+      RULE(known.count(t.scalar_type()), TypeError, "Input tensor data type is not supported for NCCL process group: ", t.scalar_type());
+      if (!kernel) start(index);
       touch(*kernel, t, write);
-      if (auto block = block_of(t.storage().data_ptr())) block->recorded.insert(kernel->stream);
-      return aliases->cpu(t);
+      auto alias = aliases->cpu(t);
+      if (auto block = block_of(t.storage().data_ptr())) {
+        (write ? writes : reads).insert(block);
+        Lock lock(mutex);
+        if (send_or_receive) block->recorded[kernel->stream] = UINT64_MAX;  // by record_stream
+        else if (async) join(block->recorded, {{kernel->stream, kernel->tick}});
+      }
+      if (!shows_races() || !write) return alias;
+      auto late = alias.clone();
+      after.push_back([alias, late] { Tensor(alias).copy_(late); });
+      return late;
     }
     Tensors use(const Tensors& ts, bool write) {
       Tensors made;
@@ -136,13 +172,12 @@ struct ProcessGroupNCCL final : c10d::Backend {
     // Gloo has no mean and no product with a factor. Changes `inputs` to what Gloo should add.
     c10d::ReduceOp reduction(const c10d::ReduceOp& op, Tensors& inputs, const Tensors& outputs) {
       using Op = c10d::ReduceOp;
-      TORCH_CHECK(op.op_ != Op::BAND && op.op_ != Op::BOR && op.op_ != Op::BXOR, "Cannot use ReduceOp.BAND, BOR, BXOR with NCCL");
+      RULE(op.op_ != Op::BAND && op.op_ != Op::BOR && op.op_ != Op::BXOR, ValueError, "Cannot use ReduceOp.BAND, BOR, BXOR with NCCL");
       if (op.op_ == Op::AVG)
-        after = [outputs, n = group.getSize()] {
-          at::AutoDispatchBelowADInplaceOrView below;
+        after.insert(after.begin(), [outputs, n = group.getSize()] {
           for (auto t : outputs)
             t.is_floating_point() ? t.div_(n) : t.div_(n, "trunc");
-        };
+        });
       if (op.op_ == Op::PREMUL_SUM) {
         auto& factor = static_cast<c10d::PreMulSumSupplement&>(*op.supplement_);
         for (auto& t : inputs)
@@ -151,18 +186,32 @@ struct ProcessGroupNCCL final : c10d::Backend {
       return op.op_ == Op::AVG || op.op_ == Op::PREMUL_SUM ? Op(Op::SUM) : op;
     }
     WorkPtr started(WorkPtr part, Tensors outputs) {
-      auto work = c10::make_intrusive<NCCLWork>();
-      Lock lock(mutex);
-      work->parts = {part};
-      work->after = after;
-      work->outputs = std::move(outputs);
-      work->stream = kernel->stream;
-      work->end = clocks[kernel->stream];
-      work->aliases = aliases;
-      if (group.coalescing) group.coalesced.push_back(work);
-      return work;
+      std::unique_lock<std::recursive_mutex> lock(mutex);
+      auto arrival = arrives(*kernel, writes, nullptr);
+      arrival->reads = reads;
+      arrival->happen = [part, after = after, keep = aliases, self = arrival.get()] {
+        part->wait(self->timeout);  // once: Gloo's sends and receives count
+        for (auto& step : after) step();
+      };
+      if (!send_or_receive) arrival->can_happen = [part] { return part->isCompleted(); };
+      Message message{arrival, aliases};
+      if (group.coalescing) {
+        group.async = async;
+        group.coalesced.push_back(message);
+        return {};
+      }
+      if (async) return group.work(kernel->stream, {message}, std::move(outputs));
+      lock.unlock();
+      emulated::finish(arrival);
+      return {};
     }
   };
+  c10::intrusive_ptr<NCCLWork> work(StreamKey stream, std::vector<Message> messages, Tensors outputs) {
+    auto made = c10::make_intrusive<NCCLWork>(stream, std::move(outputs));
+    *made->messages = std::move(messages);
+    watched.push_back(made->messages);
+    return made;
+  }
   static Tensors flat(const Lists& lists) {
     Tensors all;
     for (auto& ts : lists) all.insert(all.end(), ts.begin(), ts.end());
@@ -173,19 +222,15 @@ struct ProcessGroupNCCL final : c10d::Backend {
   void startCoalescing() override { coalescing = true; }
   WorkPtr endCoalescing() override {
     coalescing = false;
-    auto all = c10::make_intrusive<NCCLWork>();
-    auto parts = std::exchange(coalesced, {});
-    TORCH_CHECK(!parts.empty(), "NCCL: no operation between start and end of coalescing");
-    for (auto& part : parts) {
-      all->parts.push_back(part);
-      join(all->end, part->end);
-    }
-    all->stream = parts[0]->stream;
-    return all;
+    auto messages = std::exchange(coalesced, {});
+    if (messages.empty()) return {};
+    if (async) return work(messages.back().arrival->kernel.stream, messages, {});
+    for (auto& message : messages) emulated::finish(message.arrival);
+    return {};
   }
 
   WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override {
-    Operation op(*this, "broadcast");
+    Operation op(*this, "broadcast", o.asyncOp);
     auto all = op.out(t);
     return op.started(gloo->broadcast(all, o), t);
   }
@@ -197,7 +242,7 @@ struct ProcessGroupNCCL final : c10d::Backend {
   }
   template <class Options, class Call>
   WorkPtr all_reduce(Tensors& t, Options o, Call call) {
-    Operation op(*this, "all_reduce");
+    Operation op(*this, "all_reduce", o.asyncOp);
     auto all = op.out(t);
     auto scaled = all;
     o.reduceOp = op.reduction(o.reduceOp, scaled, all);
@@ -206,42 +251,42 @@ struct ProcessGroupNCCL final : c10d::Backend {
     return op.started(call(all, o), t);
   }
   WorkPtr reduce(Tensors& t, const c10d::ReduceOptions& given) override {
-    Operation op(*this, "reduce");
+    Operation op(*this, "reduce", given.asyncOp);
     auto all = op.out(t);
     auto o = given;
     o.reduceOp = op.reduction(o.reduceOp, all, all);
     return op.started(gloo->reduce(all, o), t);
   }
   WorkPtr allgather(Lists& to, Tensors& from, const c10d::AllgatherOptions& o) override {
-    Operation op(*this, "all_gather");
+    Operation op(*this, "all_gather", o.asyncOp);
     auto in = op.in(from);
     auto out = op.out(to);
     return op.started(gloo->allgather(out, in, o), flat(to));
   }
   WorkPtr _allgather_base(Tensor& to, Tensor& from, const c10d::AllgatherOptions& o) override {
-    Operation op(*this, "all_gather");
+    Operation op(*this, "all_gather", o.asyncOp);
     auto in = op.in(from), out = op.out(to);
     return op.started(gloo->_allgather_base(out, in, o), {to});
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& to, Tensors& from, const c10d::AllgatherOptions& o) override {
-    Operation op(*this, "all_gather");
+    Operation op(*this, "all_gather", o.asyncOp);
     auto in = op.in(from), out = op.out(to);
     return op.started(gloo->allgather_into_tensor_coalesced(out, in, o), to);
   }
   WorkPtr gather(Lists& to, Tensors& from, const c10d::GatherOptions& o) override {
-    Operation op(*this, "gather");
+    Operation op(*this, "gather", o.asyncOp);
     auto in = op.in(from);
     auto out = op.out(to);
     return op.started(gloo->gather(out, in, o), flat(to));
   }
   WorkPtr scatter(Tensors& to, Lists& from, const c10d::ScatterOptions& o) override {
-    Operation op(*this, "scatter");
+    Operation op(*this, "scatter", o.asyncOp);
     auto in = op.in(from);
     auto out = op.out(to);
     return op.started(gloo->scatter(out, in, o), to);
   }
   WorkPtr reduce_scatter(Tensors& to, Lists& from, const c10d::ReduceScatterOptions& given) override {
-    Operation op(*this, "reduce_scatter");
+    Operation op(*this, "reduce_scatter", given.asyncOp);
     auto in = op.in(from);
     auto out = op.out(to);
     auto o = given;
@@ -249,14 +294,14 @@ struct ProcessGroupNCCL final : c10d::Backend {
     return op.started(gloo->reduce_scatter(out, in, o), to);
   }
   WorkPtr _reduce_scatter_base(Tensor& to, Tensor& from, const c10d::ReduceScatterOptions& given) override {
-    Operation op(*this, "reduce_scatter");
+    Operation op(*this, "reduce_scatter", given.asyncOp);
     Tensors in{op.in(from)}, out{op.out(to)};
     auto o = given;
     o.reduceOp = op.reduction(o.reduceOp, in, out);
     return op.started(gloo->_reduce_scatter_base(out[0], in[0], o), {to});
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& to, Tensors& from, const c10d::ReduceScatterOptions& given) override {
-    Operation op(*this, "reduce_scatter");
+    Operation op(*this, "reduce_scatter", given.asyncOp);
     auto in = op.in(from), out = op.out(to);
     auto o = given;
     o.reduceOp = op.reduction(o.reduceOp, in, out);
@@ -264,21 +309,33 @@ struct ProcessGroupNCCL final : c10d::Backend {
   }
   WorkPtr alltoall_base(Tensor& to, Tensor& from, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes,
       const c10d::AllToAllOptions& o) override {
-    Operation op(*this, "all_to_all");
+    Operation op(*this, "all_to_all", o.asyncOp);
     auto in = op.in(from), out = op.out(to);
     return op.started(gloo->alltoall_base(out, in, out_sizes, in_sizes, o), {to});
   }
+  WorkPtr alltoall(Tensors& to, Tensors& from, const c10d::AllToAllOptions& o) override {
+    Operation op(*this, "all_to_all", o.asyncOp);
+    auto in = op.in(from), out = op.out(to);
+    return op.started(gloo->alltoall(out, in, o), to);
+  }
   WorkPtr send(Tensors& t, int to, int tag) override {
-    Operation op(*this, "send");
+    Operation op(*this, "send", true, true);
     auto all = op.in(t);
     return op.started(gloo->send(all, to, tag), t);
   }
   WorkPtr recv(Tensors& t, int from, int tag) override {
-    Operation op(*this, "recv");
+    Operation op(*this, "recv", true, true);
     auto all = op.out(t);
     return op.started(gloo->recv(all, from, tag), t);
   }
   WorkPtr recvAnysource(Tensors&, int) override { TORCH_CHECK(false, "ProcessGroupNCCL does not support recvAnysource"); }
-  WorkPtr barrier(const c10d::BarrierOptions& o) override { return gloo->barrier(o); }  // the host waits, too
+  WorkPtr barrier(const c10d::BarrierOptions& o) override {  // an all_reduce, for which the host waits, too
+    Operation op(*this, "barrier", o.asyncOp);
+    op.start(o.device && o.device->is_cuda() ? index_of(*o.device) : device < 0 ? current : device);
+    auto started = op.started(gloo->barrier(o), {});
+    if (started) static_cast<NCCLWork&>(*started).is_barrier = true;
+    else host_waits_for(clock_of(op.kernel->stream));
+    return started;
+  }
 };
 }  // namespace emulated
