@@ -381,11 +381,6 @@ def not_in_full(page: Path, minimal: Path) -> list[str]:
     return [] if shown else [f"{minimal.relative_to(ROOT)} is not shown in full"]
 
 
-def test_the_first_pages_show_minimal_in_full():
-    pages = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-    assert_clean(pages, lambda page: not_in_full(page, ROOT / "ddp_basics/minimal.py"))
-
-
 def facts_of_rows(page: str) -> list[tuple]:
     """Of each row of the page's tables: where its links lead, and its numbers, in any order."""
     rows = re.findall(r"^\|.*", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
