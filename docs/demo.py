@@ -36,10 +36,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder) / "undisturbed", kill_at=None)
         said = train(Path(folder) / "killed", kill_at=KILL_AT)
-        expected = losses_of(Path(folder) / "undisturbed")
-        if losses_of(Path(folder) / "killed") != expected:
-            sys.exit("error: the killed run did not end with the losses of the undisturbed one")
-    frames = draw(said, expected)
+        expected = learned(Path(folder) / "undisturbed")
+        if learned(Path(folder) / "killed") != expected:
+            sys.exit("error: the killed run has not learned what the undisturbed one has")
+    frames = draw(said, {step: x for (step, name), x in expected.items() if name == "loss"})
     frames[0][0].save(
         ROOT / "docs/pictures/demo.gif",
         save_all=True,
@@ -75,10 +75,11 @@ def train(folder: Path, kill_at: int | None) -> list[str]:
     return lines
 
 
-def losses_of(folder: Path) -> dict[int, float]:
-    """The training loss of each step."""
+def learned(folder: Path) -> dict[tuple[int, str], float]:
+    """(step, "loss", "test_loss" or "test_accuracy") -> its value."""
     entries = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    names = ("loss", "test_loss", "test_accuracy")
+    return {(e["step"], name): e[name] for e in entries for name in names if name in e}
 
 
 def draw(said: list[str], expected: dict[int, float]) -> list[tuple[Image.Image, int]]:
