@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ import torch
 
 ACCELERATOR = torch.accelerator.current_accelerator()  # of this build of torch; None: CPUs only
 DEVICES = ("auto", "cpu", ACCELERATOR.type if ACCELERATOR else "cuda")  # choices of --device
+DEVICE_HELP = "auto: the accelerator if this node has one for each rank, else the CPU"
 
 
 class UserError(ValueError):
@@ -26,7 +28,16 @@ class UserError(ValueError):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse that prints errors and --help once per node."""
+    """argparse that prints errors and --help once per node.
+
+    --help shows each default, and the commands of the script's docstring.
+    """
+
+    def __init__(self, **settings):
+        docstring = sys.modules["__main__"].__doc__ or ""
+        commands = re.findall(r"^ {4,}\S.*", docstring, re.MULTILINE)
+        epilog = "\n".join(["examples:", *commands]) if commands else None
+        super().__init__(**{"epilog": epilog, "formatter_class": HelpFormatter} | settings)
 
     def error(self, message: str) -> NoReturn:
         fail(message.removeprefix("argument "))
@@ -43,6 +54,24 @@ class ArgumentParser(argparse.ArgumentParser):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self.error(f"{flag} {folder} cannot be made: {error.strerror}")
+
+
+class HelpFormatter(argparse.RawTextHelpFormatter):
+    """Adds each default to its text; names a value N (integer), X (number) or PATH."""
+
+    # argparse's own formatters override these two methods; there is no public way.
+    def _get_help_string(self, action: argparse.Action) -> str:
+        takes_value = action.option_strings and action.nargs != 0 and not action.required
+        if not takes_value or not action.help or "default" in action.help:
+            return action.help
+        default = "none" if action.default is None else "%(default)s"
+        return f"{action.help} (default: {default})"
+
+    # there is no public way
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kind = getattr(action.type, "kind", action.type)
+        kinds = {int: "N", float: "X", Path: "PATH"}
+        return kinds.get(kind) or action.dest.upper()
 
 
 def fail(message: str) -> NoReturn:
@@ -96,4 +125,5 @@ def _number(kind: type, is_right: Callable, says: str) -> Callable:
             raise argparse.ArgumentTypeError(f"must be {says}, not {text}")
         return value
 
+    read.kind = kind
     return read

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least, between
 from costs import time_calls
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
@@ -268,9 +268,14 @@ def parse_args():
         default=1.0,
         help="time to compute / time to communicate",
     )
-    add("--repeats", type=at_least(1), default=5)
+    add(
+        "--repeats",
+        type=at_least(1),
+        default=5,
+        help="measurements of each time",
+    )
     add("--plot", type=Path, metavar="FILE", help="save the timelines as a picture (PNG, PDF)")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.plot and not args.plot.resolve().parent.is_dir():
         parser.error(f"--plot {args.plot}: there is no such directory")

@@ -30,7 +30,7 @@ import new_names
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as old
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from runtime import Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -274,7 +274,7 @@ def parse_args():
     parser.add_argument(
         "--count", type=at_least(1), default=1, help="rows of a tensor, times the ranks"
     )
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

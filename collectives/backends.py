@@ -20,7 +20,7 @@ from operator import and_
 import new_names
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser
 from runtime import Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -274,7 +274,7 @@ def show(worker: Worker, title: str, header: list[str], rows: list[list]) -> Non
 
 def parse_args():
     parser = ArgumentParser(description="Which backends there are, and what each can do.")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

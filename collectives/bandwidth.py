@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, UserError, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least, between
 from bandwidth_cases import OPERATIONS, expected_result, first_error, pattern, prepare
 from bandwidth_report import (
     Fit,
@@ -165,12 +165,12 @@ def parse_args():
         help=names,
     )
     add("--min-bytes", type=number_of_bytes, default="4K", help="K, M, G are powers of 1024")
-    add("--max-bytes", type=number_of_bytes, default="16M")
+    add("--max-bytes", type=number_of_bytes, default="16M", help="largest message")
     add("--factor", type=between(1.1, 1024), default=8.0, help="from one size to the next")
     add("--repeats", type=at_least(1), default=5, help="samples per size")
     add("--verify", action="store_true", help="compare the values at each size")
     add("--output-dir", type=Path, help="write metrics.jsonl and bandwidth.png there")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.min_bytes > args.max_bytes:
         parser.error(f"--min-bytes {args.min_bytes} is above --max-bytes {args.max_bytes}")

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import new_names
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -263,7 +263,7 @@ EXAMPLES = {
 def parse_args():
     parser = ArgumentParser(description="Every collective, before and after.")
     parser.add_argument("--only", choices=list(EXAMPLES), help="one of them; default: all")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from all_reduce_algorithms import ALGORITHMS, ring
 from all_reduce_traffic import critical_path, expected_traffic
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from runtime import Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -88,7 +88,7 @@ def parse_args():
     parser = ArgumentParser(description="all_reduce from point-to-point operations, five ways.")
     add = parser.add_argument
     add("--numel", type=at_least(0), default=100_003, help="float32 elements per rank")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from runtime import Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -65,7 +65,7 @@ def parse_args():
         type=at_least(0),
         help="rank that runs out of memory in step 3 (default: none)",
     )
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, UserError, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, between
 from runtime import Worker, distributed_worker
 from tables import print_by_rank
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -271,11 +271,11 @@ monitored_barrier is Gloo's alone: with NCCL, make a Gloo group beside it."""
 
 def parse_args():
     parser = ArgumentParser(description="Planted hangs and what tells them apart.")
-    parser.add_argument("--case", choices=("all", *CASES), default="all")
+    parser.add_argument("--case", choices=("all", *CASES), default="all", help="fault to plant")
     parser.add_argument(
         "--timeout", type=between(0.5, 60), default=1.5, help="of each case's group, in s"
     )
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -21,7 +21,7 @@ import socket
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser
 from runtime import Worker, distributed_worker
 from tables import print_by_rank
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -68,7 +68,7 @@ def sum_over_ranks(value: float, device: torch.device | str = "cpu", group=None)
 
 def parse_args():
     parser = ArgumentParser(description="Print who every rank is.")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -27,7 +27,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # sections 3 and 4 provok
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, above
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, above
 from runtime import choose_device
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -268,7 +268,7 @@ def parse_args():
     parser = ArgumentParser(description="Join and leave a process group in every way there is.")
     add = parser.add_argument
     add("--timeout", type=above(0), default=0.5, help="seconds until a missing rank is given up")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from costs import time_calls
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
@@ -212,7 +212,7 @@ def safe_load(thing):
 def parse_args():
     parser = ArgumentParser(description="Object collectives: use, cost, danger.")
     parser.add_argument("--repeats", type=at_least(1), default=10, help="of each timing")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, UserError, above, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -266,7 +266,7 @@ def parse_args():
     add("--timeout", type=above(0), default=1.0, help="seconds until the deadlock is given up")
     add("--cells", type=at_least(1), default=101, help="of the rod, over all ranks")
     add("--steps", type=at_least(1), default=1000, help="of the heat equation")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

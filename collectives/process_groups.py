@@ -22,7 +22,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # section 5 provokes a wa
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, UserError, above, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.device_mesh import init_device_mesh
@@ -222,7 +222,7 @@ def parse_args():
     add = parser.add_argument
     add("--columns", type=at_least(1), help="of the grid; default: as square as possible")
     add("--timeout", type=above(0), default=0.5, help="seconds until the missing rank is given up")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser
 from runtime import Worker, distributed_worker
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -227,7 +227,7 @@ def everywhere(is_true: bool, device: torch.device) -> str:
 
 def parse_args():
     parser = ArgumentParser(description="What each reduction gives, and the order of float sums.")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

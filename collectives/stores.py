@@ -23,7 +23,7 @@ from functools import partial
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # section 1 waits in vain for a key
 
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -275,7 +275,7 @@ def parse_args():
     parser = ArgumentParser(description="The key-value stores of torch.distributed.")
     add = parser.add_argument
     add("--tasks", type=at_least(0), default=20, help="in the work queue")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

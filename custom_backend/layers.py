@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from recording_store import RecordingStore
 from runtime import choose_backend, choose_device, leave, meeting_point
 from sequence import Message, draw, now, print_sequence
@@ -95,7 +95,7 @@ def parse_args():
     add = parser.add_argument
     add("--elements", type=at_least(1), default=1000, help="fp32 numbers that are added")
     add("--picture", type=Path, metavar="FILE", help="draw what was seen, such as layers.png")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

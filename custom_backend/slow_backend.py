@@ -136,7 +136,12 @@ def parse_args():
     parser = ArgumentParser(description="A backend with slow links, measured; or a script on it.")
     add = parser.add_argument
     add("--links", type=links_of, default="slow", help="a preset, a file or lines: see links.py")
-    add("--repeats", type=at_least(1), default=5)
+    add(
+        "--repeats",
+        type=at_least(1),
+        default=5,
+        help="measurements of each time",
+    )
     add("script", type=Path, nargs="?", help="to run on these links, instead of measuring them")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
     return parser.parse_args()

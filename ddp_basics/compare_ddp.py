@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, above, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, above, at_least
 from data import load_dataset
 from model import SmallCNN
 from runtime import Worker
@@ -218,14 +218,14 @@ OPTIMIZERS = {
 def parse_args(description: str):
     parser = ArgumentParser(description=description)
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=5)
+    add("--steps", type=at_least(1), default=5, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=96, help="images per global batch (default: 96)")
     add("--channels", type=at_least(4), default=32, help="width, a multiple of 4 (default: 32)")
     add("--bucket-cap-mb", type=above(0), default=0.05, help="bucket size in MiB (default: 0.05)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
     add("--repeats", type=at_least(2), default=20, help="number of timed steps (default: 20)")
-    add("--seed", type=int, default=0)
-    add("--device", choices=DEVICES, default="auto")
+    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.channels % 4:
         parser.error(f"--channels must be a multiple of 4, not {args.channels}")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from arguments import DEVICES, ArgumentParser, above, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, above, at_least, between
 from task import TaskSettings, add_flags
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,9 +68,8 @@ class Settings(TaskSettings):
 
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Train a model with DistributedDataParallel.")
-    add = parser.add_argument
-    add_flags(add)  # of the task
-    # training
+    add_flags(parser.add_argument_group("task").add_argument)
+    add = parser.add_argument_group("training").add_argument
     add("--epochs", type=at_least(1), help="passes over the data (default: 20)")
     add("--batch-size", type=at_least(1), help="samples per step over all ranks (default: 64)")
     add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: 1)")
@@ -84,12 +83,12 @@ def parse_args() -> Settings:
     unused = "allow steps that do not use all parameters; costs a walk over the autograd graph"
     add("--find-unused-parameters", action="store_true", help=unused)
     add("--seed", type=int, help="seed of weights, data order, augmentation, dropout (default: 0)")
-    # hardware
-    add("--device", choices=DEVICES)
+    add = parser.add_argument_group("hardware").add_argument
+    add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="loader processes per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
-    # output
+    add = parser.add_argument_group("output").add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
     add("--checkpoint-every", type=at_least(0), help="save every N steps (default 0: each epoch)")
     add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")

@@ -153,7 +153,7 @@ def report(model: TwoHalves, reference: SmallCNN, max_diff: dict, args, worker: 
 def parse_args():
     parser = ArgumentParser(description="DDP over replicas that live on two devices each.")
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=5)
+    add("--steps", type=at_least(1), default=5, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
     add("--device", choices=DEVICES, default="auto", help="cuda: two GPUs per rank")
     return parser.parse_args()

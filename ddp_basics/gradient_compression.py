@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, above, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, above, at_least
 from data import load_dataset
 from model import SmallCNN
 from runtime import Worker, distributed_worker
@@ -217,14 +217,14 @@ def print_rows(rows: list[dict], args) -> None:
 def parse_args():
     parser = ArgumentParser(description="Compress gradients: bytes, error, and test accuracy.")
     hooks = ("none", "fp16", "bf16", "powersgd", "top-k")
-    parser.add_argument("--hooks", nargs="+", choices=hooks, default=hooks)
+    parser.add_argument("--hooks", nargs="+", choices=hooks, default=hooks, help="to compare")
     parser.add_argument("--rank", type=at_least(1), default=2, help="PowerSGD's rank (default: 2)")
     parser.add_argument("--keep", type=above(0), default=0.02, help="fraction that top-k sends")
-    parser.add_argument("--epochs", type=at_least(1), default=15)
+    parser.add_argument("--epochs", type=at_least(1), default=15, help="passes over the data")
     parser.add_argument("--batch-size", type=at_least(1), default=96, help="global batch in images")
-    parser.add_argument("--lr", type=above(0), default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--lr", type=above(0), default=2e-3, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     parser.add_argument("--output-dir", type=Path, help="write metrics.jsonl to this folder")
     args = parser.parse_args()
     if args.keep > 1:

@@ -47,7 +47,7 @@ def train(device: torch.device, rank: int, world_size: int, epochs: int) -> None
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="DistributedDataParallel in one screen.")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the data (default: 10)")
     args = parser.parse_args()
     if "RANK" not in os.environ:  # torchrun sets these; plain python is a job of one process
         os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from replicas import average_buffers, check_replicas
 from runtime import Worker, distributed_worker
 from small_net import (
@@ -270,7 +270,7 @@ def parse_args():
         "--steps", type=at_least(4), default=20, help="optimizer steps per case (default: 20)"
     )
     parser.add_argument("--output", type=Path, help="save the cured models to this file")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from checkpoint import write_file
 from data import load_dataset
 from model import SmallCNN
@@ -169,12 +169,12 @@ def parse_args():
     add = parser.add_argument
     add("--how", choices=("spawn", "environment"), default="spawn", help="unused under torchrun")
     add("--ranks", type=at_least(1), default=2, help="ranks to start without torchrun (default: 2)")
-    add("--steps", type=at_least(1), default=20)
+    add("--steps", type=at_least(1), default=20, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
     add("--kill-rank", type=at_least(0), help="kill this rank half-way")
     add("--raise-rank", type=at_least(0), help="raise an exception on this rank half-way")
     add("--output", type=Path, help="save the final loss and parameters to this file")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     for flag, rank in (("--kill-rank", args.kill_rank), ("--raise-rank", args.raise_rank)):

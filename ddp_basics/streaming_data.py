@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from model import SmallCNN
 from runtime import Worker, distributed_worker
 from sample_files import find_files
@@ -298,7 +298,7 @@ def parse_args():
     add("--workers", type=at_least(0), default=2, help="loader processes per rank (default: 2)")
     add("--workers-after", type=at_least(0), default=0, help="workers after the stop (default: 0)")
     add("--output", type=Path, help="save samples, gradients and parameters to this file")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     parser.make_folder("--data-dir", args.data_dir)
     return args

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from runtime import Worker, distributed_worker
 from torch import Tensor, nn
@@ -303,7 +303,7 @@ def parse_args():
     add("--steps", type=at_least(2), default=10, help="steps per way and network (default: 10)")
     add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
     add("--output", type=Path, help="save gradients and parameters of the first way")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ take part in the other ranks' all_reduces, with zeros. Look at
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser
 from model import SmallCNN
 from runtime import Worker, distributed_worker
 from torch import Tensor
@@ -140,7 +140,7 @@ def print_results(results: list[dict], batches: list, divide_by_initial: bool) -
 def parse_args():
     parser = ArgumentParser(description="Train on files of different length with Join.")
     add_data_arguments(parser)
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, above, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least
 from checkpoint import resume, save_checkpoint, saves
 from data import load_dataset
 from model import SmallCNN
@@ -137,9 +137,9 @@ def parse_args():
     add("--steps", type=at_least(1), default=12, help="total steps, with those before a restart")
     add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
     add("--channels", type=at_least(4), default=32, help="width, a multiple of 4 (default: 32)")
-    add("--lr", type=above(0), default=2e-3)
+    add("--lr", type=above(0), default=2e-3, help="learning rate")
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.channels % 4:
         parser.error(f"--channels must be a multiple of 4, not {args.channels}")

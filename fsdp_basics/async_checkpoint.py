@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from materialize import materialize
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
@@ -182,7 +182,7 @@ def parse_args():
     add("--saves", type=at_least(1), default=3, help="saves of each kind")
     temporary = Path(tempfile.gettempdir())
     add("--folder", type=Path, default=temporary, help="folder for temporary files")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

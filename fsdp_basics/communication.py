@@ -23,7 +23,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from data import load_dataset
 from model import VisionTransformer
 from runtime import Worker, distributed_worker
@@ -170,7 +170,7 @@ def parse_args():
     add("--dim", type=at_least(HEADS), default=256, help="width, a multiple of 4")
     add("--depth", type=at_least(1), default=4, help="transformer blocks")
     add("--batch-size", type=at_least(1), default=24, help="images, over all ranks; at most 1400")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.dim % HEADS:

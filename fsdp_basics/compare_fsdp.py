@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from data import load_dataset
 from differences import KINDS, full_tensor, largest_differences, local_tensor
 from model import VisionTransformer
@@ -179,14 +179,14 @@ def print_events(events: list[tuple[str, str, int]]) -> None:
 def parse_args():
     parser = ArgumentParser(description="FSDP by hand, next to fully_shard and to one process.")
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=5)
+    add("--steps", type=at_least(1), default=5, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
     add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
     add("--depth", type=at_least(1), default=4, help="transformer blocks")
     add("--keep", action="store_true", help="keep parameters gathered after forward (ZeRO-2)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--seed", type=int, default=0)
-    add("--device", choices=DEVICES, default="auto")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from arguments import DEVICES, ArgumentParser, above, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, above, at_least, between
 from task import TaskSettings, add_flags
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,9 +79,8 @@ class Settings(TaskSettings):
 
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Train a model with FSDP: its parameters are sharded.")
-    add = parser.add_argument
-    add_flags(add)  # of the task
-    # training
+    add_flags(parser.add_argument_group("task").add_argument)
+    add = parser.add_argument_group("training").add_argument
     add("--epochs", type=at_least(1), help="passes over the data (default: 20)")
     add("--batch-size", type=at_least(1), help="samples per step over all ranks (default: 64)")
     add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: 1)")
@@ -93,19 +92,19 @@ def parse_args() -> Settings:
     add("--precision", choices=PRECISIONS, help="compute dtype; shards are fp32 (default: fp32)")
     add("--compile", action="store_true", help="torch.compile each FSDP unit")
     add("--seed", type=int, help="seed of weights, data order, augmentation, dropout (default: 0)")
-    # how the model is sharded
+    add = parser.add_argument_group("sharding").add_argument
     add("--dp-replicate", type=at_least(1), help="replicas of the sharded model (default: 1)")
     add("--keep-gathered", action="store_true", help="gather once per step, not twice (ZeRO-2)")
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
     add("--offload", action="store_true", help="keep shards and optimizer in CPU memory")
     add("--prefetch", type=at_least(0), help="units to gather ahead (default 0: FSDP decides)")
-    # hardware
-    add("--device", choices=DEVICES)
+    add = parser.add_argument_group("hardware").add_argument
+    add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="loader processes per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
-    # output
+    add = parser.add_argument_group("output").add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
     add("--checkpoint-every", type=at_least(0), help="save every N steps (default 0: each epoch)")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, above, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least, between
 from collective_calls import CollectiveCalls
 from data import load_dataset
 from differences import local_tensor
@@ -250,10 +250,10 @@ def parse_args():
     add("--steps", type=at_least(1), default=100, help="steps of this run")
     add("--batch-size", type=at_least(1), default=60, help="images per step, over all ranks")
     add("--lr", type=above(0), default=0.1, help="learning rate of SGD; AdamW takes a tenth of it")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="of all runs")
     add("--output-dir", type=Path, help="saves and ema.pt; a save found there continues")
-    add("--seed", type=int, default=0)
-    add("--device", choices=DEVICES, default="auto")
+    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     parser.make_folder("--output-dir", args.output_dir)
     return args

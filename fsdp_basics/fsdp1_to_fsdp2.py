@@ -18,7 +18,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from differences import full_tensor, largest_differences
 from fsdp1_models import Job, fsdp1, fsdp2, make_job
@@ -263,10 +263,10 @@ CLIP = 0.1  # far below the norm of the gradients, so that clipping has an effec
 
 def parse_args():
     parser = ArgumentParser(description="FSDP1's options and their successors, both run.")
-    parser.add_argument("--steps", type=at_least(1), default=2)
+    parser.add_argument("--steps", type=at_least(1), default=2, help="optimizer steps")
     parser.add_argument("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -26,7 +26,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from data import load_dataset
 from differences import full_tensor, largest_differences, local_tensor
 from model import VisionTransformer
@@ -247,13 +247,13 @@ def parse_args():
     add = parser.add_argument
     add("--replicate", type=at_least(1), help="rows of the mesh (default: nodes; on one node 2)")
     add("--shard", type=at_least(1), help="columns of the mesh (default: ranks / rows)")
-    add("--steps", type=at_least(1), default=3)
+    add("--steps", type=at_least(1), default=3, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
     add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
     add("--depth", type=at_least(1), default=4, help="transformer blocks")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--seed", type=int, default=0)
-    add("--device", choices=DEVICES, default="auto")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

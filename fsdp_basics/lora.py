@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, above, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least
 from collective_calls import CollectiveCalls
 from data import load_dataset
 from differences import full_tensor, local_tensor
@@ -258,8 +258,8 @@ def parse_args():
     add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
     add("--depth", type=at_least(1), default=2, help="transformer blocks")
     add("--output-dir", type=Path, help="save adapters.pt and merged.pt here")
-    add("--seed", type=int, default=0)
-    add("--device", choices=DEVICES, default="auto")
+    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

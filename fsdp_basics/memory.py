@@ -27,7 +27,7 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from data import load_dataset
 from measure_memory import HEADS, MOMENTS, measure
 from memory_plot import plot
@@ -115,7 +115,7 @@ def parse_args():
     freed = "return freed memory to the system, or keep it as malloc does by default"
     add("--malloc", choices=("return", "default"), default="return", help=freed)
     add("--plot", type=Path, metavar="FILE.png", help="also draw stacked bars into this file")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.dim % HEADS:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from activations import Activations
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from model import GPT, GPTConfig, cross_entropy, initialize
 from pipeline_timelines import Recorder, span
 from runtime import Worker
@@ -140,9 +140,9 @@ def read_arguments(description: str, counts: str, steps: int):
     add("--dim", type=at_least(1), default=64, help="width of the GPT, a multiple of its 4 heads")
     add("--length", type=at_least(1), default=64, help="tokens of a sequence")
     add("--steps", type=at_least(1), default=steps, help="optimizer steps that are compared")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--seed", type=int, default=0)
-    add("--device", choices=DEVICES, default="auto")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

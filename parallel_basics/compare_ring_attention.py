@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from model import GPT, GPTConfig, cross_entropy, initialize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, C++'s too
@@ -216,15 +216,15 @@ def report(args, layouts: dict[str, bool], of_ranks: list[tuple[dict, dict]]) ->
 
 def read_arguments():
     parser = ArgumentParser(description="Context parallelism by hand, compared with one process.")
-    parser.add_argument("--steps", type=at_least(1), default=5)
+    parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
     parser.add_argument("--length", type=at_least(1), default=512, help="tokens of a sequence")
     parser.add_argument("--batch-size", type=at_least(1), default=2, help="sequences")
-    parser.add_argument("--layers", type=at_least(1), default=2)
-    parser.add_argument("--heads", type=at_least(1), default=4)
+    parser.add_argument("--layers", type=at_least(1), default=2, help="transformer blocks")
+    parser.add_argument("--heads", type=at_least(1), default=4, help="attention heads")
     parser.add_argument("--dim", type=at_least(1), default=64, help="width: a multiple of --heads")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of all runs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} does not divide into {args.heads} heads")

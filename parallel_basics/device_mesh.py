@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from mesh_pictures import draw, groups_table, views_table
 from runtime import Worker, distributed_worker
 from torch import Tensor
@@ -163,7 +163,7 @@ def parse_args():
     )
     add("--names", nargs="+", help="of the axes")
     add("--ranks-per-node", type=at_least(1), help="default: as it is")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.names and not args.shape:
         parser.error("--names are those of the axes of a --shape")

@@ -28,7 +28,7 @@ from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
 from dtensor_costs import (
     PLACEMENTS,
     bytes_sent,
@@ -230,7 +230,7 @@ def parse_args():
         default=(256, 512, 384),
         help="x is ROWS x INNER, y is INNER x COLUMNS",
     )
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser
 from dtensor_costs import PLACEMENTS, Traffic, bytes_sent, measure, print_table
 from runtime import Worker, distributed_worker
 from torch import Tensor, nn
@@ -183,8 +183,8 @@ def compare(optimizer: str, worker: Worker) -> None:
 
 def parse_args():
     parser = ArgumentParser(description="Strategies as placements, counted and compared.")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 
 

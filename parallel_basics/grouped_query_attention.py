@@ -26,7 +26,7 @@ rounding. Without the sum the first loss is right and the gradients are wrong.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from comparing import OPTIMIZERS, batches
 from runtime import Worker, distributed_worker
 from torch import Tensor, nn
@@ -283,7 +283,7 @@ def parse_args():
     add("--length", type=at_least(1), default=16, help="tokens per sequence (default: 16)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="sgd has momentum (default: sgd)")
     add("--seed", type=int, default=0, help="of the first values and the data (default: 0)")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} does not divide into {args.heads} heads")

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from compare_pipelines import OPTIMIZERS, say, text_batch
 from model import GPT, GPTConfig, cross_entropy, initialize
 from pipeline_stages import gpt_stage
@@ -213,7 +213,7 @@ def parse_args():
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="sgd has momentum (default: sgd)")
     add("--seed", type=int, default=0, help="of the first values (default: 0)")
     add("--output-dir", type=Path, help="save a checkpoint of the tied model in this folder")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:
         parser.error(f"--dim must be a multiple of 4, not {args.dim}")

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arguments import DEVICES, ArgumentParser, above, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, above, at_least, between
 
 # A run may continue with other values of these flags: they change how it runs, not its results.
 # (More --epochs make it longer. The number of ranks may also change. The files have checksums.)
@@ -83,8 +83,7 @@ class Settings:
 
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Fine-tune a T5 for summaries, sharded by FSDP2.")
-    add = parser.add_argument
-    # data and model
+    add = parser.add_argument_group("data and model").add_argument
     add("--model", help="id on the Hugging Face hub or local directory (default: a new small T5)")
     add("--train-file", type=Path, help='lines of {"text": ..., "summary": ...} to train on')
     add("--eval-file", type=Path, help="lines to evaluate (default of both: the standard library)")
@@ -95,7 +94,7 @@ def parse_args() -> Settings:
     add("--dim", type=at_least(32), help="width of a new T5, a multiple of 32 (default: 128)")
     add("--layers", type=at_least(1), help="layers of each stack of a new T5 (default: 2)")
     add("--vocab-size", type=at_least(300), help="most tokens of a new T5 (default: 4096)")
-    # training
+    add = parser.add_argument_group("training").add_argument
     add("--epochs", type=at_least(1), help="passes over the data (default: 15)")
     add("--name-epochs", type=at_least(0), help="first epochs of a new T5, on names (default: 7)")
     add("--patience", type=at_least(1), help="stop after N epochs without progress (default: 3)")
@@ -107,16 +106,16 @@ def parse_args() -> Settings:
     add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.01)")
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
-    add("--dropout", type=between(0, 0.99))
-    add("--precision", choices=("fp32", "bf16"))
+    add("--dropout", type=between(0, 0.99), help="probability of dropping an activation")
+    add("--precision", choices=("fp32", "bf16"), help="of matmuls; parameters stay fp32")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
-    add("--seed", type=int)
-    # hardware
-    add("--device", choices=DEVICES)
+    add("--seed", type=int, help="seed of weights and data")
+    add = parser.add_argument_group("hardware").add_argument
+    add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="loader processes per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
-    # output
+    add = parser.add_argument_group("output").add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
     add("--checkpoint-every", type=at_least(0), help="save every N steps (default 0: each epoch)")
     add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")

@@ -19,7 +19,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICES, ArgumentParser, UserError, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least, between
 from config import AXES, PRECISIONS, Settings
 from counting_by_axis import CountByAxis
 from data import batch_part
@@ -174,16 +174,16 @@ def parse_mesh(text: str) -> dict[str, int]:
 def parse_args():
     parser = ArgumentParser(description="Speed, traffic and memory of a GPT on a list of meshes.")
     add = parser.add_argument
-    add("--size", choices=SIZES, default="small")
+    add("--size", choices=SIZES, default="small", help="of the GPT")
     add("--mesh", action="append", help="a mesh such as 'dp_shard=2 tp=2'; may be repeated")
     add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
     add("--clip", type=between(0, math.inf), default=1.0, help="largest gradient norm (0: none)")
-    add("--precision", choices=PRECISIONS, default="fp32")
+    add("--precision", choices=PRECISIONS, default="fp32", help="of matmuls")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add("--compile", action="store_true", help="torch.compile each block")
     add("--sequence-parallel", action="store_true", help="shard tokens between layers, if tp > 1")
     add("--keep-gathered", action="store_true", help="do not gather again in backward (ZeRO-2)")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     add("--steps", type=at_least(1), default=2, help="steps per sample")
     add("--repeats", type=at_least(1), default=3, help="samples per mesh")
     args = parser.parse_args()

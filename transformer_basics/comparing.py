@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from model import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -147,14 +147,14 @@ def make_config(args, ranks: int) -> GPTConfig:
 def make_parser(description: str) -> ArgumentParser:
     parser = ArgumentParser(description=description)
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=3)
+    add("--steps", type=at_least(1), default=3, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=4, help="sequences: all ranks, the same")
     add("--length", type=at_least(1), default=64, help="tokens of a sequence")
-    add("--layers", type=at_least(1), default=2)
+    add("--layers", type=at_least(1), default=2, help="transformer blocks")
     add("--heads", type=at_least(1), default=8, help="a multiple of the number of ranks")
     add("--dim", type=at_least(1), default=128, help="width: a multiple of --heads")
     add("--vocab-size", type=at_least(256), default=256, help="256 or more, one per byte")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--seed", type=int, default=0)
-    add("--device", choices=DEVICES, default="auto")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from arguments import DEVICES, ArgumentParser, UserError, above, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least, between
 from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -147,18 +147,17 @@ def check_mesh(settings: Settings, ranks: int) -> None:
 
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Train a GPT on a mesh of devices.")
-    add = parser.add_argument
-    # data
+    add = parser.add_argument_group("data").add_argument
     add("--data", nargs="+", type=Path, help="text files (default: Python's standard library)")
     add("--tokenizer", help="id on the Hugging Face hub or directory (default: bytes as tokens)")
     add("--init-from", help="start from the weights of a GPT-2: id on the hub or directory")
-    # model
-    add("--layers", type=at_least(1))
-    add("--heads", type=at_least(1))
+    add = parser.add_argument_group("model").add_argument
+    add("--layers", type=at_least(1), help="transformer blocks")
+    add("--heads", type=at_least(1), help="attention heads")
     add("--dim", type=at_least(1), help="width of the model (default: 96)")
     add("--block-size", type=at_least(1), help="tokens per sequence (default: 128)")
     add("--tied", action="store_true", help="use the token embedding's weight in the head")
-    # training
+    add = parser.add_argument_group("training").add_argument
     add("--steps", type=at_least(1), help="steps of the run (default: 2000)")
     add("--batch-size", type=at_least(1), help="sequences per step over all ranks (default: 16)")
     add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: --pp)")
@@ -168,11 +167,11 @@ def parse_args() -> Settings:
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
     add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.1)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
-    add("--precision", choices=PRECISIONS)
+    add("--precision", choices=PRECISIONS, help="of matmuls; parameters stay fp32")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add("--compile", action="store_true", help="torch.compile each block")
-    add("--seed", type=int)
-    # hardware
+    add("--seed", type=int, help="seed of weights and data")
+    add = parser.add_argument_group("parallelism").add_argument
     add("--pp", type=at_least(1), help="pipeline stages (default: 1)")
     add("--dp-replicate", type=at_least(1), help="replicas (default: ranks / (pp x dp-shard x tp))")
     add("--dp-shard", type=at_least(1), help="FSDP shards per replica (default: 1)")
@@ -181,10 +180,11 @@ def parse_args() -> Settings:
     add("--sequence-parallel", action="store_true", help=tokens)
     add("--loss-parallel", action="store_true", help="with --tp: never gather the logits")
     add("--keep-gathered", action="store_true", help="do not gather again in backward (ZeRO-2)")
-    add("--device", choices=DEVICES)
+    add = parser.add_argument_group("hardware").add_argument
+    add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
-    # output
+    add = parser.add_argument_group("output").add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
     add("--checkpoint-every", type=at_least(1), help="save every N steps, and last (default: 250)")
     add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from arguments import DEVICES, ArgumentParser, at_least, between
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least, between
 from checkpoint import load_model
 from config import PROMPT, Settings
 from data import load_tokenizer
@@ -70,16 +70,16 @@ def parse_args():
     parser = ArgumentParser(description="Write text with a trained GPT.")
     add = parser.add_argument
     add("run", type=Path, help="--output-dir of train.py")
-    add("--prompt", default=PROMPT)
+    add("--prompt", default=PROMPT, help="text to continue")
     add("--tokens", type=at_least(0), default=300, help="tokens to generate")
     temperature = "divide logits by it (0: take the likeliest token)"
     add("--temperature", type=between(0, math.inf), default=0.8, help=temperature)
     add("--top-k", type=at_least(0), default=40, help="draw from the K likeliest (0: from all)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="seed of weights and data")
     add("--pp", type=at_least(1), default=1, help="pipeline stages")
     add("--dp-shard", type=at_least(1), default=1, help="FSDP shards")
     add("--tp", type=at_least(1), default=1, help="tensor-parallel shards of each layer")
-    add("--device", choices=DEVICES, default="auto")
+    add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if not args.prompt:
         parser.error("--prompt is empty: the model continues at least one character")

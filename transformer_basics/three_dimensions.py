@@ -99,7 +99,8 @@ def parse_args():
     parser = make_parser("Pipeline, data and tensor parallelism at once.")
     parser.set_defaults(batch_size=8)
     for axis in DIMENSIONS:
-        parser.add_argument(f"--{axis.replace('_', '-')}", type=at_least(1), default=2)
+        flag = f"--{axis.replace('_', '-')}"
+        parser.add_argument(flag, type=at_least(1), default=2, help="ranks along this mesh axis")
     return parser.parse_args()
 
 

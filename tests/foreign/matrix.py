@@ -221,7 +221,7 @@ def sections(rows: list[dict]) -> list[str]:
 
 
 def summary(rows: list[dict]) -> list[tuple]:
-    """A line for each group of architectures: the README has these lines, too."""
+    """A line for each group of architectures: docs/your_model.md has these lines, too."""
     lines = [("models", "architectures", *TEMPLATES, "largest difference")]
     for group, entries in GROUPS.items():
         own = [row for row in rows if row["model"] in entries and row["variant"] in VARIANTS]
@@ -231,7 +231,7 @@ def summary(rows: list[dict]) -> list[tuple]:
 
 
 def exceptions(rows: list[dict]) -> list[tuple]:
-    """A line for each thing that cannot work. The README has these lines, too."""
+    """A line for each thing that cannot work. docs/your_model.md has them, too."""
     lines = {}
     for row in rows:
         what = row["model"]

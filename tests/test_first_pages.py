@@ -1,0 +1,113 @@
+"""README.md and its pictures: what a stranger sees first is there, is short, and is true."""
+
+import re
+import sys
+
+import pytest
+from helpers import ROOT
+from PIL import Image
+
+sys.path.append(str(ROOT / "docs"))
+import pictures
+
+PAGES = ("README.md", "README.zh-CN.md")
+PINNED = re.search(r"^torch===([\d.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_it_is_short():
+    assert len(text_of("README.md").split()) <= 900
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_first_command_is_on_the_first_screen(page):
+    first = text_of(page).splitlines()[:25]
+    assert any(line.startswith("make demo") for line in first)
+    assert "docs/pictures/demo.gif" in text_of(page).partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_code_is_that_of_minimal(page):
+    (code,) = re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for line in code.splitlines()]
+    written = (ROOT / "ddp_basics/minimal.py").read_text().splitlines()
+    unknown = [
+        line
+        for line in lines
+        if not any(own.partition("  #")[0].strip() == line.partition("  #")[0] for own in written)
+    ]
+    assert len(lines) == 12
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_it_lists_each_chapter_in_order(page):
+    listed = re.findall(r"^- \[\d\d\]\((.*?)\)", text_of(page), re.MULTILINE)
+    assert listed == [
+        f"notebooks/{file.name}" for file in sorted((ROOT / "notebooks").glob("*.ipynb"))
+    ]
+
+
+def test_the_map_has_each_directory_and_each_chapter():
+    others = {"benchmarks", "notebooks", "tests"}
+    names = {path.parent.name for path in ROOT.glob("[a-z]*/README.md")} - others
+    directories = [f"{name}/" for name in names]
+    assert sorted(row[2] for row in pictures.MAP) == sorted(directories)
+    covered = set()
+    for row in (row for row in pictures.MAP if row[1]):
+        first, _, last = row[1].partition("-")
+        covered.update(range(int(first), int(last or first) + 1))
+    chapters = {int(file.name[:2]) for file in (ROOT / "notebooks").glob("*.ipynb")}
+    assert covered == chapters - {0}
+
+
+def test_pictures_are_those_of_the_chapters():
+    stored = {name: (pictures.FOLDER / name).read_bytes() for name in pictures.made()}
+    different = [name for name, content in pictures.made().items() if stored[name] != content]
+    assert different == [], "python docs/pictures.py makes them again"
+    assert {path.name for path in pictures.FOLDER.iterdir()} == {"demo.gif", *stored}
+
+
+def test_a_picture_without_its_cell_is_an_error():
+    with pytest.raises(ValueError, match="03_collectives has no picture below"):
+        pictures.stored(pictures.Picture("x", "03_collectives", "nothing("))
+
+
+def test_each_picture_is_shown():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]
+    shown = "".join(page.read_text(encoding="utf-8") for page in pages)
+    assert [path.name for path in pictures.FOLDER.iterdir() if path.name not in shown] == []
+
+
+def test_the_demo_moves_and_is_small():
+    file = pictures.FOLDER / "demo.gif"
+    with Image.open(file) as gif:
+        assert gif.n_frames > 20
+    assert file.stat().st_size < 1_000_000
+
+
+def test_badges_are_true():
+    oldest = re.search(r"^TORCH \?= ([\d.]+)\.0$", text_of("Makefile"), re.MULTILINE)[1]
+    assert pictures.BADGES["torch"] == ("torch", f"{oldest} to {PINNED.rpartition('.')[0]}")
+    assert "not Python 3.11 or newer" in text_of("Makefile")
+    assert pictures.BADGES["python"] == ("python", "3.11 or newer")
+    assert "BSD 3-Clause" in text_of("LICENSE")
+
+
+def test_results_are_recorded_where_the_row_says():
+    """Each number of a row is in the page that it links, perhaps rounded."""
+    rows = re.findall(r"^\|.*\]\((benchmarks/results/.*?)\).*", text_of("README.md"), re.MULTILINE)
+    assert len(rows) == 5
+    for row in re.findall(r"^\|.*\]\(benchmarks/results/.*", text_of("README.md"), re.MULTILINE):
+        record = re.search(r"\]\((benchmarks/results/.*?)\)", row)[1]
+        recorded = [float(n.replace(",", "")) for n in NUMBERS.findall(text_of(record))]
+        _, measured, verdict = row.strip("| ").split(" | ")
+        for number in NUMBERS.findall(f"{measured} {verdict}"):
+            half = 0.5 * 10.0 ** -len(number.partition(".")[2]) + 1e-9
+            assert any(abs(float(number) - value) <= half for value in recorded), (number, record)
+
+
+NUMBERS = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-])")
