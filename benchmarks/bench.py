@@ -48,7 +48,7 @@ def main(
     part: what a process of `measure_part` does with (name of the part, repeats).
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="of each measurement")
     parser.add_argument("--parts", nargs="+", choices=texts, default=list(texts))
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # what a child measures

@@ -43,7 +43,7 @@ PARTS = {"restart": ["rank"], "elastic": list(FAULTS), "torchft": ["rank", "cut"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, required=True)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, help="else all that it can bear")
     args = parser.parse_args()
     print("\n\n".join(faults_text(args.repeats, {args.part: args.faults or PARTS[args.part]})))

@@ -46,7 +46,7 @@ PARAMETERS = 64 * WIDTH + 2 * WIDTH**2 + 10 * WIDTH + 3 * WIDTH + 10
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, required=True)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         print("\n\n".join(TEXTS[args.part](args.repeats)))

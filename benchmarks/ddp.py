@@ -45,7 +45,7 @@ SETTINGS = Settings(optimizer="adamw", lr=2e-3)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="of each measurement")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
     args = parser.parse_args()
     if args.part:

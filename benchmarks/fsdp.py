@@ -38,7 +38,7 @@ SIZES = {  # dim, blocks, global batch, timed steps a sample; about 12 x blocks 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="of each measurement")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium", "large"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--no-write", action="store_true", help="print only")

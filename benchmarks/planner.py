@@ -40,7 +40,7 @@ ONE |= {"full_checkpointing": 0, "virtual_stages": 1}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
     parser.add_argument(
         "--steps", type=int, default=40, help="of each run; the first half warms up"
     )

@@ -42,7 +42,7 @@ LINKS = read_links(TABLE)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="of each measurement")
     parser.add_argument("--part", choices=("ring", "slow"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:

@@ -222,7 +222,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--groups", type=int, default=2, help="replica groups, of one rank each")
-    add("--steps", type=int, default=600)
+    add("--steps", type=int, default=600, help="optimizer steps")
     add("--kills", type=int, default=4)
     add("--seed", type=int, default=0, help="of the steps and ranks")
     add("--output-dir", type=Path, help="an empty one, for the logs; else they are not kept")

@@ -166,7 +166,7 @@ def load(file: Path, model, optimizer) -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument("--output-dir", type=Path, help="state and log; continues what is there")
     parser.add_argument("--save-every", type=int, default=20, help="steps")
     parser.add_argument("--timeout", type=float, default=60, help="seconds, of a collective")

@@ -15,7 +15,7 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from arguments import DEVICES, ArgumentParser, UserError, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from runtime import Worker, distributed_worker
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -141,9 +141,9 @@ def difference(some: list[Tensor], others: list[Tensor]) -> float:
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="An embedding table sharded by rows over the ranks.")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
-    parser.add_argument("--steps", type=at_least(1), default=5)
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of all runs")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
     return parser.parse_args()
 
 

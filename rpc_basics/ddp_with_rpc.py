@@ -178,8 +178,8 @@ def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="An embedding table on a server, dense layers under DDP.")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
-    parser.add_argument("--steps", type=at_least(1), default=5)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of all runs")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
     parser.add_argument("--timeout", type=above(0), default=60, help="seconds, of each call")
     return parser.parse_args()
 

@@ -137,10 +137,10 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=at_least(1), default=100, help="updates, times the number of trainers")
     add("--batch-size", type=at_least(1), default=40, help="images per gradient")
     add("--lr", type=above(0), default=0.1, help="divided by the number of trainers")
-    add("--momentum", type=between(0, 1), default=0.9)
+    add("--momentum", type=between(0, 1), default=0.9, help="of SGD")
     add("--pull-every", type=at_least(1), default=1, help="gradients from the same parameters")
     add("--max-staleness", type=at_least(0), help="refuse gradients of older parameters")
-    add("--seed", type=at_least(0), default=0)
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data")
     add("--timeout", type=above(0), default=60, help="seconds, of each call")
     return parser.parse_args()
 

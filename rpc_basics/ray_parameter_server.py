@@ -117,8 +117,8 @@ def read_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="A synchronous parameter server of Ray actors.")
-    parser.add_argument("--trainers", type=at_least(1), default=2)
-    parser.add_argument("--steps", type=at_least(1), default=20)
+    parser.add_argument("--trainers", type=at_least(1), default=2, help="processes that train")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps")
     parser.add_argument("--timeout", type=above(0), default=120, help="seconds, of the training")
     return parser.parse_args()
 

@@ -144,7 +144,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--group", type=int, default=0, help="the number of this group, from 0")
     add("--groups", type=int, default=1, help="how many there are when all are here")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=300, help="optimizer steps")
     add("--timeout", type=float, default=10, help="seconds for a collective, and to find others")
     add("--patience", type=float, default=60, help="seconds to wait at the end for who is away")
     add("--pause", type=float, default=0.1, help="seconds of sleep a step, for a larger model")
