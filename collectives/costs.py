@@ -33,8 +33,8 @@ def time_calls(run: Callable, repeats: int, calls: int, device, group=None) -> l
 
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done what it was told: calls return before the work is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def bus_factor(operation: str, world_size: int) -> float:
