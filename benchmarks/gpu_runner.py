@@ -16,6 +16,8 @@ from pathlib import Path
 
 import bench
 
+KILL_SECONDS = 10
+
 
 class Failed(Exception):
     """A command ended with another status than 0, without an expected line, or too late."""
@@ -158,9 +160,9 @@ class Process:
     def kill(self) -> list[int]:
         """Kill until nothing is found: a process may just be starting another one.
 
-        Returns what still runs after ten seconds: in the driver of a broken GPU, for example.
+        Returns what still runs after KILL_SECONDS: in the driver of a broken GPU, for example.
         """
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + KILL_SECONDS
         while True:
             alive = processes_with(self.mark)
             if not self.has_ended():

@@ -38,7 +38,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """busbw / algbw: the bytes that a rank must send per byte of the operation (nccl-tests)."""
+    """busbw / algbw: the bytes that a rank must send per byte of the operation.
+
+    As in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
     n = world_size
     if operation in ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"):
         return (n - 1) / n  # a rank has its own part already; `bytes` count all parts together
