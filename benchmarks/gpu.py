@@ -136,12 +136,14 @@ def run_scripts(job: Job, ranks: int, gpus: int, **how) -> None:
     """Each script must name its device. gpus: how many GPUs its ranks see together."""
     commands = {}
     for name in ["collectives/hello_world.py"] if job.is_tiny else scripts_with_device():
-        reason = why_not(name, ranks, gpus if job.args.device == "cuda" else 2 * ranks)
+        reason = why_not(name, job.args.device, ranks, gpus)
         if reason:
             job.leave_out(name, reason)
         else:
             commands[name] = python(name, *flags_of(name, job.args.device), ranks=ranks)
     names_it = rf"rank\(s\) on {job.args.device}"
+    if job.args.device == "cuda":
+        names_it += rf"|^{re.escape(torch.cuda.get_device_name())}, torch"
     job.run_all(commands, expects=names_it, seconds=120, **how)
 
 

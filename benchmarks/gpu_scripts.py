@@ -15,7 +15,11 @@ RANKS = {  # the fewest ranks with which a script runs, where that is not one
     "transformer_basics/three_dimensions.py": 8,
 }
 GPUS_PER_RANK = {"ddp_basics/ddp_with_model_parallel.py": 2}
-OTHERWISE = {"transformer_basics/generate.py": "needs a checkpoint: the step checkpoints runs it"}
+ONLY_CUDA = "collectives/streams.py"  # has no --device
+OTHERWISE = {
+    "transformer_basics/generate.py": "needs a checkpoint: the step checkpoints runs it",
+    "transformer_basics/memory_at_scale.py": "computes without a device",
+}
 SHORT = {
     "ddp_basics/train.py": "--epochs 1",
     "fsdp_basics/train.py": "--epochs 1",
@@ -25,7 +29,7 @@ SHORT = {
 
 
 def scripts_with_device() -> list[str]:
-    """Each script that has --device, and each minimal.py, which takes a GPU by itself."""
+    """Each script that has --device, and those that take a GPU by themselves."""
     names = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("*/*.py"))]
     return list(filter(has_device, names))
 
@@ -35,7 +39,7 @@ def has_device(name: str) -> bool:
     if "__main__" not in script.read_text() or not script.with_name("runtime.py").exists():
         return False
     takes_a_gpu = "torch.accelerator" in script.read_text() and script.name == "minimal.py"
-    return takes_a_gpu or '"--device"' in text_with_imports(name)
+    return takes_a_gpu or name == ONLY_CUDA or '"--device"' in text_with_imports(name)
 
 
 def text_with_imports(name: str) -> str:
@@ -50,11 +54,13 @@ def text_with_imports(name: str) -> str:
     return "\n".join(texts.values())
 
 
-def why_not(name: str, ranks: int, gpus: int) -> str:
+def why_not(name: str, device: str, ranks: int, gpus: int) -> str:
     """Why the script cannot run on so many ranks that see so many GPUs together; "" if it can."""
+    if name == ONLY_CUDA and (ranks > 1 or device != "cuda"):
+        return "needs one rank on a CUDA device"
     if ranks < RANKS.get(name, 1):
         return f"needs {RANKS[name]} ranks"
-    if gpus < ranks * GPUS_PER_RANK.get(name, 1):
+    if device == "cuda" and gpus < ranks * GPUS_PER_RANK.get(name, 1):
         return f"needs {GPUS_PER_RANK[name]} GPUs per rank"
     if "\nfrom transformers import" in text_with_imports(name) and not has("transformers"):
         return "transformers is not installed"
@@ -62,7 +68,7 @@ def why_not(name: str, ranks: int, gpus: int) -> str:
 
 
 def flags_of(name: str, device: str) -> list[str]:
-    takes_flag = not name.endswith("/minimal.py")
+    takes_flag = not name.endswith("/minimal.py") and name != ONLY_CUDA
     return [*SHORT.get(name, "").split(), *(["--device", device] if takes_flag else [])]
 
 

@@ -169,6 +169,7 @@ def test_two_ranks_are_given_pairs(gpu, monkeypatch, tmp_path):
     job = SimpleNamespace(args=args, is_tiny=False, leave_out=lambda name, why: None)
     job.run_all = lambda commands, **how: given.append(how["visible"])
     monkeypatch.setattr(gpu.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpu.two_ranks(job)
     assert given == [["0,1", "2,3"]]
@@ -262,9 +263,9 @@ def test_without_a_package_its_tests_are_left_out(gpu, choice, monkeypatch, tmp_
     assert run == {"status": "left out", "lines": "transformers is not installed"}
 
 
-def test_a_script_without_device_is_left_out_on_a_cpu(gpu, monkeypatch, tmp_path):
-    names = (gpu.ONLY_CUDA, "transformer_basics/memory_at_scale.py")
-    monkeypatch.setattr(gpu, "has_device", lambda name: name in names)
+def test_a_script_without_device_is_left_out_on_a_cpu(gpu, choice, monkeypatch, tmp_path):
+    names = (choice.ONLY_CUDA, "transformer_basics/memory_at_scale.py")
+    monkeypatch.setattr(gpu, "scripts_with_device", lambda: names)
     status, found = carry_out(gpu, monkeypatch, tmp_path, scripts=(gpu.scripts, 1))
     assert status == 0
     reasons = [run["lines"] for run in found["scripts"]["runs"].values()]
@@ -330,11 +331,11 @@ def test_scripts_with_device_are_found(choice):
 
 def test_scripts_that_need_more_ranks_or_gpus_are_left_out(choice):
     split = "ddp_basics/ddp_with_model_parallel.py"
-    assert choice.why_not(split, ranks=1, gpus=1) == "needs 2 GPUs per rank"
-    assert choice.why_not(split, ranks=1, gpus=2) == ""
-    assert choice.why_not(split, ranks=2, gpus=2) == "needs 2 GPUs per rank"
-    assert choice.why_not("collectives/hangs.py", ranks=1, gpus=1) == "needs 2 ranks"
-    assert choice.why_not("collectives/hangs.py", ranks=2, gpus=2) == ""
+    assert choice.why_not(split, "cuda", ranks=1, gpus=1) == "needs 2 GPUs per rank"
+    assert choice.why_not(split, "cuda", ranks=1, gpus=2) == ""
+    assert choice.why_not(split, "cuda", ranks=2, gpus=2) == "needs 2 GPUs per rank"
+    assert choice.why_not("collectives/hangs.py", "cuda", ranks=1, gpus=1) == "needs 2 ranks"
+    assert choice.why_not("collectives/hangs.py", "cuda", ranks=2, gpus=2) == ""
 
 
 SAVED = """
