@@ -5,7 +5,7 @@
 
 (a) one process, one thread: train.py's step, a bare loop, transformers' GPT-2; and MFU
 (b) bf16 against fp32   (c) two data-parallel ranks against one; FSDP2 against DDP
-(d) tensor parallelism on two ranks against one process with two threads
+(d) tensor parallelism on two ranks against one process with two threads (or one GPU)
 """
 
 import argparse
@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 import bench
 import torch
 import torch.distributed as dist
-from benchmark import SIZES, Side, config_of
+from benchmark import SIZES, MeshRun, config_of
 from flops import matmul_peak, wait
 from model import GPT, cross_entropy, initialize
 from parallelize import apply_compile, apply_tensor_parallel
@@ -58,11 +58,14 @@ def main() -> None:
     options = (__file__, "--repeats", args.repeats, "--device", args.device)
     options += ("--sizes", *args.sizes, "--part")
     one = bench.measure(sys.executable, *options, "one_process")
-    sections = one_process_text(one)
-    if args.device == "cpu" or torch.cuda.device_count() > 1:
+    on_gpu = args.device != "cpu"
+    sections = one_process_text(one, on_gpu)
+    if not on_gpu or torch.cuda.device_count() > 1:
         torchrun = bench.torchrun(ranks=2)
-        sections += data_parallel_text(bench.measure(*torchrun, *options, "data_parallel"))
-        sections += tensor_parallel_text(bench.measure(*torchrun, *options, "tensor_parallel"))
+        samples = bench.measure(*torchrun, *options, "data_parallel")
+        sections += data_parallel_text(samples, on_gpu)
+        samples = bench.measure(*torchrun, *options, "tensor_parallel")
+        sections += tensor_parallel_text(samples)
     if args.no_write:
         print("\n\n".join(sections))
     else:
@@ -83,8 +86,8 @@ def template(mesh: str, size: str, worker: Worker, batch: int, **more) -> Callab
     usual = {"size": size, "precision": "fp32", "compile": False, "batch_size": batch}
     usual |= {"keep_gathered": True, "sequence_parallel": False, "clip": 1.0}
     usual |= {"activation_checkpointing": False}
-    side = Side(mesh, SimpleNamespace(**usual | more), worker)
-    return lambda: side.tokens_per_second(STEPS)
+    run = MeshRun(mesh, SimpleNamespace(**usual | more), worker)
+    return lambda: run.tokens_per_second(STEPS)
 
 
 def bare(
@@ -217,8 +220,9 @@ def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
     common, mesh = (size, worker, SIZES[size][1]), init_device_mesh(worker.device.type, (2,))
     plain = partial(bare, *common, clip=False)
     cut = partial(apply_tensor_parallel, mesh=mesh)
+    one = "one process, two threads" if worker.device.type == "cpu" else "one GPU"
     sides = {
-        "one process, two threads": alone(plain(), worker, threads=2),
+        one: alone(plain(), worker, threads=2),
         "the same, blocks compiled": alone(plain(apply_compile), worker, threads=2),
         "by hand": together(plain(cut_model, vocab_parallel_cross_entropy), worker),
         "DTensor": together(plain(cut), worker),
@@ -251,7 +255,7 @@ def describe(size: str) -> str:
     return f"{size}: {parameters / 1e6:.1f} M parameters, {SIZES[size][1]} sequences a rank"
 
 
-def one_process_text(samples: dict) -> list[str]:
+def one_process_text(samples: dict, on_gpu: bool) -> list[str]:
     names = ["train.py's step", "bare loop", "transformers"]
     ratios = {
         "train.py / transformers": (names[0], names[2]),
@@ -273,11 +277,11 @@ def one_process_text(samples: dict) -> list[str]:
             shares = [r * flops / best for r in found[rate]]
             cells.append(f"{bench.summary(shares)} of {best / 1e9:.0f} GFLOP/s")
         rows.append((title, *cells))
-    heading = "## (a), (b) One process, one thread"
+    heading = f"## (a), (b) One process, one {'GPU' if on_gpu else 'thread'}"
     return [heading, table(samples, names, ratios), bench.table(rows)]
 
 
-def data_parallel_text(samples: dict) -> list[str]:
+def data_parallel_text(samples: dict, on_gpu: bool) -> list[str]:
     names = ["one rank", "two that send nothing", "DDP", "copies", "ZeRO-2", "ZeRO-3"]
     ratios = {
         "sending nothing / one rank": (names[1], "one rank"),
@@ -287,12 +291,13 @@ def data_parallel_text(samples: dict) -> list[str]:
         "ZeRO-2 / DDP": ("ZeRO-2", "DDP"),
         "ZeRO-3 / DDP": ("ZeRO-3", "DDP"),
     }
+    place = "a GPU of its own" if on_gpu else "one thread and stays on one core"
+    shared = "the CPU's memory, power, cooling" if on_gpu else "memory, caches"
     text = (
         "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
-        "--dp-shard 2. Each rank has one thread and stays on one core. One rank has half of the "
-        "sequences; the other rank waits. Two that send nothing are two such processes, each with "
-        "a model of its own: what they miss of 2 is not communication, but what they share "
-        "(memory, caches)."
+        f"--dp-shard 2. Each rank has {place}. One rank has half of the sequences; the other rank "
+        "waits. Two that send nothing are two such processes, each with a model of its own: what "
+        f"they miss of 2 is not communication, but what they share ({shared})."
     )
     heading = "## (c) Two data-parallel ranks"
     return [heading, table(samples, names, ratios), text]
@@ -302,7 +307,7 @@ def tensor_parallel_text(samples: dict) -> list[str]:
     names = list(next(iter(samples.values())))
     one = names[0]
     ratios = {f"{name} / one process": (name, one) for name in names[1:]}
-    heading = "## (d) Two tensor-parallel ranks against one process with two threads"
+    heading = f"## (d) Two tensor-parallel ranks against {one.replace(',', ' with')}"
     return [heading, table(samples, names, ratios)]
 
 

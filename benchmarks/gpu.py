@@ -1,20 +1,22 @@
-"""The day a GPU is there: one command checks and measures what no CPU can show.
+"""Check and measure this repository on a machine with a GPU: `make gpu`.
 
-    python3 benchmarks/gpu.py                        # one GPU, 28 minutes at most; or: make gpu
+The steps, one after the other: the machine, tests on GPUs, every script, losses next to the CPU's,
+checkpoints, speed and memory of two GPTs, offload, traces, hidden waits, and NCCL between ranks.
+Each step has a time limit, after which it is ended: 28 minutes in all on one GPU, 39 on several.
+Written after every command: runs/gpu/gpu.md (the report), gpu.json, and the output of each command.
+A complete run also writes benchmarks/results/gpu.md. Exit status 0: no step failed.
+
+    python3 benchmarks/gpu.py                        # all steps
     python3 benchmarks/gpu.py --only speed traces    # some of the steps
     python3 benchmarks/gpu.py --minutes 10           # the cheapest steps that fit
     python3 benchmarks/gpu.py --only ranks --nodes 2 --host HOST       # the same line on two nodes
     python3 benchmarks/gpu.py --device cpu --sizes tiny                # a rehearsal
 
-It needs a clone, torch 2.11 or newer, numpy and scikit-learn, and no network. Every command runs in
-processes of its own, until the time limit of its step. After every command OUTPUT_DIR/gpu.json and
-gpu.md have all that is known; OUTPUT_DIR/STEP has the output of each. A run of all steps on GPUs
-also writes benchmarks/results/gpu.md. Exit status 0: no step failed.
+It needs a clone, torch 2.11 or newer, numpy and scikit-learn, and no network.
 """
 
 import argparse
 import gzip
-import importlib.util
 import json
 import math
 import os
@@ -31,6 +33,7 @@ from typing import NamedTuple
 import bench
 import torch
 from gpu_runner import Failed, Job, LeftOut, section, status_of
+from gpu_scripts import flags_of, has, scripts_with_device, why_not
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -80,21 +83,21 @@ def python(script: str, *flags, ranks: int = 1) -> tuple:
     return (*launcher, ROOT / script, *flags)
 
 
-def part(job: Job, name: str, size: str = "124M", ranks: int = 1) -> tuple:
+def measurement(job: Job, name: str, size: str = "124M") -> tuple:
     size = "tiny" if job.is_tiny else size
     flags = ("--device", job.args.device, "--size", size)
-    return python("benchmarks/gpu_parts.py", name, *flags, ranks=ranks)
+    return python("benchmarks/gpu_measurements.py", name, *flags)
 
 
 # ---- the steps, in their order
 
 
 def environment(job: Job) -> None:
-    job.run("environment", *part(job, "environment"))
+    job.run("environment", *measurement(job, "environment"))
 
 
 def tests(job: Job) -> None:
-    """One NCCL rank, then two to eight: with NCCL if each has a GPU, else on one GPU by Gloo."""
+    """With NCCL where each rank of a test has a GPU, else with Gloo on one GPU."""
     needed = ("pytest", "xdist", "pytest_timeout", "psutil")
     if not all(map(has, needed)):
         raise LeftOut(f"needs the modules {', '.join(needed)}")
@@ -103,11 +106,13 @@ def tests(job: Job) -> None:
         one = (ROOT / "tests/test_gpu.py", "-k", "minimal and fsdp and 1")
         job.run("pytest", *pytest, *one, expects=" passed")
         return
+    # Ranks of two jobs of NCCL would compete for their GPUs: with several, one job at a time.
+    at_once, workers = (2, 4) if job.args.count == 1 else (1, 1)
     commands = {}
     quick = ("--device", "cuda", "-m", "quick or not slow")
     for marker, flags in (("gpu", ("-m", "gpu")), ("device", quick)):
-        commands[" ".join(flags)] = (*pytest, "-n", 4, *flags, *test_files(marker))
-    job.run_all(commands, at_once=2, expects=" passed")
+        commands[" ".join(flags)] = (*pytest, "-n", workers, *flags, *test_files(marker))
+    job.run_all(commands, at_once, expects=" passed")
 
 
 def test_files(marker: str) -> list[Path]:
@@ -116,83 +121,42 @@ def test_files(marker: str) -> list[Path]:
     return [file for file in files if re.search(rf"mark\.{marker}\b", file.read_text())]
 
 
-def has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-TWO = "needs two ranks"
-LEFT_OUT = {
-    "collectives/hangs.py": TWO,
-    "collectives/point_to_point.py": TWO,
-    "fsdp_basics/fsdp1_to_fsdp2.py": TWO,
-    "parallel_basics/pipeline_parallel.py": TWO,
-    "parallel_basics/tied_stages.py": TWO,
-    "transformer_basics/generate.py": "needs a checkpoint: the step checkpoints runs it",
-    "transformer_basics/memory_at_scale.py": "computes without a device",
-    "transformer_basics/three_dimensions.py": "needs eight ranks",
-}
-ONLY_CUDA = "collectives/streams.py"  # has no --device
-# These do not name the device.
-SILENT = {"collectives/init_methods.py", "custom_backend/layers.py", ONLY_CUDA}
-SHORT = {
-    "ddp_basics/train.py": "--epochs 1",
-    "fsdp_basics/train.py": "--epochs 1",
-    "transformer_basics/train.py": "--steps 20 --sample 20 --eval-batches 1",
-    "t5_finetuning/train.py": "--dim 32 --layers 1 --epochs 1 --batch-size 512 --eval-samples 4",
-}
-
-
-def scripts(job: Job, ranks: int = 1) -> None:
-    """Each script that has --device, and each minimal.py, which takes a GPU by itself."""
-    names = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("*/*.py"))]
-    names = ["collectives/hello_world.py"] if job.is_tiny else list(filter(has_device, names))
-    commands = {}
-    for name in names:
-        needs_transformers = "\nfrom transformers import" in text_of_modules(name)
-        if name == ONLY_CUDA and (ranks > 1 or job.args.device != "cuda"):
-            job.leave_out(name, "needs one rank on a CUDA device")
-        elif name in LEFT_OUT and (ranks == 1 or LEFT_OUT[name] != TWO):
-            job.leave_out(name, LEFT_OUT[name])
-        elif needs_transformers and not has("transformers"):
-            job.leave_out(name, "transformers is not installed")
-        else:
-            flags = SHORT.get(name, "").split()
-            if not name.endswith("/minimal.py") and name != ONLY_CUDA:
-                flags += ["--device", job.args.device]
-            commands[name] = python(name, *flags, ranks=ranks)
-    at_once = max(1, min(8, os.cpu_count() // ranks))
-    names_it = rf"rank\(s\) on {job.args.device}"
-    job.run_all(commands, at_once, expects=names_it, silent=SILENT, seconds=120)
+def scripts(job: Job) -> None:
+    run_scripts(job, ranks=1, gpus=job.args.count, at_once=max(1, min(8, os.cpu_count())))
 
 
 def two_ranks(job: Job) -> None:
+    """With N GPUs N / 2 scripts at a time, each on two GPUs of its own."""
     if job.args.count < 2 or job.is_tiny:
         raise LeftOut("needs two devices, and --sizes full")
-    scripts(job, ranks=2)
+    run_scripts(job, ranks=2, gpus=2, visible=pairs_of_gpus(job.args.count))
 
 
-def has_device(name: str) -> bool:
-    script = (ROOT / name).read_text()
-    if "__main__" not in script or not (ROOT / name).with_name("runtime.py").exists():
-        return False
-    takes_a_gpu = "torch.accelerator" in script and name.endswith("/minimal.py")
-    return takes_a_gpu or name == ONLY_CUDA or '"--device"' in text_of_modules(name)
+def run_scripts(job: Job, ranks: int, gpus: int, **how) -> None:
+    """Each script must name its device. gpus: how many GPUs its ranks see together."""
+    commands = {}
+    for name in ["collectives/hello_world.py"] if job.is_tiny else scripts_with_device():
+        reason = why_not(name, job.args.device, ranks, gpus)
+        if reason:
+            job.leave_out(name, reason)
+        else:
+            commands[name] = python(name, *flags_of(name, job.args.device), ranks=ranks)
+    names_it = rf"rank\(s\) on {job.args.device}"
+    if job.args.device == "cuda":
+        names_it += rf"|^{re.escape(torch.cuda.get_device_name())}, torch"
+    job.run_all(commands, expects=names_it, seconds=120, **how)
 
 
-def text_of_modules(name: str) -> str:
-    """Of the script, and of the files of its directory that it imports, directly or not."""
-    script = ROOT / name
-    texts, new = {}, {script}
-    while new:
-        texts |= {path: path.read_text() for path in new}
-        found = re.findall(r"^(?:from|import) (\w+)", "\n".join(texts.values()), re.MULTILINE)
-        new = {script.with_name(f"{module}.py") for module in found} - texts.keys()
-        new = {path for path in new if path.exists()}
-    return "\n".join(texts.values())
+def pairs_of_gpus(count: int) -> list[str]:
+    """Values of CUDA_VISIBLE_DEVICES: 0,1 and 2,3 and so on, of the GPUs that this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    gpus = visible.split(",")[:count]
+    pairs = [f"{a},{b}" for a, b in zip(gpus[::2], gpus[1::2], strict=False)]
+    return pairs[: max(1, os.cpu_count() // 2)]
 
 
 def numbers(job: Job) -> None:
-    job.run("numbers", *part(job, "numbers"))
+    job.run("numbers", *measurement(job, "numbers"))
 
 
 def checkpoints(job: Job) -> None:
@@ -232,7 +196,7 @@ def logged(folder: Path, name: str) -> dict[int, float]:
 
 def speed(job: Job) -> None:
     for size in ["tiny"] if job.is_tiny else ["124M", "1B"]:
-        job.run(size, *part(job, "speed", size))
+        job.run(size, *measurement(job, "speed", size))
 
 
 def offload(job: Job) -> None:
@@ -282,7 +246,7 @@ def syncs(job: Job) -> None:
         job.leave_out(directories.pop(), "transformers is not installed")
     commands = {}
     for directory in directories[:1] if job.is_tiny else directories:
-        flags = (*SHORT[f"{directory}/train.py"].split(), "--device", job.args.device)
+        flags = flags_of(f"{directory}/train.py", job.args.device)
         commands[directory] = python("benchmarks/gpu_syncs.py", directory, *flags)
     job.run_all(commands, at_once=4, expects="no wait for the GPU|no GPU to wait for")
 
@@ -298,8 +262,8 @@ def ranks(job: Job) -> None:
     most = "64K" if job.is_tiny else "1G"
     bandwidth = ("--operations", "all_reduce", "--max-bytes", most)
     for name, script, flags, expects in (
-        ("equivalence", "benchmarks/gpu_parts.py", ("equivalence",), ""),
-        ("busbw of nccl-tests", "collectives/bandwidth.py", bandwidth, "^all_reduce "),
+        ("equivalence", "benchmarks/gpu_measurements.py", ("equivalence",), ""),
+        ("all_reduce bandwidth", "collectives/bandwidth.py", bandwidth, "^all_reduce "),
         ("scaling", "transformer_basics/benchmark.py", size, "^(mesh|tp|pp|dp_)"),
     ):
         launcher = bench.torchrun(count)

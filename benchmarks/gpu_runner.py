@@ -11,10 +11,12 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import bench
+
+KILL_SECONDS = 10
 
 
 class Failed(Exception):
@@ -50,27 +52,31 @@ class Job:
         commands: dict[str, tuple],
         at_once: int = 1,
         expects: str = "",
-        silent=(),
         seconds: float = math.inf,
         threads: int = 1,
+        visible: Sequence[str] = (),
     ) -> None:
         """Run commands to their end or the deadline, then raise `Failed` if one of them failed.
 
-        expects: a pattern; each command must print a line that matches, except those in `silent`.
+        expects: a pattern; each command must print a line that matches.
         seconds: of one command at most, so that one that hangs leaves time for the others.
         threads: of each process on the CPU.
+        visible: values of CUDA_VISIBLE_DEVICES instead of `at_once`: a command gets one of them for
+            itself, so that jobs which run at the same time share no GPU.
         """
         waiting, running = list(commands.items()), []
+        free = list(visible) or [None] * at_once
         try:
             while waiting or running:
-                while waiting and len(running) < at_once and time.monotonic() < self.deadline:
-                    running.append(Process(*waiting.pop(0), self.folder, threads))
+                while waiting and free and time.monotonic() < self.deadline:
+                    name, command = waiting.pop(0)
+                    running.append(Process(name, command, self.folder, threads, free.pop(0)))
                 for process in list(running):
                     limit = min(self.deadline, process.started + seconds)
                     if process.has_ended() or time.monotonic() > limit:
                         running.remove(process)
-                        pattern = "" if process.name in silent else expects
-                        self.record["runs"][process.name] = process.end(pattern)
+                        free.append(process.visible)
+                        self.record["runs"][process.name] = process.end(expects)
                         self.note(process.rows())
                 if waiting and time.monotonic() > self.deadline:
                     name, _ = waiting.pop(0)
@@ -98,18 +104,22 @@ class Job:
 class Process:
     """A command that runs, with all processes that it starts; FOLDER/NAME.log has its output."""
 
-    def __init__(self, name: str, command: tuple, folder: Path, threads: int):
-        self.name, self.command = name, [str(word) for word in command]
+    def __init__(self, name: str, command: tuple, folder: Path, threads: int, visible: str | None):
+        self.name, self.visible = name, visible
+        self.command = [str(word) for word in command]
         self.log = folder / f"{re.sub('[^a-zA-Z0-9]+', '_', name)}.log"
         # torchrun's ranks lead sessions of their own: we find them by a mark in their environment.
         self.mark = uuid.uuid4().hex
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        environment |= {"GPU_DAY": self.mark}
+        if visible is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = visible
         self.started = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=folder,
-                env=environment | {"GPU_DAY": self.mark},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -139,7 +149,7 @@ class Process:
         return record
 
     def rows(self) -> dict[str, dict]:
-        """What a part has said by now, see bench.say."""
+        """The rows that a measurement has printed by now, see bench.say."""
         rows = {}
         for line in self.log.read_text(errors="replace").splitlines():
             if line.startswith(bench.MARK):
@@ -150,9 +160,9 @@ class Process:
     def kill(self) -> list[int]:
         """Kill until nothing is found: a process may just be starting another one.
 
-        Returns what still runs after ten seconds: in the driver of a broken GPU, for example.
+        Returns what still runs after KILL_SECONDS: in the driver of a broken GPU, for example.
         """
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + KILL_SECONDS
         while True:
             alive = processes_with(self.mark)
             if not self.has_ended():

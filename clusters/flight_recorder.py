@@ -136,7 +136,9 @@ def read_from_a_dead_disk() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bug", choices=("barrier", "stuck", "none"), default="barrier")
+    parser.add_argument(
+        "--bug", choices=("barrier", "stuck", "none"), default="barrier", help="to plant"
+    )
     parser.add_argument("--timeout", type=float, default=5, help="of the collectives, in seconds")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/hang"))
     args = parser.parse_args()

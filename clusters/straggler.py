@@ -48,7 +48,7 @@ class StragglerWatch:
     def __init__(self, store, rank, world_size, device="cpu", every=10.0, factor=1.2):
         self.store, self.rank, self.every, self.factor = store, rank, every, factor
         self.keys = [f"straggler_{other}" for other in range(world_size)]
-        self.on_gpu = torch.device(device).type == "cuda"
+        self.device = torch.device(device).type
         self.slow, self.named = {}, set()
         self.marks = [self._now()]  # own work begins, ends, begins, ends, ..., begins
         self.next_look = time.monotonic() + every
@@ -69,9 +69,9 @@ class StragglerWatch:
             self._look()
 
     def _now(self):
-        if not self.on_gpu:
+        if self.device == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()  # when the GPU comes to this place in its stream
         return event
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least, between
-from costs import time_calls
+from costs import synchronize, time_calls
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from timelines import draw, plot
@@ -80,8 +80,7 @@ def try_handle(device: torch.device, aside=None) -> dict:
                 gave_up = "raised"  # the transfer itself goes on
         dist.barrier(group=aside)
     work.wait()  # on a GPU: its stream waits, this thread does not
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
 
     # value() of the handle's future is a list of tensors. then() returns a future, whose value is
     # what the callback returns.
@@ -108,27 +107,27 @@ class StopWatch:
     """Reads the time where the work is done: the CPU's now, a GPU's when its stream gets there."""
 
     def __init__(self, device: torch.device):
-        self.gpu = device.type == "cuda"
-        self.side = torch.cuda.Stream() if self.gpu else None
+        self.device, self.on_gpu = device, device.type != "cpu"
+        self.side = torch.Stream(device) if self.on_gpu else None
         self.first = self.now()
 
     def now(self):
-        if not self.gpu:
+        if not self.on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
     def at_end(self, work: dist.Work):
-        if not self.gpu:
+        if not self.on_gpu:
             return work.get_future().then(lambda _: time.perf_counter())
-        with torch.cuda.stream(self.side):  # this stream waits for the transfer, and only for it
+        with self.side:  # this stream waits for the transfer, and only for it
             work.wait()
             return self.now()
 
     def seconds(self, mark) -> float:
         """From the start of the watch to `mark`."""
-        if not self.gpu:
+        if not self.on_gpu:
             return (mark if isinstance(mark, float) else mark.wait()) - self.first
         mark.synchronize()
         return self.first.elapsed_time(mark) / 1e3
@@ -192,8 +191,7 @@ def measure_overlap(tensors: list, compute: Callable, repeats: int, group=None) 
             dist.barrier(group=group)
             started, used = time.perf_counter(), time.process_time()
             these_spans = run_order(order, tensors, compute, group)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(device)
             sample = time.perf_counter() - started, time.process_time() - used
             if i == 0:
                 continue  # the first round warms up

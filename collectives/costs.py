@@ -33,12 +33,15 @@ def time_calls(run: Callable, repeats: int, calls: int, device, group=None) -> l
 
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done what it was told: calls return before the work is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """busbw / algbw: the bytes that a rank must send per byte of the operation (nccl-tests)."""
+    """busbw / algbw: the bytes that a rank must send per byte of the operation.
+
+    As in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
     n = world_size
     if operation in ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"):
         return (n - 1) / n  # a rank has its own part already; `bytes` count all parts together

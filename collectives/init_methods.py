@@ -40,9 +40,12 @@ def main() -> None:
     args = parse_args()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     board = open_board()  # so that the ranks can agree on ports and folders before they are a group
-    backend = choose_backend(args.device, board, rank, world_size)
+    device = choose_device(args.device, board, rank, world_size)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    backend = dist.get_default_backend_for_device(device)
     if rank == 0:
-        print(f"{world_size} rank(s), {backend}, torch {torch.__version__}")
+        print(f"{world_size} rank(s) on {device.type}, {backend}, torch {torch.__version__}")
     timeout = timedelta(seconds=args.timeout)
     show_methods(board, rank, world_size, backend)
     show_second_group(board, rank, world_size, backend)
@@ -254,14 +257,6 @@ def collect(board, rank: int, world_size: int, row: list) -> list[list]:
 def reason(error: Exception) -> str:
     """The first line of an error, without the C++ file that it comes from."""
     return str(error).splitlines()[0].split("] ", 1)[-1].split(". You ")[0]
-
-
-def choose_backend(device: str, board: dist.Store, rank: int, world_size: int) -> str:
-    place = choose_device(device, board, rank, world_size)
-    if place.type == "cpu":
-        return "gloo"
-    torch.accelerator.set_device_index(place.index)
-    return dist.get_default_backend_for_device(place)
 
 
 def parse_args():

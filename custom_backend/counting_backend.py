@@ -10,6 +10,8 @@ your own, instead:
     import counting_backend
     dist.init_process_group("counting")    # COUNT_BACKEND=gloo or nccl, COUNT_TRACE=runs/trace
 
+A script that has chosen its GPU before that line (torch.cuda.set_device) gets Gloo and NCCL.
+
 Look at the rows with many calls of few bytes, and at the rank that is done first: the others were
 waiting for it.
 """
@@ -151,8 +153,9 @@ def make_group(store, rank: int, size: int, timeout: timedelta) -> CountingGroup
     """What init_process_group("counting") calls, and new_group() after it."""
     atexit.register(log.report)  # it reports once
     group = CountingGroup(store, rank, size)
-    on_gpus = torch.cuda.is_available()
-    for name in os.environ.get("COUNT_BACKEND", "gloo,nccl" if on_gpus else "gloo").split(","):
+    # Not is_available(): a job on the CPUs of a machine with GPUs would send barriers by NCCL.
+    on_gpu = torch.cuda.is_initialized()
+    for name in os.environ.get("COUNT_BACKEND", "gloo,nccl" if on_gpu else "gloo").split(","):
         if name == "gloo":
             backend = dist.ProcessGroupGloo(store, rank, size, timeout)
             serve(group, torch.device("cpu"), backend)

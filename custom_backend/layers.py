@@ -32,6 +32,8 @@ TIMEOUT = timedelta(minutes=5)
 def main() -> None:
     args = parse_args()
     store, meeting, device = meet(args.device)
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} rank(s) on {device.type}, {dist.get_backend()}")
     tensor = torch.ones(args.elements, device=device)
     # The first time, much is looked up that is known later.
     watch_all_reduce(tensor, dist.PrefixStore("first", store))

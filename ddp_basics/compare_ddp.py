@@ -108,12 +108,12 @@ class Run:
 
     def timed_step(self, images: Tensor, labels: Tensor) -> None:
         dist.barrier()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # exclude earlier work of the GPU
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # exclude earlier work of the GPU
         start = time.perf_counter()
         self.train_step(images, labels)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # include all work of this step
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # include all work of this step
         self.step_ms.append(1000 * (time.perf_counter() - start))
 
 
@@ -137,11 +137,11 @@ class StepLog(TorchDispatchMode):
         self.last_gradient = moment(self.device)
 
 
-def moment(device: torch.device) -> "float | torch.cuda.Event":
+def moment(device: torch.device) -> float | torch.Event:
     """The current time. A GPU runs behind the CPU, so its time is an event that it records when all
     earlier work is done."""
-    if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)
+    if device.type != "cpu":
+        event = torch.Event(device, enable_timing=True)
         event.record()
         return event
     return time.perf_counter()
@@ -151,7 +151,7 @@ def milliseconds(start, end) -> float:
     """The time from one `moment` to another."""
     if isinstance(start, float):
         return 1000 * (end - start)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return start.elapsed_time(end)
 
 

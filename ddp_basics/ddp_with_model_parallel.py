@@ -40,9 +40,12 @@ def main() -> None:
                 f"--batch-size {args.batch_size} does not divide over {worker.world_size} rank(s)"
             )
         devices = choose_devices(args.device, worker)
-        on_cpu = devices[0].type == "cpu"
-        backend = None if on_cpu else dist.get_default_backend_for_device(devices[0])
-        group = None if on_cpu else dist.new_group(backend=backend)
+        kind = devices[0].type
+        backend = dist.get_default_backend_for_device(kind)
+        # Bound to no device: NCCL connects each of a rank's two GPUs at its first use.
+        group = None if kind == "cpu" else dist.new_group(backend=backend)
+        if worker.is_main:
+            print(f"the halves of {worker.world_size} rank(s) on {kind}, {backend}", flush=True)
         train(devices, group, args, worker)
 
 

@@ -121,8 +121,8 @@ def build_sharded(dim: int, depth: int, worker: Worker):
 
 def now(device: torch.device) -> float:
     """The time in seconds, after a GPU has finished its queue: it runs asynchronously."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 

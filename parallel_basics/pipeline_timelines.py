@@ -42,8 +42,8 @@ class Recorder:
         ordered. The wait costs some overlap, so that a recorded step is slower than another one.
         Sends are on other streams, and may still go on.
         """
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()
         return time.perf_counter()
 
 

@@ -100,6 +100,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("device") == "cuda":
         config.hook.pytest_deselected(items=[i for i in items if "device" not in i.keywords])
         items[:] = [item for item in items if "device" in item.keywords]
+        leave_out_what_gloo_cannot_send(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {name: at for at, name in enumerate(in_turn({unit(i.nodeid) for i in items}))}
         items.sort(key=lambda item: place[unit(item.nodeid)])
@@ -112,6 +113,16 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def leave_out_what_gloo_cannot_send(items):
+    """Tests marked `sends` whose ranks share a GPU: see workers/place.py."""
+    gpus = torch.cuda.device_count()
+    for item in items:
+        sends = item.get_closest_marker("sends")
+        if sends and gpus < sends.args[0]:
+            why = f"{sends.args[0]} ranks share a GPU through Gloo, which cannot send CUDA tensors"
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -303,6 +303,34 @@ def test_async_work_shows_both_orders(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("device", "nbytes", "calls"),
+    [("meta", 4096, 20), ("meta", 2**30, 20), ("cpu", 4096, 10), ("cpu", 2**20, 1)],
+)
+def test_calls_per_sample(monkeypatch, device, nbytes, calls):
+    """On a GPU, for which meta stands, as many as nccl-tests makes."""
+    asked = []
+
+    def time_calls(run, repeats, calls, device):
+        asked.append(calls)
+        return [1.0] * repeats
+
+    monkeypatch.setattr(bandwidth, "time_calls", time_calls)
+    monkeypatch.setattr(bandwidth, "prepare", lambda *_: SimpleNamespace(run=None))
+    monkeypatch.setattr(bandwidth.dist, "get_backend", lambda: "nccl")
+    worker = SimpleNamespace(device=torch.device(device), world_size=2)
+    bandwidth.measure("all_reduce", nbytes, 2, "ok", worker)
+    assert asked == [calls]
+
+
+def test_timers_wait_for_any_accelerator(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for device in ("cpu", "cuda:1", "xpu:0"):
+        costs.synchronize(torch.device(device))
+    assert waited == [torch.device("cuda:1"), torch.device("xpu:0")]
+
+
 @pytest.mark.gpu
 def test_on_one_gpu(tmp_path):
     options = ("--device", "cuda", "--max-bytes", "4K", "--repeats", 2, "--verify")

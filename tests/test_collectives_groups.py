@@ -496,6 +496,7 @@ def test_process_groups_prints(job, alone):
 def test_init_methods_prints(alone):
     output = torchrun(HERE / "init_methods.py", "--device", "cpu", ranks=2).check().output
     for printed, n in ((output, 2), (alone["init_methods"], 1)):
+        assert f"{n} rank(s) on cpu, gloo, torch" in printed
         header, rows = table(printed, "1. Join")
         assert header[:4] == ["method", "is_initialized", "get_backend", "sum"]
         assert [row[:4] for row in rows] == [

@@ -193,6 +193,26 @@ def test_a_backend_of_its_own_name(job, tmp_path):
     assert row[:2] == [str(worker.STEPS), f"{4 * PARAMETERS * worker.STEPS:,}"]
 
 
+ON_CPUS = """
+import sys
+sys.path.insert(0, "FOLDER")
+import counting_backend, torch
+import torch.distributed as dist
+torch.cuda.is_available = lambda: True
+dist.init_process_group("counting")
+dist.barrier()
+print(dist.group.WORLD._get_backend(torch.device("cpu")).name(), "carries tensors of CPUs")
+dist.destroy_process_group()
+"""
+
+
+def test_a_job_on_the_cpus_of_a_machine_with_gpus_takes_gloo_alone(tmp_path):
+    script = tmp_path / "on_cpus.py"
+    script.write_text(ON_CPUS.replace("FOLDER", str(COUNT.parent)))
+    output = pool.run(script, ranks=2).check().output
+    assert output.count("gloo carries tensors of CPUs") == 2
+
+
 def test_a_script_that_is_nobodys(tmp_path):
     """ddp_basics/train.py: the same losses and checkpoints, and its bytes."""
     train = ROOT / "ddp_basics/train.py"

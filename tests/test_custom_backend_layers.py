@@ -104,6 +104,7 @@ def test_picture(job):
 
 def test_a_world_of_one():
     output = pool.run(HERE / "layers.py", "--elements", "3", "--device", "cpu").check().output
+    assert "1 rank(s) on cpu, gloo\n" in output
     assert "rendezvous: connect to itself" in output
     assert "2. dist.all_reduce of 12 bytes, rank 0" in output
 

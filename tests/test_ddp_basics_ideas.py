@@ -362,6 +362,7 @@ def test_spawn_shows_the_childs_traceback():
 def test_split_model_equals_the_whole(ranks):
     run = pool.run(SPLIT, "--device", "cpu", ranks=ranks)
     rows = rows_after(run.check().output, "rank  half", 2 * ranks)
+    assert f"the halves of {ranks} rank(s) on cpu, gloo\n" in run.output
     for i, row in enumerate(rows):
         rank, count, difference = numbers(row)
         assert (rank, count) == (i // 2, (19_008, 34_186)[i % 2])

@@ -167,6 +167,18 @@ def test_equivalence_tests_pass_with_their_ranks_on_gpus():
     assert not re.search(r"\d+ (skipped|failed)", said), said
 
 
+def test_ranks_that_share_a_gpu_and_would_send_are_left_out_with_a_reason():
+    names = ("parallel_basics_context", "parallel_basics_pipeline", "parallel_basics_tied")
+    files = [ROOT / f"tests/test_{name}.py" for name in names]
+    with Job(
+        [EMULATED, "-m", "pytest", "-q", "--device", "cuda", *files], EMULATED_GPUS="1"
+    ) as job:
+        said = job.wait().check().output
+    assert re.search(r"^\d+ skipped, \d+ deselected", said, re.M), said
+    for ranks in (2, 3, 4):
+        assert f"{ranks} ranks share a GPU through Gloo, which cannot send CUDA tensors" in said
+
+
 # ---- where the GPUs are
 
 

@@ -18,7 +18,10 @@ MATRIX = "token_embedding.weight"
 LAYERS, HEADS = 3, 4
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+RANKS = [pytest.param(ranks, marks=pytest.mark.sends(ranks)) for ranks in (2, 3)]
+
+
+@pytest.fixture(scope="module", params=RANKS)
 def seen(request, tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("tied") / "seen.pt"
     worker = ROOT / "tests/workers/parallel_tied.py"
@@ -107,7 +110,7 @@ def test_equals_one_process(seen, optimizer):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("seen", [2], indirect=True)
+@pytest.mark.parametrize("seen", RANKS[:1], indirect=True)
 def test_the_smallest_model_equals_one_process(seen):
     """An embedding (10 x 4) and its transpose, which starts with other values; one step of SGD."""
     first, last = seen["smallest"]

@@ -70,20 +70,30 @@ def matrix(tmp_path_factory, reference):
     return {1: reference} | {ranks: on_meshes(folder, ranks, "all") for ranks in (2, 4, 8)}
 
 
+def marks(ranks: int, mesh: str) -> list:
+    return [pytest.mark.sends(ranks)] if "--pp" in mesh else []
+
+
 @pytest.mark.device
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "mesh", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "kind"), [pytest.param(*case, marks=marks(*case[:2])) for case in CASES]
+)
 def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     equals_one_process(matrix[1][kind], matrix[ranks][mesh, kind], kind)
     flags_do_something(matrix[1][kind], matrix[ranks][mesh, kind], ranks, mesh, kind)
 
 
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return on_meshes(tmp_path_factory.mktemp("quick"), 2, "quick")
+
+
 @pytest.mark.device
-def test_one_mesh_of_each_strategy_equals_one_process(reference, tmp_path):
-    found = on_meshes(tmp_path, 2, "quick")
-    assert {mesh for mesh, _ in found} == QUICK[2].keys()
-    for (_, kind), actual in found.items():
-        equals_one_process(reference[kind], actual, kind)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=marks(2, m)) for m in QUICK[2]])
+def test_one_mesh_of_each_strategy_equals_one_process(quick, reference, mesh):
+    for kind in QUICK[2][mesh]:
+        equals_one_process(reference[kind], quick[mesh, kind], kind)
 
 
 def equals_one_process(expected: dict, actual: dict, kind: str) -> None:

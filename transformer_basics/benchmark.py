@@ -51,14 +51,16 @@ def main() -> None:
 
 def compare(args, worker: Worker) -> None:
     torch.set_float32_matmul_precision("high")  # as train.py
-    sides = {mesh: Side(mesh, args, worker) for mesh in args.mesh or usual(worker.world_size, args)}
-    samples = {mesh: [] for mesh in sides}
+    runs = {
+        mesh: MeshRun(mesh, args, worker) for mesh in args.mesh or usual(worker.world_size, args)
+    }
+    samples = {mesh: [] for mesh in runs}
     for i in range(args.repeats + 1):
-        for mesh in list(sides) if i % 2 else list(sides)[::-1]:
-            rate = sides[mesh].tokens_per_second(args.steps)
+        for mesh in list(runs) if i % 2 else list(runs)[::-1]:
+            rate = runs[mesh].tokens_per_second(args.steps)
             if i:  # the first round warms up
                 samples[mesh].append(rate)
-    counts = {mesh: side.counted() for mesh, side in sides.items()}
+    counts = {mesh: run.counted() for mesh, run in runs.items()}
     peak = matmul_peak(worker.device, PRECISIONS[args.precision])
     if not worker.is_main:
         return
@@ -76,7 +78,7 @@ def compare(args, worker: Worker) -> None:
     print("calls, MB sent: rank 0, a step, in rings. MB held: parameters, gradients, optimizer.")
 
 
-class Side:
+class MeshRun:
     """A model and its optimizer on one mesh, sharded as in train.py, and a batch of random tokens.
 
     args: size, batch_size, precision, clip, activation_checkpointing, compile, keep_gathered,

@@ -13,7 +13,7 @@ def matmul_peak(
     Model FLOP/s utilization (MFU) is the share of it that training reaches. size: rows and columns
     of the matrices; None: 8192 on a GPU, 1024 on a CPU.
     """
-    size = size or (8192 if device.type == "cuda" else 1024)
+    size = size or (1024 if device.type == "cpu" else 8192)
     own = torch.Generator(device)  # the global one is the training's, and goes on from a checkpoint
     a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=own) for _ in range(2))
     best, until = 0.0, time.perf_counter() + seconds
@@ -26,6 +26,6 @@ def matmul_peak(
 
 def wait(device: torch.device) -> float:
     """The time in seconds, after the device has finished its queue."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,26 +12,60 @@ from runtime import Worker, distributed_worker, leave, meeting_point
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # see conftest.py
 
+# Methods of a process group that Gloo has for CPU tensors only. With CUDA tensors it copies through
+# the CPU's memory for broadcast, all_reduce, reduce, all_gather, gather, scatter, all_to_all_single
+# and reduce_scatter_tensor (an all_reduce of a copy). The coalesced ones refuse CUDA tensors; send
+# and recv hand the GPU's address to a socket (ProcessGroupGloo.cpp).
+NOT_FOR_GPUS = ("send", "recv", "recv_anysource", "allreduce_coalesced", "allgather_coalesced")
+NOT_FOR_GPUS += ("alltoall", "reduce_scatter")  # of lists
+
 
 @contextmanager
-def worker_of_test() -> Iterator[Worker]:
+def worker_of_test(sends: bool = False) -> Iterator[Worker]:
     """This rank's worker: NCCL if each rank has a GPU; Gloo if all ranks share one GPU.
 
     A world of one process is the reference: it computes on the CPU.
+    sends: the ranks send point to point, which ranks that share a GPU cannot; their tests have the
+    mark `sends`. Without it, this raises an error on CPUs, too.
     """
     rank, ranks = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
-    if DEVICE == "cpu" or ranks == 0:
-        with distributed_worker("cpu") as worker:
-            yield worker
-    elif torch.accelerator.device_count() >= ranks:
-        with distributed_worker(DEVICE) as worker:
-            yield worker
-    else:  # distributed_worker() refuses to share a GPU
-        store = meeting_point(timedelta(minutes=2))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        print(f"{ranks} ranks share one {DEVICE} device, {dist.get_backend()}", flush=True)
-        yield Worker(rank, rank, ranks, torch.device(DEVICE, 0), store)
-        leave()
+    with ExitStack() as stack:
+        if not sends:
+            stack.enter_context(as_on_a_shared_gpu())
+        if DEVICE == "cpu" or ranks == 0:
+            with distributed_worker("cpu") as worker:
+                yield worker
+        elif not share_a_gpu(ranks):
+            with distributed_worker(DEVICE) as worker:
+                yield worker
+        else:  # distributed_worker() refuses to share a GPU
+            device, store = torch.device(DEVICE, 0), meeting_point(timedelta(minutes=2))
+            torch.accelerator.set_device_index(0)
+            torch.zeros(1, device=device)  # or a DeviceMesh would choose the device LOCAL_RANK
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            print(f"{ranks} ranks share one {DEVICE} device, {dist.get_backend()}", flush=True)
+            yield Worker(rank, rank, ranks, device, store)
+            leave()
+
+
+def share_a_gpu(ranks: int) -> bool:
+    return DEVICE != "cpu" and torch.accelerator.device_count() < ranks
+
+
+@contextmanager
+def as_on_a_shared_gpu() -> Iterator[None]:
+    """Raise an error where a process group is asked for what Gloo cannot do with CUDA tensors."""
+
+    def refuse(name: str):
+        def refused(*_, **__):
+            raise AssertionError(f"Gloo has no {name} for CUDA tensors: mark these tests `sends`")
+
+        return refused
+
+    with ExitStack() as stack:
+        for name in NOT_FOR_GPUS:
+            stack.enter_context(patch.object(dist.ProcessGroup, name, refuse(name)))
+        yield
 
 
 def on_cpu(found):
