@@ -36,7 +36,10 @@ def scripts_with_device() -> list[str]:
 
 def has_device(name: str) -> bool:
     script = ROOT / name
-    if "__main__" not in script.read_text() or not script.with_name("runtime.py").exists():
+    if (
+        '__name__ == "__main__"' not in script.read_text()
+        or not script.with_name("runtime.py").exists()
+    ):
         return False
     takes_a_gpu = "torch.accelerator" in script.read_text() and script.name == "minimal.py"
     return takes_a_gpu or name == ONLY_CUDA or '"--device"' in text_with_imports(name)

@@ -165,7 +165,10 @@ def load(file: Path, model, optimizer) -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument("--output-dir", type=Path, help="state and log; continues what is there")
     parser.add_argument("--save-every", type=int, default=20, help="steps")

@@ -135,12 +135,15 @@ def read_from_a_dead_disk() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument(
-        "--bug", choices=("barrier", "stuck", "none"), default="barrier", help="to plant"
+        "--bug", choices=("barrier", "stuck", "none"), default="barrier", help="fault"
     )
     parser.add_argument("--timeout", type=float, default=5, help="of the collectives, in seconds")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/hang"))
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/hang"), help="of the dumps")
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error(

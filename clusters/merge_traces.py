@@ -277,9 +277,12 @@ def show(traces: list[Trace], collectives: list[dict[int, Call]], clocks: dict[s
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("traces", nargs="+", type=Path, help="one of each rank")
-    parser.add_argument("--output", type=Path, default=Path("timeline.json"))
+    parser.add_argument("--output", type=Path, default=Path("timeline.json"), help="merged trace")
     return parser.parse_args()
 
 

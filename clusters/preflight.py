@@ -55,7 +55,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("hosts", nargs="?", help="file with one host name per line, reached by ssh")
     add("--srun", action="store_true", help="take the nodes of this Slurm job, reached by srun")
-    add("--lab", type=int, metavar="N", help="take the first N hosts of the lab")
+    add("--lab", type=int, metavar="N", help="take the first N hosts of the lab (default: none)")
     add(
         "--directory", default=".", help="directory that all hosts share and may write (default: .)"
     )
@@ -72,7 +72,12 @@ def parse_args() -> argparse.Namespace:
         default=10,
         help="seconds for which all GPUs multiply at once (default: 10)",
     )
-    add("--plan", type=int, metavar="HOSTS", help="only print how long that many hosts would take")
+    add(
+        "--plan",
+        type=int,
+        metavar="HOSTS",
+        help="only print how long that many hosts would take (default: none)",
+    )
     args = parser.parse_args()
     if not (args.plan or args.lab or args.hosts or args.srun):
         parser.error("a file of hosts, --srun or --lab N is needed")

@@ -154,13 +154,18 @@ def as_toml(found: dict[str, float]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("runs/this_machine.toml"))
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/this_machine.toml"), help="constants"
+    )
     parser.add_argument(
         "--seconds", type=float, default=8.0, help="for each measurement (default: 8)"
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default, help="to measure")
     return parser.parse_args()
 
 

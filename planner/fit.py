@@ -70,7 +70,10 @@ def as_toml(stacks: dict[str, Stack], rows: list[dict]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--rows", type=Path, default=PUBLISHED, help="published runs (CSV)")
     parser.add_argument("--write", action="store_true", help="write stacks.toml")
     return parser.parse_args()

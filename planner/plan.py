@@ -146,9 +146,17 @@ def parse_args() -> argparse.Namespace:
     add("--stack", help="constants of stacks.toml (default: those of the GPU)")
     add("--fp8", action="store_true", help="matrix products of the layers in fp8")
     add("--no-flash", action="store_true", help="attention that writes its scores to memory")
-    add("--explain", metavar="MESH", help="derive each number of a line of the table, or of a mesh")
+    add(
+        "--explain",
+        metavar="MESH",
+        help="derive each number of a line of the table, or of a mesh (default: none)",
+    )
     add("--flags", action="store_true", help="print train.py's command line for the pick")
-    add("--plot", type=Path, help="draw memory, time and bytes of the plans (PNG)")
+    add(
+        "--plot",
+        type=Path,
+        help="draw memory, time and bytes of the plans into this PNG (default: none)",
+    )
     return parser.parse_args()
 
 

@@ -183,6 +183,7 @@ def status_of(error: ray.train.TrainingFailedError) -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         usage="train.py [--workers N] [--gpu] [--max-failures N] SCRIPT --output-dir DIR ...",
     )
     parser.add_argument("--workers", type=int, default=2, help="ranks, on all hosts together")

@@ -140,7 +140,10 @@ def checksum(model: nn.Module) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
     add("--group", type=int, default=0, help="the number of this group, from 0")
     add("--groups", type=int, default=1, help="how many there are when all are here")
