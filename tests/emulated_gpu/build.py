@@ -62,7 +62,8 @@ def compile_to(file: Path) -> None:
         raise RuntimeError(f"an emulated GPU needs a CPU-only torch, this is {TORCH}")
     if shutil.which(compiler()) is None:
         raise RuntimeError(f"{compiler()} not found: install a C++ compiler (apt install g++)")
-    home = Path(importlib.util.find_spec("torch").origin).parent
+    # Not through a link, as a copy of the tree may have: the library remembers where torch's lie.
+    home = Path(importlib.util.find_spec("torch").origin).resolve().parent
     folders = [home / "include", home / "include/torch/csrc/api/include"]
     command = [compiler(), *FLAGS, "-DTORCH_API_INCLUDE_EXTENSION_H"]
     command += ["-DTORCH_EXTENSION_NAME=emulated_cuda"]
