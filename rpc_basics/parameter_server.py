@@ -1,4 +1,4 @@
-"""An asynchronous parameter server: trainers pull the parameters, push gradients, never wait.
+r"""An asynchronous parameter server: trainers pull the parameters, push gradients, never wait.
 
     torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py
     torchrun --standalone --nproc_per_node=4 rpc_basics/parameter_server.py --pull-every 16
