@@ -162,7 +162,7 @@ def numbers(job: Job) -> None:
 def checkpoints(job: Job) -> None:
     """CPU for 2 steps, device for 2, CPU for 2; then the device writes text with that model."""
     flags = "--steps 6 --checkpoint-every 2 --keep 3 --log-every 1 --eval-batches 1 --sample 0"
-    flags = [*flags.split(), "--batch-size", 4, "--data", ROOT / "README.md"]
+    flags = [*flags.split(), "--batch-size", 4, "--data", ROOT / "tests/test_repository.py"]
     losses, previous = {}, None
     for name, device, step in (
         ("cpu", "cpu", 0),

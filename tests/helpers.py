@@ -229,7 +229,7 @@ class Job:
         while not self.has_ended():
             if patience.is_over():
                 self.abort()
-                raise TimeoutError(f"{patience.why}\n{self.command}\n{self.output[-20_000:]}")
+                raise TimeoutError(f"{patience.why}\n{self.command}\n{self.output[-200_000:]}")
             time.sleep(0.01)
         return Result(self.process.returncode, self.output, self.command)
 

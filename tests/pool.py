@@ -68,7 +68,7 @@ def run(
         status = first_failure(jobs, patience)
         if status is None:
             jobs[0].abort()
-            said = f"{patience.why}\n{command}\n{jobs[0].output[-20_000:]}"
+            said = f"{patience.why}\n{command}\n{jobs[0].output[-200_000:]}"
             raise TimeoutError(said)
         if status == 0:
             left = jobs[0].left_running()

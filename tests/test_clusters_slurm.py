@@ -221,7 +221,8 @@ def printed_line(file: str) -> list[str]:
 @pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
 def test_eight_gpus_get_the_cores_and_the_memory_of_a_node(cluster, file, tmp_path):
     script, log = tmp_path / "threads.py", tmp_path / "log"
-    script.write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
+    # With end="" it is one write: the ranks share the log.
+    script.write_text("import os; print(f\"threads {os.environ['OMP_NUM_THREADS']}\\n\", end='')")
     one_node = ("--nodes=1", *printed_line(file), SLURM / file, script)
     job = cluster.submit(*one_node, output=log, OMP_NUM_THREADS="")
     assert "cpu=96,mem=4000M," in cluster.state(job, "TRES")

@@ -215,8 +215,8 @@ def test_moments_on_a_gpu_are_events(monkeypatch):
     events = []
 
     class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
+        def __init__(self, device, enable_timing):
+            assert (device.type, enable_timing) == ("cuda", True)
 
         def record(self):
             events.append(self)
@@ -225,8 +225,8 @@ def test_moments_on_a_gpu_are_events(monkeypatch):
             assert events[-1] == "synchronize"
             return 7.0
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: events.append("synchronize"))
     start, end = moment(torch.device("cuda")), moment(torch.device("cuda"))
     assert events == [start, end]
     assert milliseconds(start, end) == 7.0
@@ -234,7 +234,7 @@ def test_moments_on_a_gpu_are_events(monkeypatch):
 
 def test_a_timed_step_waits_for_the_gpu(monkeypatch):
     calls = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(time, "perf_counter", lambda: calls.append("clock") or 0.0)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     run = object.__new__(Run)

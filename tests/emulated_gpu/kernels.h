@@ -39,11 +39,14 @@ inline at::Generator& default_generator(DeviceIndex i) {
   return all.at(i < 0 ? current : i);
 }
 
-inline void touch(const Kernel& kernel, const Tensor& t, bool write) {
+// message: of a send or receive. It does not wait here for those before it in their stream: a rank
+// that sends a part of a tensor and receives another part would wait for ever.
+inline void touch(const Kernel& kernel, const Tensor& t, bool write, bool message = false) {
   if (!t.defined() || !t.is_cuda() || t.numel() == 0) return;
   auto block = block_of(t.storage().data_ptr());
   if (!block) return;
   finish([&](const Arrival& a) {
+    if (message && a.message && a.kernel.stream == kernel.stream) return false;
     return (a.writes.count(block) || (write && a.reads.count(block))) && a.is_before(clocks[kernel.stream]);
   });
   size_t last = t.storage_offset();

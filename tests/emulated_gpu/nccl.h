@@ -143,7 +143,7 @@ struct ProcessGroupNCCL final : c10d::Backend {
         at::kDouble, at::kBFloat16, at::kBool, at::kFloat8_e4m3fn, at::kFloat8_e5m2};
       RULE(known.count(t.scalar_type()), TypeError, "Input tensor data type is not supported for NCCL process group: ", t.scalar_type());
       if (!kernel) start(index);
-      touch(*kernel, t, write);
+      touch(*kernel, t, write, send_or_receive);
       auto alias = aliases->cpu(t);
       if (auto block = block_of(t.storage().data_ptr())) {
         (write ? writes : reads).insert(block);
@@ -189,6 +189,7 @@ struct ProcessGroupNCCL final : c10d::Backend {
       std::unique_lock<std::recursive_mutex> lock(mutex);
       auto arrival = arrives(*kernel, writes, nullptr);
       arrival->reads = reads;
+      arrival->message = send_or_receive;
       arrival->happen = [part, after = after, keep = aliases, self = arrival.get()] {
         part->wait(self->timeout);  // once: Gloo's sends and receives count
         for (auto& step : after) step();

@@ -119,6 +119,7 @@ struct Arrival {
   std::function<bool()> can_happen;  // at once; none: always, or the host waits here
   std::chrono::milliseconds timeout{0};  // for that; 0: as long as the message may take
   std::once_flag once;
+  bool message = false;  // a send or receive
   bool is_before(const Clock& clock) const { return is_over(clock, kernel.stream, kernel.tick); }
 };
 using ArrivalPtr = std::shared_ptr<Arrival>;
