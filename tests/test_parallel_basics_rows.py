@@ -139,17 +139,15 @@ def test_to_local_of_a_partial_tensor(copy):
 
 
 def test_ranks_that_build_different_meshes(copy):
-    """Without an end: the groups of a mesh have torch's time-out, not the 2 s of the job."""
+    """Without an end: the groups of a mesh have torch's time-out."""
     script, flags = "device_mesh.py", ("--shape", 2, 3)
     ours = "init_device_mesh(device, tuple(shape),"
     turned = ours.replace("tuple(shape)", "tuple(shape)[:: 1 if dist.get_rank() else -1]")
     copy.edit(script, ours, turned)
-    copy.edit(script, "distributed_worker(args.device)", IMPATIENT)
     # At a sum over the ranks of an axis, or where these connect.
     with pytest.raises(TimeoutError, match=r"in members|in _init_one_process_group"):
         copy.run(script, *flags, ranks=6, timeout=20)
     copy.edit(script, turned, ours)
-    copy.edit(script, IMPATIENT, "distributed_worker(args.device)")
     copy.run(script, *flags, ranks=6).check()
 
 
