@@ -3,8 +3,8 @@
     python planner/fit.py               fit, and print the constants with their errors
     python planner/fit.py --write       write stacks.toml as well
 
-Look at: constants that repeat. In three independent sets of runs the matrix products of Megatron
-reach about two thirds of the peak; a constant far from its prior has absorbed another term.
+Look at: constants that repeat, and those that are far from their prior: these have absorbed another
+term.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def as_toml(stacks: dict[str, Stack], rows: list[dict]) -> str:
     lines = [
         "# Written by: python planner/fit.py --write",
         "# `fitted`: set on the rows of `families` in train_rows.csv; other numbers are",
-        "# known of the software. stacks.py says what each constant means.",
+        "# known of the software or set by hand. stacks.py says what each constant means.",
         "",
         "[generic]",
         "rows = 0",
