@@ -14,13 +14,19 @@ RANKS = {  # the fewest ranks with which a script runs, where that is not one
     "parallel_basics/tied_stages.py": 2,
     "transformer_basics/three_dimensions.py": 8,
 }
+STARTS_RANKS = "ddp_basics/spawn.py"  # itself, two where nothing is said
 GPUS_PER_RANK = {"ddp_basics/ddp_with_model_parallel.py": 2}
 ONLY_CUDA = "collectives/streams.py"  # has no --device
 OTHERWISE = {
     "transformer_basics/generate.py": "needs a checkpoint: the step checkpoints runs it",
     "transformer_basics/memory_at_scale.py": "computes without a device",
 }
+NOT_EVERYWHERE = {  # module -> the line of a script that cannot do without it
+    "transformers": "\nfrom transformers import",
+    "rouge_score": "from rouge_score.",
+}
 SHORT = {
+    STARTS_RANKS: "--ranks 1",
     "ddp_basics/train.py": "--epochs 1",
     "fsdp_basics/train.py": "--epochs 1",
     "transformer_basics/train.py": "--steps 20 --sample 20 --eval-batches 1",
@@ -65,8 +71,11 @@ def why_not(name: str, device: str, ranks: int, gpus: int) -> str:
         return f"needs {RANKS[name]} ranks"
     if device == "cuda" and gpus < ranks * GPUS_PER_RANK.get(name, 1):
         return f"needs {GPUS_PER_RANK[name]} GPUs per rank"
-    if "\nfrom transformers import" in text_with_imports(name) and not has("transformers"):
-        return "transformers is not installed"
+    if name == STARTS_RANKS and ranks > 1:
+        return "starts its ranks itself"
+    for module, line in NOT_EVERYWHERE.items():
+        if line in text_with_imports(name) and not has(module):
+            return f"{module} is not installed"
     return OTHERWISE.get(name, "")
 
 

@@ -45,7 +45,7 @@ def main() -> None:
         print(f"\n{name}")
         for start, with_line in ((f"with {line}: ", True), ("without: ", False)):
             print_wrapped(f"  {start}{outcome(program, args.size, with_line)}")
-    print("\n2. # computes, - copies the next batch")
+    print("\n2. # computes, - copies the next batch, = both")
     print(*draw("prefetch", {"prefetch": prefetch(args.size, args.batches)}), sep="\n")
     print_wrapped(f"\n3. {out_of_memory()}")
     print("\n4. memory of one training step, MiB")

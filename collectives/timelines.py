@@ -1,15 +1,20 @@
-"""Draw what run_order() of async_work.py returns: per bucket, when it was computed and sent."""
+"""Draw spans of time: when each of several things was computed, and when it was sent or copied."""
 
 from pathlib import Path
 
 
 def draw(order: str, spans: dict[str, list[tuple]], width: int = 72) -> list[str]:
-    """A line per bucket. All orders to one scale: the width is the longest of them."""
-    end = max(bucket[-1] for order in spans.values() for bucket in order)
-    lines = [f"{order}, {1e3 * max(bucket[-1] for bucket in spans[order]):.1f} ms"]
+    """A line per bucket: # while it is computed, - while it is sent, = while both go on.
+
+    spans: for each order, and in it for each bucket, begin and end of computing, then of sending,
+        in seconds. All orders have one scale: the width is the longest of them.
+    """
+    end = max(max(bucket) for order in spans.values() for bucket in order)
+    lines = [f"{order}, {1e3 * max(max(bucket) for bucket in spans[order]):.1f} ms"]
     for i, bucket in enumerate(spans[order]):
         a, b, c, d = (round(width * moment / end) for moment in bucket)
-        lines.append(f"{i:3} |" + " " * a + "#" * (b - a) + " " * (c - b) + "-" * (d - c))
+        marks = (" -#="[2 * (a <= x < b) + (c <= x < d)] for x in range(width))
+        lines.append(f"{i:3} |{''.join(marks)}".rstrip())
     return lines
 
 

@@ -31,7 +31,7 @@ TIMEOUT = timedelta(minutes=5)
 @record
 def main() -> None:
     args = parse_args()
-    store, meeting, device = meet(args.device)
+    store, meeting, device = meet(args.device)  # hold the store: NCCL asks it again later
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} rank(s) on {device.type}, {dist.get_backend()}")
     tensor = torch.ones(args.elements, device=device)
@@ -77,7 +77,7 @@ def meet(device: str) -> tuple[dist.Store, list[Message], torch.device]:
     call = now(me, me, f'init_process_group("{backend}")')
     dist.init_process_group(backend, store=recording, rank=rank, world_size=size, timeout=TIMEOUT)
     back = now(me, me, f"joined, {1e6 * (time.perf_counter() - call.at):,.0f} us later")
-    return store, [found, call, *recording.messages, back], place
+    return recording, [found, call, *recording.messages, back], place
 
 
 def time_all_reduce(tensor: torch.Tensor, repeats: int = 20) -> float:

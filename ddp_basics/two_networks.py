@@ -18,8 +18,8 @@ the generator learns. Each other row of the table changes one thing. Look at
 
 The second table is about buffers. DDP copies rank 0's buffers to the other ranks before each
 forward. If two forwards precede one backward, as for real and generated images, the second changes
-the buffers that the first saved for backward, without an error. Cures: one forward for both, or
-forward_sync_buffers=False (older versions: broadcast_buffers=False).
+the buffers that the first saved for backward, without an error (torch 2.11: autograd raises one).
+Cures: one forward for both, or forward_sync_buffers=False (older: broadcast_buffers=False).
 """
 
 from collections.abc import Callable, Iterator
@@ -286,15 +286,21 @@ def compare_forwards(worker: Worker) -> None:
             loss = ddp_network(real).sum()
             used = network[0].scale.item()
             loss = loss + ddp_network(fake).sum()
-        loss.backward()
-        row += [used, 1 / real.grad.item()]  # the gradient of x / scale is 1 / scale
+        try:
+            loss.backward()
+            used_by_backward = (
+                f"{1 / real.grad.item():.3f}"  # the gradient of x / scale is 1 / scale
+            )
+        except RuntimeError:  # torch 2.11: autograd sees that the buffer was changed
+            used_by_backward = "error"
+        row += [f"{used:.3f}", used_by_backward]
     rows = [None] * worker.world_size
     dist.all_gather_object(rows, row)
     if worker.is_main:
         print("\nscale of the real   two forwards          one forward for both")
         print("images, by rank     forward   backward    forward   backward")
         for rank, values in enumerate(rows):
-            print(f"{rank:15}" + "".join(f"{value:11.3f}" for value in values))
+            print(f"{rank:15}" + "".join(f"{value:>11}" for value in values))
 
 
 def parse_args():

@@ -4,6 +4,7 @@ For a decoder such as Llama, change MODEL and `new_config`, list the blocks of i
 `units`, and let `collate` join text and summary into one row, with labels for the summary only.
 """
 
+import torch
 import torch.nn.functional as F
 from data import IGNORED, Pair
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Te
     labels = batch["labels"]
     logits = model(
         batch["input_ids"],
-        batch["attention_mask"],
+        additive_mask(batch["attention_mask"]),
         decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),  # the tokens before
         use_cache=False,
     ).logits
@@ -83,6 +84,15 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Te
         logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     return loss_sum, (labels != IGNORED).sum()
+
+
+def additive_mask(mask: Tensor) -> Tensor:
+    """(batch, tokens) of 1 and 0 (padding) -> (batch, 1, 1, tokens), what attention adds: 0, -1e30.
+
+    transformers takes a mask of four dimensions as it is. Of two dimensions it asks whether all are
+    ones, and this question waits for the GPU: seen on an H100, transformers 5.17 and 5.23.
+    """
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, -1e30)[:, None, None]
 
 
 def generate_texts(

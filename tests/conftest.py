@@ -116,12 +116,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def leave_out_what_gloo_cannot_send(items):
-    """Tests marked `sends` whose ranks share a GPU: see workers/place.py."""
+    """Tests marked `gpu_per_rank` whose ranks share a GPU: see workers/place.py."""
     gpus = torch.cuda.device_count()
     for item in items:
-        sends = item.get_closest_marker("sends")
-        if sends and gpus < sends.args[0]:
-            why = f"{sends.args[0]} ranks share a GPU through Gloo, which cannot send CUDA tensors"
+        needs = item.get_closest_marker("gpu_per_rank")
+        if needs and gpus < needs.args[0]:
+            why = f"{needs.args[0]} ranks share a GPU through Gloo, which lacks what they use"
             item.add_marker(pytest.mark.skip(reason=why))
 
 

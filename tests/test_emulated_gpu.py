@@ -242,11 +242,14 @@ def test_fsdp1_with_offload_compares_itself_on_gpus():
 # ---- what a step costs
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "gpt"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "gpt", "t5"])
 def test_the_host_does_not_wait_for_the_gpu_in_a_step(name, data):
     """Only to print, to evaluate and to save: as often in a run of twice as many steps."""
     if name == "gpt":
         lengths, evaluations = ("--steps 4 --eval-every 100", "--steps 8 --eval-every 100"), (0, 0)
+    elif name == "t5":  # two evaluations of 36 pairs; a batch has three tensors, each a copy
+        lengths = ("--eval-samples 2 --batch-size 12", "--eval-samples 2 --batch-size 6")
+        evaluations = (2 * 3 * 3, 2 * 6 * 3)
     else:  # the evaluation waits once for each of its batches, of 360 images
         lengths, evaluations = ("--batch-size 128", "--batch-size 64"), (3, 6)
     waits = []

@@ -425,9 +425,9 @@ one = {"loss": torch.tensor(2.0), "gradient of w": torch.tensor([1e-3, 1e-6]),
        "parameter w": torch.tensor([1e-2, 5.0])}
 other = {"loss": torch.tensor(2.1), "gradient of w": torch.tensor([1e-3, 2e-6]),
          "parameter w": torch.tensor([1e-2 + 1e-4, 5.0])}
-differences = g.relative_differences([one, other], [one, one], lr=1e-3)
+differences = g.relative_differences([one, other], [one, one])
 other["gradient of w"][0] = float("nan")
-not_a_number = g.relative_differences([other, one], [one, one], lr=1e-3)["gradient"][0]
+not_a_number = g.relative_differences([other, one], [one, one])["gradient"][0]
 print(json.dumps([memory, mfu, differences, str(not_a_number)]))
 """
 
@@ -446,7 +446,7 @@ def test_verdicts_on_memory_and_speed_and_differences(tmp_path):
         "parameter": "parameter w in step 1",
     }
     found = [differences[kind][0] for kind in ("loss", "gradient", "parameter")]
-    assert found == pytest.approx([0.05, 1e-3, 0.1], rel=1e-3)
+    assert found == pytest.approx([0.05, 1e-3, 2e-5], rel=1e-2)
     assert not_a_number == "inf"
 
 

@@ -45,7 +45,7 @@ def reference(kind: str, causal: bool) -> dict:
 
 
 @pytest.mark.device
-@pytest.mark.sends(4)
+@pytest.mark.gpu_per_rank(4)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "in order"])
 @pytest.mark.parametrize(("kind", "size"), ATTENTIONS)
@@ -92,7 +92,7 @@ def test_blocks(results, size, balanced, causal):
 
 
 @pytest.mark.device
-@pytest.mark.sends(4)
+@pytest.mark.gpu_per_rank(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("case", sorted(MODELS), ids=str)
 def test_model(results, case):

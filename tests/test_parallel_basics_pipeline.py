@@ -163,7 +163,7 @@ EACH = [("by hand", *case) for case in BY_HAND] + [("by torch", *case) for case 
 
 
 @pytest.mark.device
-@pytest.mark.sends(4)
+@pytest.mark.gpu_per_rank(4)
 @slow
 @pytest.mark.parametrize(("how", "p", "name", "m", "optimizer"), EACH)
 def test_equals_one_process(results, how, p, name, m, optimizer):
@@ -202,7 +202,7 @@ def test_the_reference_learns(results):
 
 
 @pytest.mark.device
-@pytest.mark.sends(4)
+@pytest.mark.gpu_per_rank(4)
 @slow
 def test_gradients_are_added_until_zero_grad(results):
     pairs = [pair for gradients in results["accumulated"] for pair in gradients.values()]

@@ -62,6 +62,7 @@ def check_sent(sent, rows) -> None:
 
 
 @pytest.mark.device
+@pytest.mark.gpu_per_rank(RANKS)  # DTensors
 @pytest.mark.parametrize("name", CASES)
 def test_by_hand_equals_one_process(results, name):
     _, sizes, tied, optimizer = CASES[name]
@@ -101,6 +102,7 @@ def test_by_hand_each_rank_holds_its_part(results, name):
 
 
 @pytest.mark.device
+@pytest.mark.gpu_per_rank(RANKS)  # DTensors
 def test_operators_are_conjugate(results):
     total = sum(10.0**rank for rank in range(RANKS))
     for rank, found in enumerate(results["operators"]):
@@ -111,6 +113,7 @@ def test_operators_are_conjugate(results):
 
 
 @pytest.mark.device
+@pytest.mark.gpu_per_rank(RANKS)  # DTensors
 def test_loss_over_cut_logits(results):
     """The last is in bfloat16: its gradient has 8 bits. A shift of 1e4 leaves 3 digits in fp32."""
     for found, (loss, gradient) in zip(
@@ -121,6 +124,7 @@ def test_loss_over_cut_logits(results):
 
 
 @pytest.mark.device
+@pytest.mark.gpu_per_rank(RANKS)  # DTensors
 def test_outputs_without_gradients(results):
     found = results["outputs"]
     assert torch.equal(*found["embedded"])  # one rank's row plus zeros: the same bits
@@ -139,6 +143,7 @@ def test_what_does_not_divide_is_refused(results):
 
 
 @pytest.mark.device
+@pytest.mark.gpu_per_rank(RANKS)  # DTensors
 @pytest.mark.parametrize("name", DTENSORS)
 def test_dtensors_equal_one_process(results, name):
     optimizer = DTENSORS[name][2].split()[0]  # with "foreach" or without

@@ -18,7 +18,7 @@ MATRIX = "token_embedding.weight"
 LAYERS, HEADS = 3, 4
 
 
-RANKS = [pytest.param(ranks, marks=pytest.mark.sends(ranks)) for ranks in (2, 3)]
+RANKS = [pytest.param(ranks, marks=pytest.mark.gpu_per_rank(ranks)) for ranks in (2, 3)]
 
 
 @pytest.fixture(scope="module", params=RANKS)

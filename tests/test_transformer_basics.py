@@ -70,14 +70,11 @@ def matrix(tmp_path_factory, reference):
     return {1: reference} | {ranks: on_meshes(folder, ranks, "all") for ranks in (2, 4, 8)}
 
 
-def marks(ranks: int, mesh: str) -> list:
-    return [pytest.mark.sends(ranks)] if "--pp" in mesh else []
-
-
 @pytest.mark.device
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "kind"), [pytest.param(*case, marks=marks(*case[:2])) for case in CASES]
+    ("ranks", "mesh", "kind"),
+    [pytest.param(*case, marks=pytest.mark.gpu_per_rank(case[0])) for case in CASES],
 )
 def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     equals_one_process(matrix[1][kind], matrix[ranks][mesh, kind], kind)
@@ -90,7 +87,8 @@ def quick(tmp_path_factory):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=marks(2, m)) for m in QUICK[2]])
+@pytest.mark.gpu_per_rank(2)
+@pytest.mark.parametrize("mesh", QUICK[2])
 def test_one_mesh_of_each_strategy_equals_one_process(quick, reference, mesh):
     for kind in QUICK[2][mesh]:
         equals_one_process(reference[kind], quick[mesh, kind], kind)

@@ -111,7 +111,8 @@ class MeshRun:
         self.optimizer = make_optimizer(self.model, self.settings)
         part, parts = batch_part(self.mesh)
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(256, (batch, config.block_size + 1), generator=generator)
+        shape = (batch, config.block_size + 1)
+        tokens = torch.randint(config.vocab_size, shape, generator=generator)
         tokens = tokens[part::parts].to(worker.device)
         self.batch, self.tokens = (tokens[:, :-1], tokens[:, 1:]), batch * config.block_size
 

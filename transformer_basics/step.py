@@ -1,7 +1,9 @@
 """One training step on any mesh, and the norm of all gradients."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     adds_full_gradients = settings.dp_shard == 1 or settings.reduce_once
+    loss_of = loss_function(settings.compile and not settings.loss_parallel)
     with loss_parallel() if settings.loss_parallel else nullcontext():
         if pipeline:
             loss = pipeline.train(x_BT, y_BT)
@@ -47,12 +50,21 @@ def train_step(
                 model.set_requires_gradient_sync(is_last or not adds_full_gradients)
                 model.set_requires_all_reduce(is_last)
                 # Divide, because backward() adds: the sum over micro-batches is the batch's mean.
-                part = cross_entropy(model(x), y) / settings.accumulate
+                part = loss_of(model(x), y) / settings.accumulate
                 part.backward()
                 loss += full_tensor(part.detach())
     grad_norm = clip_gradients(model, settings.clip or math.inf, mesh)
     optimizer.step()
     return full_tensor(loss), grad_norm
+
+
+@cache
+def loss_function(is_compiled: bool) -> Callable:
+    """cross_entropy. Compiled, it writes no float32 copies of the logits: a step's largest tensors.
+
+    (DTensors, which --loss-parallel gives it, are not compiled.)
+    """
+    return torch.compile(cross_entropy) if is_compiled else cross_entropy
 
 
 def clip_gradients(model, max_norm: float, mesh: DeviceMesh) -> torch.Tensor:

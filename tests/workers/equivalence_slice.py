@@ -37,7 +37,7 @@ def pairs(module, case, worker) -> tuple:
 def main() -> None:
     matrix, output = sys.argv[1:]
     module = importlib.import_module(matrix)
-    with module.worker_of_test(sends=True) as worker:  # the pipelines do
+    with module.worker_of_test(gpu_per_rank=True) as worker:  # the pipelines do
         found = {case: pairs(module, case, worker) for case in SLICES[matrix][1]}
         if worker.is_main:
             torch.save({"backend": dist.get_backend(), "found": found}, output)

@@ -22,7 +22,7 @@ from optimizer import make_optimizer, set_learning_rate
 from task import compute_loss, units
 from torch import nn
 from workers.batches import GLOBAL_BATCH, batches, padded_loss
-from workers.place import worker_of_test
+from workers.place import gather_shards, worker_of_test
 
 STEPS = 3
 SETTINGS = {"batch_size": GLOBAL_BATCH, "lr": 1e-2, "warmup": 0.3, "weight_decay": 0.1}
@@ -92,10 +92,6 @@ def build(kind: str) -> nn.Module:
         model.patches.requires_grad_(False)
         model.blocks[0].expand.weight.requires_grad_(False)
     return model
-
-
-def full_tensor(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def reference(model="plain", optimizer="sgd", clip=0.0, padded=False, **_) -> list[dict]:
@@ -174,7 +170,7 @@ def note_gradients(steps: list[dict], module: nn.Module) -> None:
     """Of the first and the last step: to gather them costs more than a step."""
     if len(steps) in (1, STEPS):
         gradients = {
-            name: torch.zeros(p.shape) if p.grad is None else full_tensor(p.grad)
+            name: torch.zeros(p.shape) if p.grad is None else gather_shards(p.grad)
             for name, p in module.named_parameters()
             if p.requires_grad
         }
@@ -184,7 +180,7 @@ def note_gradients(steps: list[dict], module: nn.Module) -> None:
 
 def note_parameters(steps: list[dict], module: nn.Module) -> None:
     """Of the last step: all steps led to them."""
-    steps[-1]["parameters"] = {n: full_tensor(p.detach()) for n, p in module.named_parameters()}
+    steps[-1]["parameters"] = {n: gather_shards(p.detach()) for n, p in module.named_parameters()}
 
 
 def main() -> None:

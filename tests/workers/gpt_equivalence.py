@@ -8,7 +8,6 @@ global batches are the same in all.
 
 import sys
 import zlib
-from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
@@ -27,7 +26,7 @@ from optimizer import make_optimizer
 from parallelize import spread_model
 from step import train_step
 from torch.distributed.tensor import DTensor
-from workers.place import as_on_a_shared_gpu, share_a_gpu, worker_of_test
+from workers.place import worker_of_test
 
 STEPS, BATCH, LENGTH, VOCABULARY, LR = 3, 16, 12, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
@@ -277,20 +276,17 @@ class Reductions(CountByAxis):
 
 
 def main(output: str, cases: str) -> None:
-    with worker_of_test(sends=True) as worker:
+    with worker_of_test(gpu_per_rank=True) as worker:
         meshes, results = (QUICK if cases == "quick" else MESHES)[worker.world_size], {}
         for mesh, kinds in meshes.items():
-            if "--pp" in mesh and share_a_gpu(worker.world_size):
-                continue  # its tests have the mark `sends`
-            with nullcontext() if "--pp" in mesh else as_on_a_shared_gpu():
-                results |= {(mesh, kind): on_mesh(mesh, kind, worker) for kind in kinds}
+            results |= {(mesh, kind): on_mesh(mesh, kind, worker) for kind in kinds}
         if worker.world_size == 2 and cases == "all":
             results["gathered"] = gathered(worker)
             flags = ("", "--accumulate 4", "--accumulate 4 --reduce-once", "--precision bf16")
             flags += ("--tied",)
             results["reductions"] = {each: traffic(each, worker).in_order for each in flags}
             results["kept"] = [keeps_gathered(flags, worker) for flags in ("", "--keep-gathered")]
-        if worker.world_size == 4 and not share_a_gpu(4):
+        if worker.world_size == 4:
             sent = traffic("--pp 2 --accumulate 4", worker)
             results["gatherings"] = sent.calls["dp_shard", "all_gather"]
         if worker.is_main:

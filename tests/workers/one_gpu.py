@@ -1,4 +1,4 @@
-"""Two ranks that share one device: DDP, fully_shard and tensor parallelism next to one process.
+"""Two ranks that share one device: DDP and fully_shard next to one process.
 
 Started by test_gpu.py under torchrun with the device and a folder. NCCL refuses two ranks on one
 GPU; Gloo carries CUDA tensors through the CPU's memory. So the lines that only run on GPUs run with
@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "collectives"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,8 @@ from runtime import leave
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
+from workers.place import gather_shards
 
 STEPS = 3
 
@@ -51,19 +47,17 @@ def train(model: nn.Module, own: Callable, device: torch.device) -> dict:
     for x, y in batches(device):
         loss = nn.functional.mse_loss(model(own(x)), own(y))
         loss.backward()
-        gradients = gradients or {n: whole(p.grad) for n, p in named_parameters(model)}
+        gradients = gradients or {n: gather_shards(p.grad) for n, p in named_parameters(model)}
         optimizer.step()
         optimizer.zero_grad()
-    return {"gradients": gradients, "parameters": {n: whole(p) for n, p in named_parameters(model)}}
+    return {
+        "gradients": gradients,
+        "parameters": {n: gather_shards(p) for n, p in named_parameters(model)},
+    }
 
 
 def named_parameters(model: nn.Module) -> list:
     return [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
 def everything(x: torch.Tensor) -> torch.Tensor:
@@ -89,13 +83,7 @@ def fully_sharded(device: torch.device) -> dict:
     return train(model, half, device)
 
 
-def tensor_parallel(device: torch.device) -> dict:
-    model, mesh = build(device), init_device_mesh(device.type, (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return train(model, everything, device)
-
-
-STRATEGIES = (data_parallel, fully_sharded, tensor_parallel)
+STRATEGIES = (data_parallel, fully_sharded)
 
 
 def main() -> None:

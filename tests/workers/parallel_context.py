@@ -189,7 +189,7 @@ def main() -> None:
     harness.OPTIMIZERS = {
         name: lambda p, name=name: optimizer(name, p) for name in ("sgd", "adamw")
     }
-    with worker_of_test(sends=True) as worker:
+    with worker_of_test(gpu_per_rank=True) as worker:
         torch.save(collect(worker), Path(sys.argv[1]) / f"{worker.rank}.pt")
 
 

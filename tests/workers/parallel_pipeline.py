@@ -158,7 +158,7 @@ def timers_by_hand(groups, name: str, m: int, device) -> list[list]:
 
 
 def main() -> None:
-    with worker_of_test(sends=True) as worker:
+    with worker_of_test(gpu_per_rank=True) as worker:
         torch.save(collect(worker), f"{sys.argv[1]}.{worker.rank}")
 
 

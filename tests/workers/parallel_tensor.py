@@ -219,7 +219,7 @@ def collect(worker) -> dict:
 
 
 def main() -> None:
-    with worker_of_test() as worker:
+    with worker_of_test(gpu_per_rank=True) as worker:
         results = collect(worker)
         if worker.is_main:
             torch.save(results, sys.argv[1])

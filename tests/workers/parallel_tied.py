@@ -55,7 +55,7 @@ def smallest(worker) -> dict:
 
 def main(output: Path) -> None:
     found = {}
-    with worker_of_test(sends=True) as worker:
+    with worker_of_test(gpu_per_rank=True) as worker:
         config = tied_stages.make_config(ARGS, tied=True)
         found["start"] = initialize(GPT(config), ARGS.seed).state_dict()
         found["batches"] = [

@@ -9,28 +9,30 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from runtime import Worker, distributed_worker, leave, meeting_point
+from torch.distributed.tensor import DTensor
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # see conftest.py
 
 # Methods of a process group that Gloo has for CPU tensors only. With CUDA tensors it copies through
 # the CPU's memory for broadcast, all_reduce, reduce, all_gather, gather, scatter, all_to_all_single
-# and reduce_scatter_tensor (an all_reduce of a copy). The coalesced ones refuse CUDA tensors; send
-# and recv hand the GPU's address to a socket (ProcessGroupGloo.cpp).
+# and reduce_scatter_tensor (an all_reduce of a copy). The coalesced ones refuse CUDA tensors, or
+# crash on the GPU's address, as send and recv do (ProcessGroupGloo.cpp; seen on an H100).
 NOT_FOR_GPUS = ("send", "recv", "recv_anysource", "allreduce_coalesced", "allgather_coalesced")
 NOT_FOR_GPUS += ("alltoall", "reduce_scatter")  # of lists
 
 
 @contextmanager
-def worker_of_test(sends: bool = False) -> Iterator[Worker]:
+def worker_of_test(gpu_per_rank: bool = False) -> Iterator[Worker]:
     """This rank's worker: NCCL if each rank has a GPU; Gloo if all ranks share one GPU.
 
     A world of one process is the reference: it computes on the CPU.
-    sends: the ranks send point to point, which ranks that share a GPU cannot; their tests have the
-    mark `sends`. Without it, this raises an error on CPUs, too.
+    gpu_per_rank: the ranks do what ranks that share a GPU cannot: they send point to point, or
+    redistribute DTensors. Their tests have this mark. Who sends without it gets an error on CPUs,
+    too.
     """
     rank, ranks = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE"))
     with ExitStack() as stack:
-        if not sends:
+        if not gpu_per_rank:
             stack.enter_context(as_on_a_shared_gpu())
         if DEVICE == "cpu" or ranks == 0:
             with distributed_worker("cpu") as worker:
@@ -58,7 +60,9 @@ def as_on_a_shared_gpu() -> Iterator[None]:
 
     def refuse(name: str):
         def refused(*_, **__):
-            raise AssertionError(f"Gloo has no {name} for CUDA tensors: mark these tests `sends`")
+            raise AssertionError(
+                f"Gloo has no {name} for CUDA tensors: needs the mark `gpu_per_rank`"
+            )
 
         return refused
 
@@ -66,6 +70,25 @@ def as_on_a_shared_gpu() -> Iterator[None]:
         for name in NOT_FOR_GPUS:
             stack.enter_context(patch.object(dist.ProcessGroup, name, refuse(name)))
         yield
+
+
+def gather_shards(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of a DTensor, or a copy of a plain one, on the CPU. A collective.
+
+    DTensor.full_tensor() ends the process (SIGSEGV, torch 2.11) where ranks share a GPU: its
+    all_gather is allgather_into_tensor_coalesced, in which Gloo reads the GPU's address.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu().clone()
+    whole, mesh = tensor.detach().to_local().cpu(), tensor.device_mesh
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if placement.is_shard():
+            shards = [None] * mesh.size(axis)
+            dist.all_gather_object(shards, whole, group=mesh.get_group(axis))
+            whole = torch.cat(shards, dim=placement.dim)
+        else:
+            assert placement.is_replicate(), placement
+    return whole.clone()
 
 
 def on_cpu(found):
