@@ -12,7 +12,8 @@ distributed code can make each mistake that is shown here.
 Look at
 
 1. five programs, each with one line and without it. Without the line, the GPU may read memory
-   too early, or give it away too early: a race. A real GPU then computes wrong numbers, at times.
+   too early, or give it away too early: a race. A real GPU then computes wrong numbers whenever
+   the other stream is late: on an H100, in each of the five (benchmarks/results/gpu.md).
    The emulated GPU knows which order the program asks for. It raises an error at the first access
    that nothing orders, and delays each copy that does not block until the program waits for it.
 2. prefetch. A side stream copies the next batch while the current stream computes.
