@@ -89,7 +89,7 @@ class CallLog:
             future = work.get_future()
         except RuntimeError:
             return  # send and recv of Gloo have none: complete when wait() returns
-        # On a GPU that is when the operation is in the stream: see the README.
+        # On a GPU that is when the operation is in the stream: see counting.md.
         future.add_done_callback(lambda _: self.completed(call))
 
     def waited(self, call: Call, started: float) -> None:

@@ -43,7 +43,7 @@ def show_operations(group, numel: int, worker: Worker) -> None:
     found = [None] * worker.world_size
     dist.all_gather_object(found, check_all(group, numel))  # over Gloo: not what is tested
     if worker.is_main:
-        print("\n1. Operations: the same as computed without sending?")
+        print("\n1. Operations: equal to a computation without communication?")
         for operation in found[0]:
             wrong = [rank for rank, answers in enumerate(found) if not answers[operation]]
             verdict = f"WRONG on ranks {wrong}" if wrong else "yes, on all ranks"
