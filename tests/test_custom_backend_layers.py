@@ -130,9 +130,9 @@ def test_table_is_in_the_order_of_time(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
         "who",
-        "     us  from    to  what   took us",
-        "      0  a    -> bb  first        5",
-        "1000000  bb   -> c   later",
+        "time (us)  from    to  what   took (us)",
+        "        0  a    -> bb  first          5",
+        "  1000000  bb   -> c   later",
     ]
 
 
