@@ -97,14 +97,14 @@ def test_a_time_out_names_who_is_missing_and_where(tmp_path):
         message = messages.pop()
         if name in ("all_reduce", "zero_copy", "barrier", "future"):
             where = "barrier" if name == "barrier" else "all_reduce"
-            one = rf"rank [01] \(in {where}, its operation 1\) waited in vain for .*"
+            one = rf"rank [01] \(in {where}, its operation 1\) gave up waiting for .*"
             one += r"rank 2 \(in recv, after its operation 0\)"
             two = (
-                rf"rank 2 waited in vain in recv from rank 0 \(in {where}, its operation 1\), 0 of"
+                rf"rank 2 gave up waiting in recv from rank 0 \(in {where}, its operation 1\), 0 of"
             )
             assert re.search(f"shm: time-out: ({one}|{two})", message), message
         else:
-            assert re.search("shm: time-out: rank [012] waited in vain in (send|recv) ", message)
+            assert re.search("shm: time-out: rank [012] gave up waiting in (send|recv) ", message)
 
 
 WHAT = {
