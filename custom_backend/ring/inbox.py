@@ -103,5 +103,5 @@ class Inbox:
     def _hopeless(self, source: int | None, kind: int) -> str | None:
         """Why such a message cannot come any more; None: it still can."""
         if kind == self.needs_all and self.death:
-            return self.death  # in a ring, every rank waits for all others
+            return self.death  # on a ring, every rank waits for every other rank
         return self._lost.get(source)

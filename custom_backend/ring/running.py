@@ -14,7 +14,7 @@ PATIENCE = 2.0  # seconds for a living rank to answer where it is
 
 
 class Link:
-    """The view of a collective on the wire: it sends and receives its own messages only."""
+    """A collective's view of its Wire: sends and receives the messages of this collective."""
 
     def __init__(self, wire: Wire, number: int, label: str, seconds: float):
         self.wire, self.number, self.label = wire, number, label

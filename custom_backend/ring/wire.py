@@ -138,7 +138,7 @@ class Wire:
             self.inbox.lose(peer, why)
 
     def tell_others(self, dead: int, why: str) -> None:
-        """Name the dead rank before this rank fails too; else others would blame this one."""
+        """Name the dead rank before this rank fails too, or other ranks would blame this one."""
         text = torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8)
         others = [peer for peer in self.sockets if peer != dead]
         wait([self.send(peer, DEATH, 0, text) for peer in others], A_MOMENT)

@@ -170,8 +170,8 @@ class Collectives {
         [&](int) { return rank_ == root; }, input.data);
   }
 
-  // inputs[r]: this rank's numbers for rank r, with equal sizes on all ranks. `whole`: the begin of
-  // inputs if they are contiguous in memory, else null.
+  // inputs[r]: this rank's numbers for rank r, with equal sizes on all ranks. `whole`: the
+  // address of inputs if they are contiguous in memory, else null.
   void reduce_scatter(const std::vector<Span>& inputs, const void* whole, void* output,
                       Numbers numbers, Limits limits) {
     const size_t width = size_of(numbers.dtype);
@@ -331,7 +331,7 @@ class Collectives {
     return std::all_of(offsets_, offsets_ + size_, [](int64_t offset) { return offset >= 0; });
   }
 
-  // Each rank shares bytes_of(rank) bytes with all ranks; those that want them copy them to
+  // Each rank shares bytes_of(rank) bytes with all ranks; ranks that want them copy them to
   // output(rank). `own`: where this rank copies its own input, if not null.
   template <class BytesOf, class OutputOf, class Wanted>
   void share(const Current& operation, BytesOf bytes_of, OutputOf output, Wanted wanted,

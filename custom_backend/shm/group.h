@@ -92,8 +92,7 @@ class Group {
     queue.close();
   }
 
-  // Begin a send or recv. If no thread waits for it within about a millisecond, the courier moves
-  // it.
+  // Begin a send or recv. The courier moves it if no thread waits for it within a millisecond or so.
   void start(const std::shared_ptr<Transfer>& transfer) {
     point_to_point.start(transfer);
     if (transfer->done) return;
@@ -163,7 +162,7 @@ class Group {
   std::thread courier_;
 
  public:
-  Queue queue;  // last member: its thread uses all others, and ends first
+  Queue queue;  // last member: its thread uses all other members, and ends first
 };
 
 }  // namespace shm

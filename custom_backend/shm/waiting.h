@@ -25,8 +25,8 @@ namespace shm {
 using Clock = std::chrono::steady_clock;
 
 struct Patience {
-  double spin_us;  // poll for so many microseconds
-  int yields;      // then yield the core and poll, so many times
+  double spin_us;  // poll for this many microseconds
+  int yields;      // then yield the core and poll again, this many times
 };
 constexpr Patience kCorePerRank = {50, 4};
 constexpr Patience kFewCores = {2, 64};

@@ -3,7 +3,7 @@
 //     g++ -std=c++20 -O1 -g -fsanitize=thread -I custom_backend/shm tests/workers/shm_threads.cpp
 //         custom_backend/shm/reduce.cpp -o shm_threads && ./shm_threads SEED OPERATIONS RANKS
 //
-// It runs random operations, synchronous and asynchronous, on tensors in the heap and outside of it.
+// It runs random operations, synchronous and asynchronous, on tensors inside and outside the heap.
 // It compares each result with a plain computation. (test_custom_backend_shm_threads.py builds it.)
 
 #include <sys/mman.h>
