@@ -208,8 +208,13 @@ def parse_args():
 
     parser = ArgumentParser(description="Run a script, and count its collectives.")
     add = parser.add_argument
-    add("--trace", type=Path, metavar="DIR", help="write DIR/timeline.json, for Perfetto")
-    add("script", type=Path, help="a program that calls init_process_group")
+    add(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write a timeline for Perfetto to DIR/timeline.json",
+    )
+    add("script", type=Path, help="script that calls init_process_group")
     add("arguments", nargs="...", help="arguments of the script")
     args = parser.parse_args()
     if not args.script.is_file():

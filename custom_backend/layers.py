@@ -93,8 +93,10 @@ def time_all_reduce(tensor: torch.Tensor, repeats: int = 20) -> float:
 def parse_args():
     parser = ArgumentParser(description="Trace one all_reduce from the script to the sockets.")
     add = parser.add_argument
-    add("--elements", type=at_least(1), default=1000, help="fp32 numbers that are added")
-    add("--picture", type=Path, metavar="FILE", help="draw what was seen, such as layers.png")
+    add("--elements", type=at_least(1), default=1000, help="fp32 elements of the all_reduce")
+    add(
+        "--picture", type=Path, metavar="FILE", help="draw the messages to FILE, such as layers.png"
+    )
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

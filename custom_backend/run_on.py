@@ -51,7 +51,7 @@ def parse_args():
     parser = ArgumentParser(description="Run a script on another backend.")
     add = parser.add_argument
     add("backend", type=known_backend, help="shm, ring, or the name of a module that registers it")
-    add("script", type=Path, help="a program that joins the job without naming a backend")
+    add("script", type=Path, help="script that joins the job without naming a backend")
     add("arguments", nargs="...", help="arguments of the script")
     args = parser.parse_args()
     if not args.script.is_file():
