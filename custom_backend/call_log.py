@@ -1,4 +1,4 @@
-"""What counting_backend.py writes down: the calls of this rank, and one report of all ranks."""
+"""Log the calls of this rank for counting_backend.py, and report those of all ranks."""
 
 import json
 import os
@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from call_report import print_report, write_timeline
 
-HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))  # files of no caller
-TIMELINE = 100_000  # calls of one rank, at most: what is later is in the table only
-PATIENCE = timedelta(seconds=60)  # with ranks that are late for the report
-ROUNDS = 10  # of asking rank 0 what time it is
+HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))  # not callers
+TIMELINE = 100_000  # calls per rank; later calls are in the table only
+PATIENCE = timedelta(seconds=60)  # how long rank 0 waits for late ranks
+ROUNDS = 10  # how often a rank asks rank 0 for the time
 
 
 @dataclass
 class Call:
     operation: str
-    name: str  # the group, and a number that counts its operations
+    name: str  # the group, and the number of the operation in it
     caller: str
     row: "Row"
     begun: float
@@ -37,11 +37,11 @@ class Call:
 
 @dataclass
 class Row:
-    """All calls of one operation from one line of the script."""
+    """The sum of all calls of one operation from one line of the script."""
 
     calls: int = 0
-    given: int = 0  # bytes of the tensors that the rank gave
-    got: int = 0  # bytes of those that it got
+    given: int = 0  # bytes of the tensors that the rank passed in
+    got: int = 0  # bytes of the tensors with the result
     in_call: float = 0.0  # seconds until the call returned
     in_wait: float = 0.0  # seconds in wait()
     until_done: float = 0.0  # seconds from the call to the moment when the operation was complete
@@ -52,14 +52,14 @@ class CallLog:
         self.rows: dict[tuple[str, str], Row] = defaultdict(Row)
         self.timeline: list[Call] = []
         self.store, self.rank, self.size = None, 0, 1
-        self.offset = 0.0  # of rank 0's clock to this one's
+        self.offset = 0.0  # add it to this clock to get the clock of rank 0, in seconds
         self.folder = None
-        self.lock = threading.Lock()  # Gloo's threads say when an operation is complete
+        self.lock = threading.Lock()  # threads of Gloo report completed operations
 
     clock = staticmethod(time.perf_counter)
 
     def join(self, store: dist.Store, rank: int, size: int) -> None:
-        """Called for each group. The first one is the whole job's: its ranks share a report."""
+        """Called for each group. The first group is the whole job; its ranks share one report."""
         if self.store is not None:
             return
         self.store, self.rank, self.size = dist.PrefixStore("counting", store), rank, size
@@ -88,8 +88,8 @@ class CallLog:
         try:
             future = work.get_future()
         except RuntimeError:
-            return  # send and recv of Gloo have none: complete when wait() returns
-        # On a GPU that is when the operation is in the stream: see the README.
+            return  # send and recv of Gloo have no future: complete when wait() returns
+        # On a GPU this runs when the operation is in the stream: see counting.md.
         future.add_done_callback(lambda _: self.completed(call))
 
     def waited(self, call: Call, started: float) -> None:
@@ -107,9 +107,9 @@ class CallLog:
                 call.row.until_done += call.done - call.begun
 
     def report(self) -> None:
-        """Rank 0 prints the table of all ranks, and writes the timeline. All ranks call it, once.
+        """Rank 0 prints the table of all ranks and writes the timeline. All ranks call it once.
 
-        After an exception it does nothing: the other ranks may never come.
+        After an exception it does nothing: other ranks may never call it.
         """
         if self.store is None or hasattr(sys, "last_value"):
             return
@@ -153,12 +153,12 @@ class CallLog:
 
 
 def calling_line() -> str:
-    """ "train.py:57 train_step": the innermost line on the stack that is not of torch."""
+    """ "train.py:57 train_step": the innermost line on the stack outside of torch."""
     frame = sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith(HIDDEN):
         frame = frame.f_back
     if frame is None:
-        return "a thread of torch"  # on GPUs, backward has threads of its own
+        return "a thread of torch"  # on GPUs, backward runs in its own threads
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
@@ -177,10 +177,10 @@ def total_bytes(tensors) -> int:
 
 
 def offset_of_rank_0(store: dist.Store, rank: int, size: int) -> float:
-    """Seconds to add to this rank's clock to have rank 0's, which may be of another machine.
+    """Seconds to add to the clock of this rank to get the clock of rank 0, on any machine.
 
-    Each asks rank 0 several times what time it is. The answer that came fastest counts, and is
-    taken to be of the moment halfway: it is wrong by half the way there and back at most.
+    Each rank asks rank 0 for the time ROUNDS times. The fastest answer counts, as the time halfway
+    between question and answer. Its error is at most half of that round trip.
     """
     answers = []
     for other in range(1, size):

@@ -4,19 +4,19 @@ import json
 from pathlib import Path
 
 EXPLANATION = """
-Per rank, the mean over {ranks} rank(s). Bytes: of the tensors given to the operation, and got from
-it, whatever goes over the wire. Until done: ms from the call to its completion, on the rank where
-that was shortest, and longest.
+Means over {ranks} rank(s). Bytes: the size of the tensors passed to and returned by the operation,
+not the bytes on the network. Until done: ms from the call to its completion, on the rank with the
+shortest and with the longest time.
 """
 HEADER = ["operation", "calls", "bytes given", "bytes got", "ms in call", "ms in wait()"]
-HEADER += ["until done: least", "most", "called from"]
-TEXT = {"operation", "called from"}  # columns of words: aligned to the left
-MS = 1e3  # in a second
+HEADER += ["ms until done: least", "most", "called from"]
+TEXT = {"operation", "called from"}  # left-aligned columns
+MS = 1e3  # per second
 
 
 def print_report(ranks: list[list[list]]) -> None:
-    """ranks: of each, rows of (operation, caller, calls, given, got, in call, in wait, done)."""
-    found = {}  # (operation, caller) -> for each rank its numbers
+    """ranks: for each, rows of (operation, caller, calls, given, got, in call, in wait, done)."""
+    found = {}  # (operation, caller) -> {rank: numbers}
     for rank, rows in enumerate(ranks):
         for operation, caller, *numbers in rows:
             found.setdefault((operation, caller), {})[rank] = numbers
@@ -44,10 +44,10 @@ def total(by_rank: dict[int, list], column: int) -> float:
 
 
 def write_timeline(folder: Path, ranks: list[list[dict]]) -> Path:
-    """Write the Chrome trace format: a process per rank, times in microseconds from the first call.
+    """Write the Chrome trace format: one process per rank, microseconds since the first call.
 
-    In its row "script" a rank is inside a call, or inside wait(). Below are the operations from
-    their call to their completion.
+    The row "script" shows when a rank is inside a call or inside wait(). The rows below show each
+    operation from call to completion.
     """
     first = min((event["call"][0] for events in ranks for event in events), default=0.0)
 
@@ -67,7 +67,7 @@ def write_timeline(folder: Path, ranks: list[list[dict]]) -> Path:
                 trace.append(
                     {
                         "name": title,
-                        "ph": "X",  # a span of its own
+                        "ph": "X",  # a complete span
                         "pid": rank,
                         "tid": 0,
                         "ts": microseconds(start),

@@ -1,7 +1,7 @@
-"""One call of every operation, next to what it should give.
+"""Call every operation once, and compare its result with a computation without communication.
 
-What it should give is computed here, on each rank, from the inputs of all ranks: nothing is sent
-for it. The numbers are small integers, whose sums are exact in any order.
+Each rank computes the expected result from the inputs of all ranks, which it can generate. The
+numbers are small integers, whose sums are exact in any order.
 """
 
 import operator
@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 
 def mine(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
-    """The numbers of one rank; every rank can make them."""
+    """The input of one rank; every rank can generate it."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(1, 4, (numel,), generator=generator).to(dtype)
 
 
 def check_all(group, numel: int) -> dict[str, bool]:
-    """operation -> whether this rank got what it should."""
+    """operation -> whether this rank got the expected result."""
     rank, size = group.rank(), group.size()
     x = mine(rank, numel * size)
-    every = [mine(other, numel * size) for other in range(size)]  # of all ranks
+    every = [mine(other, numel * size) for other in range(size)]  # the inputs of all ranks
     total = reduce(operator.add, every)
-    last = size - 1  # as the root
-    cut = slice(rank * numel, (rank + 1) * numel)  # this rank's part
+    last = size - 1  # the root
+    cut = slice(rank * numel, (rank + 1) * numel)  # the part of this rank
     found = {}
 
     def check(operation: str, got, expected) -> None:
@@ -54,7 +54,7 @@ def check_all(group, numel: int) -> dict[str, bool]:
     dist.all_to_all_single(output, x, group=group)
     check("all_to_all", output, torch.cat([other[cut] for other in every]))
 
-    # Uneven: rank r gives r + 1 elements to everybody.
+    # Uneven: rank r sends r + 1 elements to every rank.
     output = x.new_empty(size * (size + 1) // 2)
     sizes = [other + 1 for other in range(size)]
     given = x[: rank + 1].repeat(size)
@@ -81,7 +81,7 @@ def check_all(group, numel: int) -> dict[str, bool]:
 
 
 def call(operation, x: torch.Tensor, **arguments) -> torch.Tensor:
-    """What the operation makes of a copy of x."""
+    """Run the operation on a copy of x, and return the copy."""
     x = x.clone()
     operation(x, **arguments)
     return x

@@ -1,19 +1,19 @@
-"""A backend that counts: every collective of a training script, who asked for it, how long it took.
+"""Count every collective of a training script: bytes, time, the line that called it.
 
     torchrun --standalone --nproc_per_node=2 custom_backend/counting_backend.py your_train.py ...
     torchrun ... custom_backend/counting_backend.py --trace runs/trace your_train.py ...
 
-The script stays as it is; Gloo and NCCL still move the bytes. At the end rank 0 prints a table, and
---trace writes one timeline of all ranks, to be opened in https://ui.perfetto.dev. In a script of
-your own, instead:
+The script does not change; Gloo and NCCL still move the bytes. At the end rank 0 prints a table,
+and --trace writes one timeline of all ranks, which you open in https://ui.perfetto.dev. In your own
+script, write instead:
 
     import counting_backend
     dist.init_process_group("counting")    # COUNT_BACKEND=gloo or nccl, COUNT_TRACE=runs/trace
 
-A script that has chosen its GPU before that line (torch.cuda.set_device) gets Gloo and NCCL.
+A script that selects its GPU before that line (torch.cuda.set_device) gets Gloo and NCCL.
 
-Look at the rows with many calls of few bytes, and at the rank that is done first: the others were
-waiting for it.
+Look at the rows with many calls of few bytes, and at the rank with the least time until done: all
+other ranks waited for it.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from call_log import CallLog
 from run_script import run_script
 
 log = CallLog()
-if torch.__version__ < "2.14":  # operations have other names there, and a group other duties
+if torch.__version__ < "2.14":  # older versions call other methods of a group
     raise ImportError(f"counting_backend.py needs torch 2.14 or newer, this is {torch.__version__}")
 
 
@@ -42,34 +42,34 @@ def main() -> None:
 
 
 class CountingGroup(dist.ProcessGroup):
-    """A process group that writes down what it is asked to do, and lets a plain one do it.
+    """A process group that records each call, and forwards it to a plain process group.
 
-    Its operations are added below. torch calls them from Python and, because ProcessGroup is made
-    to be inherited from, also from C++: DDP's all_reduce, and the collectives of DTensor.
+    The loop below adds its operations. torch calls them from Python, and also from C++, which looks
+    for overrides in Python: the all_reduce of DDP, and the collectives of DTensor.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
         super().__init__(store, rank, size)
         self.store, self.calls = store, 0
-        log.join(store, rank, size)  # the first group is the whole job's
+        log.join(store, rank, size)  # the first group is the whole job
 
-    @cached_property  # made at the first call: by then the group has its backends
+    @cached_property  # created at the first call, when the group has its backends
     def plain(self) -> dist.ProcessGroup:
-        # Why not inherit? An inherited method, called from its override, keeps Python's lock while
-        # it is in C++, where Gloo's threads may want it, too: jobs hang.
+        # Why not super()? An inherited method, called from its override, holds the GIL while it is
+        # in C++. A thread of Gloo may need the GIL at that moment, and the job hangs.
         return with_backends_of(self, dist.ProcessGroup(self.store, self.rank(), self.size()))
 
     def split_group(self, *args, **kwargs):
         part = self.plain.split_group(*args, **kwargs)
         if part is None:
-            return None  # this rank is in no part
+            return None  # this rank is in none of the new groups
         return with_backends_of(
             part, CountingGroup(part.get_group_store(), part.rank(), part.size())
         )
 
 
 def counted(method: str, operation: str, given: int | None, got: int | None):
-    """A method of CountingGroup: calls that of the plain group, between two looks at the clock."""
+    """A method of CountingGroup that times and forwards a call to the plain group."""
 
     def call_and_count(self, *args, **kwargs):
         self.calls += 1
@@ -82,7 +82,7 @@ def counted(method: str, operation: str, given: int | None, got: int | None):
 
 
 class CountingWork(dist.Work):
-    """The handle of an operation under way, with a stop-watch in wait()."""
+    """The handle of a running operation; times wait()."""
 
     def __init__(self, work: dist.Work, call):
         super().__init__()
@@ -108,8 +108,8 @@ for name, member in vars(dist.Work).items():  # is_completed, result, source_ran
         setattr(CountingWork, name, passed_on(name))
 
 
-# Methods of a process group -> (what torch.distributed calls the operation; which argument holds
-# what this rank gives; which one what it gets). In an all_reduce that is the same tensor.
+# Method of a process group -> (name in torch.distributed; index of the argument with the input of
+# this rank; index of the argument with its output). An all_reduce has one tensor for both.
 OPERATIONS = {
     "allreduce": ("all_reduce", 0, 0),
     "allreduce_coalesced": ("all_reduce, coalesced", 0, 0),
@@ -146,14 +146,14 @@ for method, (operation, given, got) in OPERATIONS.items():
     if hasattr(dist.ProcessGroup, method):
         setattr(CountingGroup, method, counted(method, operation, given, got))
 
-# Two ways to have such a group. The first: a backend with a name of its own.
+# Two ways to get a CountingGroup. The first: a backend named "counting".
 
 
 def make_group(store, rank: int, size: int, timeout: timedelta) -> CountingGroup:
-    """What init_process_group("counting") calls, and new_group() after it."""
-    atexit.register(log.report)  # it reports once
+    """init_process_group("counting") calls this, and each new_group() after it."""
+    atexit.register(log.report)  # report() prints once
     group = CountingGroup(store, rank, size)
-    # Not is_available(): a job on the CPUs of a machine with GPUs would send barriers by NCCL.
+    # Not is_available(): a CPU job on a machine with GPUs would send its barriers by NCCL.
     on_gpu = torch.cuda.is_initialized()
     for name in os.environ.get("COUNT_BACKEND", "gloo,nccl" if on_gpu else "gloo").split(","):
         if name == "gloo":
@@ -170,31 +170,31 @@ def make_group(store, rank: int, size: int, timeout: timedelta) -> CountingGroup
 
 dist.Backend.register_backend("counting", make_group, devices=["cpu", "cuda"])
 
-# The second: all groups of a script that has never heard of this file.
+# The second: replace all groups of a script that does not know this file.
 
 
 def count_every_group() -> None:
     """From now on torch makes a CountingGroup wherever it would make a ProcessGroup.
 
-    It gives it the backends that the script has named; so get_backend() says "gloo", as before.
+    The group has the backends that the script names, so get_backend() still returns "gloo".
     """
     dist.distributed_c10d.ProcessGroup = CountingGroup
 
 
 def with_backends_of(group: dist.ProcessGroup, other: dist.ProcessGroup) -> dist.ProcessGroup:
-    """`other`, made the same group as `group`: both pass on to the same backends."""
-    # Private names, here and below: what torch does in new_group, and offers to nobody else.
+    """Return `other` with the name and the backends of `group`."""
+    # Private names, here and below: new_group() does this, and torch has no public way.
     other._set_group_name(group.group_name)
     other._set_group_desc(group.group_desc)  # private
     other.bound_device_id = group.bound_device_id
     for device in group._device_types:  # private
         serve(other, device, group._get_backend(device))  # torch 2.15 has get_backend
-    other._set_default_backend(kind_of(group.name()))  # private; it carries barriers
+    other._set_default_backend(kind_of(group.name()))  # private; it runs barriers
     return other
 
 
 def serve(group: dist.ProcessGroup, device: torch.device, backend) -> None:
-    """Let `backend` carry what `group` is asked to do with tensors on `device`."""
+    """Let `backend` run the operations of `group` on tensors of `device`."""
     group._register_backend(device, kind_of(backend.name()), backend)  # private
     group._set_default_backend(kind_of(backend.name()))  # private
 
@@ -204,13 +204,18 @@ def kind_of(backend: str) -> dist.ProcessGroup.BackendType:
 
 
 def parse_args():
-    from arguments import ArgumentParser  # not needed by those who import this file
+    from arguments import ArgumentParser  # a script that imports this file does not need it
 
-    parser = ArgumentParser(description="Run a script, and count what it sends.")
+    parser = ArgumentParser(description="Run a script, and count its collectives.")
     add = parser.add_argument
-    add("--trace", type=Path, metavar="DIR", help="write DIR/timeline.json, for Perfetto")
-    add("script", type=Path, help="a program that calls init_process_group")
-    add("arguments", nargs="...", help="its arguments")
+    add(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write a timeline for Perfetto to DIR/timeline.json",
+    )
+    add("script", type=Path, help="script that calls init_process_group")
+    add("arguments", nargs="...", help="arguments of the script")
     args = parser.parse_args()
     if not args.script.is_file():
         parser.error(f"there is no script {args.script}")

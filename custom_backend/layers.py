@@ -1,13 +1,13 @@
-"""One all_reduce, followed from the script down to the wire; and how the ranks have met before it.
+"""Trace one all_reduce from the script to the sockets, and how the ranks met before it.
 
     torchrun --standalone --nproc_per_node=2 custom_backend/layers.py
     torchrun --standalone --nproc_per_node=2 custom_backend/layers.py --picture layers.png
 
-Nothing here is told from memory: each line is a call that was seen in this run. Look at
+Each printed line is a call that was recorded in this run. Look at
 
-1. who waits for whose key in the store, and how few bytes bring two processes together.
-2. how many layers a call passes, and that only the last one, in a thread of the backend, sends.
-3. the files in which these layers live.
+1. which rank waits for which key in the store, and how few bytes connect two processes.
+2. how many layers a call passes. Only the last one sends, in a thread of the backend.
+3. the files that implement these layers.
 """
 
 import os
@@ -35,7 +35,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} rank(s) on {device.type}, {dist.get_backend()}")
     tensor = torch.ones(args.elements, device=device)
-    # The first time, much is looked up that is known later.
+    # The first call looks up much that later calls find cached.
     watch_all_reduce(tensor, dist.PrefixStore("first", store))
     call = watch_all_reduce(tensor, dist.PrefixStore("again", store))
     unwatched = time_all_reduce(tensor)
@@ -48,9 +48,7 @@ def main() -> None:
         print_sequence(title_1, everyone)
         print_sequence(title_2, call)
         print_objects(device)
-        print(
-            f"Without all this watching the call takes {1e6 * unwatched:.0f} us, wait() included."
-        )
+        print(f"An unrecorded call takes {1e6 * unwatched:.0f} us, including wait().")
         print_map()
         if args.picture:
             draw({title_1: everyone, title_2: call}, args.picture)
@@ -58,8 +56,8 @@ def main() -> None:
 
 
 def meet(device: str) -> tuple[dist.Store, list[Message], torch.device]:
-    """Join the job; return the store, what this rank and it said to each other, and the device."""
-    launched = "RANK" in os.environ  # by torchrun; else a job of one
+    """Join the job; return the store, the messages between this rank and it, and the device."""
+    launched = "RANK" in os.environ  # by torchrun; else a job of one rank
     rank = int(os.environ["RANK"]) if launched else 0
     size = int(os.environ["WORLD_SIZE"]) if launched else 1
     me = f"rank {rank}"
@@ -81,7 +79,7 @@ def meet(device: str) -> tuple[dist.Store, list[Message], torch.device]:
 
 
 def time_all_reduce(tensor: torch.Tensor, repeats: int = 20) -> float:
-    """Seconds of one call, the median."""
+    """The median time of one call, in seconds."""
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -93,10 +91,12 @@ def time_all_reduce(tensor: torch.Tensor, repeats: int = 20) -> float:
 
 
 def parse_args():
-    parser = ArgumentParser(description="One all_reduce, from the script down to the wire.")
+    parser = ArgumentParser(description="Trace one all_reduce from the script to the sockets.")
     add = parser.add_argument
-    add("--elements", type=at_least(1), default=1000, help="fp32 numbers that are added")
-    add("--picture", type=Path, metavar="FILE", help="draw what was seen, such as layers.png")
+    add("--elements", type=at_least(1), default=1000, help="fp32 elements of the all_reduce")
+    add(
+        "--picture", type=Path, metavar="FILE", help="draw the messages to FILE, such as layers.png"
+    )
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

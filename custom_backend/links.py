@@ -1,14 +1,14 @@
-"""Links between ranks: a table of latencies and rates, and when a message arrives by it.
+"""Model the links between ranks: a table of latencies and rates, and when each message arrives.
 
     default      50us  10Gbit         # every pair that no other line names
     nodes-of-2    5us  100Gbit        # ranks 0 and 1, 2 and 3, ...
     1-2           1ms  unlimited      # this pair, both ways; 1>2 is one way
-    slower  100                       # latencies times 100, rates by 100: the same shape, see below
+    slower  100                       # latencies times 100, rates divided by 100: see below
 
-A message of n bytes takes latency + n / rate (the alpha-beta model), and waits for those that were
-sent before it on the same link. Each direction of each pair is a link of its own. Our own code
-needs about a millisecond for a message and moves some hundred MB/s: times that are not long against
-that cannot be shown, but a network that is 100 times slower has the same proportions.
+A message of n bytes takes latency + n / rate (the alpha-beta model), and waits for earlier messages
+on the same link. Each direction of each pair is a separate link. The code itself needs about a
+millisecond per message and moves some hundred MB/s, so it cannot show links that are faster. A
+network that is 100 times slower has the same proportions.
 """
 
 import math
@@ -39,7 +39,7 @@ class Speed:
 class Links:
     default: Speed = Speed()
     node_size: int = 1
-    inside: Speed = Speed()  # a node of so many ranks
+    inside: Speed = Speed()  # between the ranks of one node, which has node_size ranks
     pairs: dict[tuple[int, int], Speed] = field(default_factory=dict)  # (from, to)
     slower: float = 1.0
 
@@ -50,7 +50,7 @@ class Links:
 
 
 class Schedule:
-    """When the messages of one process leave and arrive: one after another on each link."""
+    """Computes when each message of a process leaves and arrives: one after another per link."""
 
     def __init__(self, links: Links):
         self.links = links
@@ -58,7 +58,7 @@ class Schedule:
         self.lock = threading.Lock()  # a link may serve several groups
 
     def book(self, source: int, to: int, nbytes: float, now: float) -> tuple[float, float]:
-        """(when the last byte has left, when it arrives) of a message that is sent now."""
+        """Of a message sent now: (when its last byte leaves, when its last byte arrives)."""
         speed = self.links.between(source, to)
         with self.lock:
             left = max(now, self.free.get((source, to), -math.inf)) + nbytes / speed.rate
@@ -67,9 +67,9 @@ class Schedule:
 
 
 def ring_seconds(links: Links, size: int, nbytes: float) -> float:
-    """How long ring.all_reduce takes by these links, if computing takes no time.
+    """The time of ring.all_reduce over these links, in seconds, if computing takes no time.
 
-    Where all links are equal: 2 (p-1) (latency + n / (p rate)).
+    If all links are equal, it is 2 (p-1) (latency + n / (p rate)).
     """
     schedule, ready = Schedule(links), [0.0] * size
     for _ in range(2 * (size - 1)):
@@ -77,12 +77,12 @@ def ring_seconds(links: Links, size: int, nbytes: float) -> float:
             schedule.book(rank, (rank + 1) % size, nbytes / size, ready[rank])[1]
             for rank in range(size)
         ]
-        ready = [arrivals[rank - 1] for rank in range(size)]  # then it may send the next part
+        ready = [arrivals[rank - 1] for rank in range(size)]  # then the rank may send the next part
     return max(ready)
 
 
 def read_links(text: str) -> Links:
-    """Of a preset's name, a file's name, or the lines themselves, divided by ; or line ends."""
+    """Read a preset, a file, or the lines themselves, separated by ; or line breaks."""
     if text in PRESETS:
         text = PRESETS[text]
     elif not re.search(r"\s", text):

@@ -1,5 +1,5 @@
-// The smallest backend in C++ that really reduces. It needs nothing but the Store that torch hands
-// to it: every rank leaves its tensor there, and takes everybody's. Slow, and complete enough for
+// The smallest backend in C++ that reduces. It uses only the Store that torch passes to it: every
+// rank writes its tensor there, and reads those of all ranks. Slow, but complete enough for
 // DistributedDataParallel. minimal_backend.py compiles and registers it, and trains on it.
 
 #include <pybind11/chrono.h>
@@ -11,7 +11,7 @@
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// What an operation returns. Ours are done when they return, so there is nothing to wait for.
+// The handle that an operation returns. Operations here are done on return: nothing to wait for.
 class DoneWork : public c10d::Work {
  public:
   DoneWork(c10d::OpType type, Tensors tensors) : Work(-1, type) {
@@ -20,7 +20,7 @@ class DoneWork : public c10d::Work {
     future_->markCompleted(c10::IValue(std::move(tensors)));
     finish();
   }
-  // DDP asks for it: what comes after the reduction of a bucket hangs on it.
+  // DDP uses it: the next step after the reduction of a bucket is a callback of it.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
@@ -36,12 +36,12 @@ class MinimalBackend : public c10d::Backend {
 
   const std::string getBackendName() const override { return "minimal"; }
 
-  // torch hands over lists of tensors, since a rank once could have several GPUs: take the first.
+  // torch passes lists of tensors, since a rank could once have several GPUs: take the first.
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "minimal: all_reduce knows SUM only");
     const Tensors all = everybodys(tensors[0]);
     Tensor sum = all[0];
-    for (int rank = 1; rank < getSize(); ++rank) sum = sum + all[rank];  // in the same order
+    for (int rank = 1; rank < getSize(); ++rank) sum = sum + all[rank];  // in rank order
     tensors[0].copy_(sum);
     return c10::make_intrusive<DoneWork>(c10d::OpType::ALLREDUCE, tensors);
   }
@@ -63,10 +63,10 @@ class MinimalBackend : public c10d::Backend {
     return c10::make_intrusive<DoneWork>(c10d::OpType::BARRIER, Tensors{});
   }
 
-  // Whatever is missing here, torch answers for us: "Backend minimal does not support reduce".
+  // For other operations torch raises an error: "Backend minimal does not support reduce".
 
  private:
-  // The one thing that this backend can do: the tensors of all ranks. store_->get() waits.
+  // All operations use this one: it returns the tensors of all ranks. store_->get() waits.
   Tensors everybodys(const Tensor& given) {
     const Tensor mine = given.contiguous();
     const auto* bytes = static_cast<const uint8_t*>(mine.data_ptr());
@@ -79,7 +79,7 @@ class MinimalBackend : public c10d::Backend {
       all.push_back(at::empty_like(mine));
       if (!theirs.empty()) std::memcpy(all.back().data_ptr(), theirs.data(), theirs.size());
     }
-    // All are in this operation now, so nobody reads any more what I left for the one before.
+    // All ranks are in this operation now, so none still reads what I wrote for the last one.
     if (number_ > 0) store_->deleteKey(key(number_ - 1, getRank()));
     ++number_;
     return all;
@@ -94,7 +94,7 @@ class MinimalBackend : public c10d::Backend {
 };
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  // Waiting for another rank with Python's lock held would stop all threads of this one.
+  // Holding the GIL while waiting for another rank would stop all threads of this one.
   module.def(
       "create",
       [](c10::intrusive_ptr<c10d::Store> store, int rank, int size) {

@@ -1,8 +1,8 @@
-"""A backend of our own in one screen: all_reduce through the store, and DDP that trains on it.
+"""The smallest custom backend: all_reduce through the store, and DDP training on top of it.
 
     torchrun --standalone --nproc_per_node=2 custom_backend/minimal.py
 
-Look at what it prints: the ranks have the gradients that one process has for all their inputs.
+Look at the printed difference: each rank has the gradients of one process with the full batch.
 """
 
 import torch
@@ -12,14 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class StoreGroup(dist.ProcessGroup):
-    """Tensors travel as values of the store in which the ranks have met. Slow, but it is all."""
+    """Sends tensors as values of the store through which the ranks met. Slow, but complete."""
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
         self.store, self.calls = store, 0
 
     def exchange(self, tensor):  # returns the tensors of all ranks
-        self.calls += 1  # the same number on all ranks: they make the same calls
+        self.calls += 1  # equal on all ranks, which make the same calls
         self.store.set(f"{self.calls}/{self.rank()}", tensor.numpy().tobytes())
         values = [self.store.get(f"{self.calls}/{r}") for r in range(self.size())]  # get() waits
         return [torch.frombuffer(bytearray(v), dtype=tensor.dtype) for v in values]
@@ -29,11 +29,11 @@ class StoreGroup(dist.ProcessGroup):
         return Done(tensors)
 
     def barrier(self, opts):
-        self.exchange(torch.zeros(1))  # to have all values is to know that all have come
+        self.exchange(torch.zeros(1))  # a rank that has all values knows that all ranks came
         return Done([])
 
 
-class Done(dist.Work):  # the handle of an operation that is complete already
+class Done(dist.Work):  # the handle of an operation that is already complete
     def __init__(self, tensors):
         super().__init__()
         self.future = torch.futures.Future()
@@ -52,13 +52,13 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     inputs, model = torch.randn(12, 4), nn.Linear(4, 1)
-    (expected,) = torch.autograd.grad(model(inputs).square().mean(), model.weight)  # one process
+    (expected,) = torch.autograd.grad(model(inputs).square().mean(), model.weight)  # single process
     ddp_model = DistributedDataParallel(model, init_sync=False)  # the weights are equal already
-    ddp_model(inputs[rank::world_size]).square().mean().backward()  # DDP averages, through us
+    ddp_model(inputs[rank::world_size]).square().mean().backward()  # DDP averages through the store
     difference = (model.weight.grad - expected).abs().max().item()
     if rank == 0:
         print(f"{world_size} ranks, {dist.get_backend()}: gradients off by {difference:.1e}")
-    dist.barrier()  # nobody leaves while another still wants a value
+    dist.barrier()  # no rank leaves while another still reads the store
     dist.destroy_process_group()
 
 

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=2 custom_backend/minimal_backend.py
 
-The first run compiles (half a minute). Look at the two lines at the end: the gradients of DDP on
-this backend are those of DDP on Gloo.
+The first run compiles (half a minute). Look at the last two lines: the gradients of DDP on
+this backend equal those of DDP on Gloo.
 """
 
 from datetime import timedelta
@@ -20,9 +20,9 @@ SOURCE = Path(__file__).resolve().parent / "minimal.cpp"
 
 
 def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta):
-    """Called by torch on all ranks of a new group. The store belongs to this group alone."""
+    """torch calls this on all ranks of a new group, with a store for this group alone."""
     store.set_timeout(timeout)
-    # Ranks wait for each other here: the first compiles, the others load what it has made.
+    # The first rank compiles; load() makes all other ranks wait, then loads its library.
     return cpp_extension.load("minimal_backend", [str(SOURCE)]).create(store, rank, size)
 
 
@@ -52,7 +52,7 @@ def gradients_of_ddp(group: dist.ProcessGroup) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     model = DistributedDataParallel(model, process_group=group)
-    torch.manual_seed(dist.get_rank())  # each rank has data of its own
+    torch.manual_seed(dist.get_rank())  # different data on each rank
     model(torch.randn(4, 8)).square().mean().backward()
     return [parameter.grad for parameter in model.parameters()]
 

@@ -1,7 +1,7 @@
-"""A store that writes down what it is asked, and lets another one answer.
+"""A store that records each request, and forwards it to another store.
 
-init_process_group takes any dist.Store, also one written in Python: what Gloo does in C++ arrives
-here as well, because torch looks for the Python method of each operation.
+init_process_group accepts any dist.Store, including one written in Python. The requests that Gloo
+makes in C++ arrive here too, because torch looks for the Python method of each operation.
 """
 
 import time
@@ -38,7 +38,7 @@ for operation in OPERATIONS:
 
 
 def in_words(operation: str, args: tuple, answer) -> str:
-    """ "0//cpu//0/1, 146 bytes": the keys, and how much was written or read."""
+    """ "0//cpu//0/1, 146 bytes": the keys, and the bytes that were written or read."""
     if not args:
         return ""
     keys = ", ".join(args[0]) if isinstance(args[0], list) else str(args[0])

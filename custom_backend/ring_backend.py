@@ -1,16 +1,16 @@
-"""A backend of one's own, in Python: every collective made out of send and receive over sockets.
+"""A custom backend in Python: every collective made of send and receive over sockets.
 
     torchrun --standalone --nproc_per_node=2 custom_backend/ring_backend.py
     torchrun --standalone --nproc_per_node=3 custom_backend/ring_backend.py --numel 1000003
 
-The collectives are in ring/collectives.py, the file to read first: an all_reduce is two walks round
-the ring. ring/wire.py moves the bytes, ring/group.py is what PyTorch calls. Look at
+Read ring/collectives.py first: an all_reduce is two trips around the ring. ring/wire.py moves the
+bytes, and PyTorch calls ring/group.py. Look at
 
 1. the operations, each called on every rank and compared with a plain computation.
 2. the bytes that each rank sent for one all_reduce, next to the formula 2 (p-1)/p n.
 3. DDP on this backend and on Gloo, from the same weights with the same data: gradients and
-   parameters. On two ranks they are equal to the last bit, since a + b is b + a. On more, the two
-   backends add in different orders.
+   parameters. On two ranks they are equal to the last bit, since a + b equals b + a. On more ranks
+   the two backends add in different orders.
 """
 
 from datetime import timedelta
@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-# From now on "ring" is a backend like any other: init_process_group("ring") would do, too.
+# Now "ring" is a backend like any other: init_process_group("ring") also works.
 dist.Backend.register_backend("ring", new_ring_group, extended_api=True, devices=["cpu"])
 
 
@@ -41,9 +41,9 @@ def main() -> None:
 
 def show_operations(group, numel: int, worker: Worker) -> None:
     found = [None] * worker.world_size
-    dist.all_gather_object(found, check_all(group, numel))  # over Gloo: not what is tested
+    dist.all_gather_object(found, check_all(group, numel))  # over Gloo, not the ring
     if worker.is_main:
-        print("\n1. Operations: the same as computed without sending?")
+        print("\n1. Operations: equal to a computation without communication?")
         for operation in found[0]:
             wrong = [rank for rank, answers in enumerate(found) if not answers[operation]]
             verdict = f"WRONG on ranks {wrong}" if wrong else "yes, on all ranks"
@@ -77,12 +77,12 @@ def show_training(group, steps: int, worker: Worker) -> None:
 
 
 def train(group, steps: int, worker: Worker) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The last gradients, and the parameters."""
+    """Train with DDP on `group`; return the last gradients and the parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     ddp_model = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(worker.rank)  # each rank has data of its own
+    generator = torch.Generator().manual_seed(worker.rank)  # different data on each rank
     for _ in range(steps):
         x = torch.randn(32, 64, generator=generator)
         y = torch.randint(0, 10, (32,), generator=generator)
@@ -97,9 +97,9 @@ def largest_difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 
 def parse_args():
-    parser = ArgumentParser(description="A backend in Python, checked and compared with Gloo.")
-    parser.add_argument("--numel", type=at_least(1), default=100_003, help="elements of a tensor")
-    parser.add_argument("--steps", type=at_least(1), default=10, help="of training")
+    parser = ArgumentParser(description="Check a backend in Python, and compare it with Gloo.")
+    parser.add_argument("--numel", type=at_least(1), default=100_003, help="elements per tensor")
+    parser.add_argument("--steps", type=at_least(1), default=10, help="training steps")
     return parser.parse_args()
 
 

@@ -4,12 +4,12 @@ r"""Run a script of another directory on a backend of this one, or on your own.
     torchrun --standalone --nproc_per_node=2 custom_backend/run_on.py ring \
         parallel_basics/tensor_parallel.py --device cpu
 
-The script stays as it is: a script that names no backend asks torch for the default of its device,
-and here this is another one. The backend is a backend of torch, or of a module that registers it
-when it is imported: NAME_backend.py or NAME.py, here or on PYTHONPATH.
+The script does not change: a script that names no backend asks torch for the default of its device,
+and run_on.py changes this default. The backend belongs to torch, or to a module that registers it
+on import: NAME_backend.py or NAME.py, here or on PYTHONPATH.
 
-Look at the first line of the output, which names the backend. Processes that the script itself
-starts (ddp_basics/spawn.py) are not switched.
+Look at the first line of the output, which names the backend. run_on.py does not switch processes
+that the script itself starts (ddp_basics/spawn.py).
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def known_backend(name: str) -> str:
-    """A type for add_argument: a backend of torch, or of a module that registers it."""
+    """A type for add_argument: a backend of torch, or of a module that registers it on import."""
     modules = (f"{name}_backend", name)
     if name.isidentifier() and not dist.is_backend_available(name):
         module = next(filter(importlib.util.find_spec, modules), None)
@@ -44,14 +44,14 @@ def known_backend(name: str) -> str:
             f"{name} is unknown to this torch, and no module {' or '.join(modules)} here or on "
             "PYTHONPATH registers it"
         )
-    return name.lower()  # as torch keeps it
+    return name.lower()  # as torch stores it
 
 
 def parse_args():
     parser = ArgumentParser(description="Run a script on another backend.")
     add = parser.add_argument
     add("backend", type=known_backend, help="shm, ring, or the name of a module that registers it")
-    add("script", type=Path, help="a program that joins the job without naming a backend")
+    add("script", type=Path, help="script that joins the job without naming a backend")
     add("arguments", nargs="...", help="arguments of the script")
     args = parser.parse_args()
     if not args.script.is_file():

@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def run_script(script: Path, arguments: list[str]) -> None:
-    """The script finds its own siblings, such as runtime.py, not ours of the same names."""
+    """Run it so that it imports its own siblings, such as runtime.py, not those of this file."""
     for name, module in list(sys.modules.items()):
         if name != "__main__" and Path(getattr(module, "__file__", None) or "/").parent == HERE:
             del sys.modules[name]

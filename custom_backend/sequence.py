@@ -1,4 +1,4 @@
-"""Who said what to whom, and when: recorded messages, as a table and as a picture."""
+"""Print and draw recorded messages: sender, receiver, time."""
 
 import time
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Message:
-    at: float  # seconds, of time.perf_counter: one clock for all processes of a machine
+    at: float  # seconds of time.perf_counter(), which all processes of a machine share
     sender: str
     receiver: str
     what: str
-    took: float | None = None  # seconds until the answer; None: there is none, or it is not timed
+    took: float | None = None  # seconds until the answer; None: no answer, or not timed
 
 
 def now(sender: str, receiver: str, what: str, took: float | None = None) -> Message:
@@ -19,10 +19,10 @@ def now(sender: str, receiver: str, what: str, took: float | None = None) -> Mes
 
 
 def print_sequence(title: str, messages: list[Message]) -> None:
-    """One line per message, in the order of time; microseconds from the first one."""
+    """Print one line per message in order of time; times are microseconds since the first."""
     messages = sorted(messages, key=lambda message: message.at)
     start = messages[0].at
-    rows = [("us", "from", "to", "what", "took us")]
+    rows = [("time (us)", "from", "to", "what", "took (us)")]
     for message in messages:
         took = "" if message.took is None else f"{1e6 * message.took:.0f}"
         at = f"{1e6 * (message.at - start):.0f}"
@@ -36,9 +36,9 @@ def print_sequence(title: str, messages: list[Message]) -> None:
 
 
 def draw(sequences: dict[str, list[Message]], path: Path) -> None:
-    """A picture of each: a vertical line for whoever speaks or listens, an arrow per message.
+    """Draw each sequence: one vertical line per sender or receiver, one arrow per message.
 
-    The arrows have equal distances, so that all can be read; their times stand at the left.
+    The arrows are evenly spaced, so that you can read all of them; the left margin has their times.
     """
     import matplotlib
 

@@ -3,17 +3,17 @@ r"""A slow network on one machine: latency and bandwidth per link, as specified.
     torchrun --standalone --nproc_per_node=2 custom_backend/slow_backend.py
     torchrun --standalone --nproc_per_node=4 custom_backend/slow_backend.py --links two-level
 
-measures the links against the formula. Any script of this repository runs on them (on the CPU):
+compares the links with the formula. Any script of this repository runs on them (on the CPU):
 
     torchrun --standalone --nproc_per_node=4 custom_backend/slow_backend.py \
         --links "default 5ms 100Mbit" ddp_basics/train.py --epochs 1
 
-The table of links is described in links.py; how a message is kept until it is due, in slow_wire.py;
-the collectives are those of ring/collectives.py. Look at
+links.py describes the table of links; slow_wire.py holds each message until it is due;
+ring/collectives.py has the collectives. Look at
 
-1. single messages, next to latency + bytes / rate, and next to what they cost without any link:
-   what the code itself takes. It hides in the time of a link as long as that is the longer one.
-2. an all_reduce in a ring: 2 (p-1) messages of n / p bytes, one after another.
+1. single messages: the formula latency + bytes / rate, the measured time, and the time without any
+   link, which the code itself takes. The two overlap, so the longer one counts.
+2. an all_reduce on a ring: 2 (p-1) messages of n / p bytes, one after another.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
         return
     dist.Backend.register_backend("ring", new_ring_group, extended_api=True, devices=["cpu"])
     with distributed_worker("cpu") as worker:
-        # Measured on two backends of ours; the ranks tell each other what they saw over Gloo.
+        # Two backends are measured; the ranks exchange their measurements over Gloo.
         slow, plain = (
             dist.new_group(backend=name, timeout=timedelta(minutes=5)) for name in ("slow", "ring")
         )
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def run_on_slow_links(script: Path, arguments: list[str]) -> None:
-    """What `python script arguments` does, with "slow" wherever it asks for a backend."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # our links carry CPU tensors
+    """Run `python script arguments` with the backend "slow" instead of any other."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the links take CPU tensors only
     init_process_group, new_group = dist.init_process_group, dist.new_group
 
     def init_slow(backend=None, *args, **kwargs):
@@ -73,7 +73,7 @@ def run_on_slow_links(script: Path, arguments: list[str]) -> None:
 
 
 def show_messages(other: int, links: Links, slow, plain, repeats: int, worker: Worker) -> None:
-    """One message at a time from rank 0 to another."""
+    """Measure one message at a time from rank 0 to `other`."""
     speed = links.between(0, other)
     if worker.is_main:
         latency, rate = 1e3 * speed.latency, speed.rate / 1e6
@@ -113,11 +113,11 @@ def send_one(x: torch.Tensor, other: int, group) -> None:
 
 
 def seconds_of(run: Callable, group, repeats: int) -> list[float]:
-    """From the moment when the first rank begins to when the last one is done."""
+    """Times from the moment when the first rank begins until the last one is done, in seconds."""
     samples = []
     for _ in range(repeats):
         dist.barrier()
-        begun = time.monotonic()  # of one clock: all ranks are on this machine
+        begun = time.monotonic()  # all ranks are on this machine, and share this clock
         run(group=group)
         moments = [None] * dist.get_world_size()
         dist.all_gather_object(moments, (begun, time.monotonic()))
@@ -133,17 +133,17 @@ def links_of(text: str) -> Links:
 
 
 def parse_args():
-    parser = ArgumentParser(description="A backend with slow links, measured; or a script on it.")
+    parser = ArgumentParser(description="Measure slow links, or run a script on them.")
     add = parser.add_argument
-    add("--links", type=links_of, default="slow", help="a preset, a file or lines: see links.py")
+    add("--links", type=links_of, default="slow", help="preset, file or lines: see links.py")
     add(
         "--repeats",
         type=at_least(1),
         default=5,
-        help="measurements of each time",
+        help="repeat each measurement N times, take the median",
     )
-    add("script", type=Path, nargs="?", help="to run on these links, instead of measuring them")
-    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+    add("script", type=Path, nargs="?", help="run it on these links; default: measure them")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser.parse_args()
 
 

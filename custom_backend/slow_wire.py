@@ -1,10 +1,10 @@
-"""The wire, with the speed of other cables: messages leave and arrive when a table of links says.
+"""Delay the messages of ring/wire.py: they leave and arrive when a table of links says.
 
     register(read_links("default 5ms 100Mbit"))
     dist.init_process_group("slow")
 
-A message carries the time at which it is due; where it arrives it is kept until then. The time is
-that of time.monotonic(), which the processes of a machine share: not for jobs on several machines.
+A message carries the time at which it is due, and the receiver holds it until then. The time is
+from time.monotonic(), which only processes of one machine share: a job cannot use several machines.
 """
 
 import time
@@ -23,7 +23,7 @@ class SlowWire(Wire):
 
     def __init__(self, store, rank: int, size: int, timeout, names, schedule: Schedule):
         self.schedule = schedule
-        # Messages from each rank that are not due yet; the last entry says why no more come.
+        # Messages from each rank that are not due yet; a last text says why no more come.
         self.arrived = [SimpleQueue() for _ in range(size)]
         super().__init__(store, rank, size, timeout, names)
         self.late = [start_thread(f"wire late {p}", self.hand_over, p) for p in self.sockets]
@@ -32,13 +32,13 @@ class SlowWire(Wire):
         source, to = self.names[self.rank], self.names[peer]
         left, message.due = self.schedule.book(source, to, len(message.data), asked)
         super().transmit(peer, message, asked)
-        wait_until(left)  # the Future of a send is done when its last byte would have left
+        wait_until(left)  # the Future of a send is done when its last byte leaves the link
 
     def arrive(self, message: Message) -> None:
-        self.arrived[message.source].put(message)  # and go on reading
+        self.arrived[message.source].put(message)  # the reader continues
 
     def lose(self, peer: int, why: str) -> None:
-        self.arrived[peer].put(why)  # after the messages that arrived before, such as GOODBYE
+        self.arrived[peer].put(why)  # after all earlier messages, such as GOODBYE
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""Which file of the installed torch holds what. The sizes are those of this installation."""
+"""List the files of the installed torch that implement torch.distributed, with their lengths."""
 
 from pathlib import Path
 
@@ -6,30 +6,30 @@ import torch
 
 ROOT = Path(torch.__file__).parent
 HEADERS = "include/torch/csrc/distributed/c10d"
-# The C++ is installed as headers. What they declare is in the .cpp of the same name, in
-# torch/csrc/distributed/c10d of PyTorch's own repository.
+# torch installs the headers of its C++ code. PyTorch's repository has the .cpp of the same name in
+# torch/csrc/distributed/c10d.
 FILES = {
     "distributed/distributed_c10d.py": "init_process_group, new_group, every dist.<collective>",
     "distributed/rendezvous.py": "env://, tcp://, file://: how ranks find their first store",
     "distributed/_functional_collectives.py": "collectives that torch.compile and DTensor use",
-    "distributed/device_mesh.py": "DeviceMesh: a grid of ranks, a group for each row",
+    "distributed/device_mesh.py": "DeviceMesh: a grid of ranks, one group per row",
     "distributed/run.py": "torchrun's options",
     "distributed/elastic/agent/server/api.py": "torchrun's agent: start, watch, restart ranks",
     f"{HEADERS}/ProcessGroup.hpp": "ProcessGroup: asks the dispatcher for an operation",
     f"{HEADERS}/Backend.hpp": "Backend: what a transport must be able to do",
     f"{HEADERS}/Work.hpp": "Work: wait() and the future of an operation under way",
-    f"{HEADERS}/ProcessGroupGloo.hpp": "the backend for CPUs: a queue, and threads that run Gloo",
+    f"{HEADERS}/ProcessGroupGloo.hpp": "the backend for CPUs: a queue, and the threads of Gloo",
     f"{HEADERS}/ProcessGroupNCCL.hpp": "the backend for GPUs: streams, and a watchdog",
-    f"{HEADERS}/Store.hpp": "Store: set, get, wait; TCPStore, FileStore, PrefixStore beside it",
+    f"{HEADERS}/Store.hpp": "Store: set, get, wait; next to it TCPStore, FileStore, PrefixStore",
     f"{HEADERS}/reducer.hpp": "DDP's buckets: when a gradient is ready, all_reduce its bucket",
-    "nn/parallel/distributed.py": "DistributedDataParallel, around that Reducer",
-    "distributed/fsdp/_fully_shard/_fsdp_collectives.py": "what fully_shard gathers and reduces",
-    "distributed/tensor/_redistribute.py": "DTensor: from one placement to another",
+    "nn/parallel/distributed.py": "DistributedDataParallel, a wrapper of that Reducer",
+    "distributed/fsdp/_fully_shard/_fsdp_collectives.py": "the collectives of fully_shard",
+    "distributed/tensor/_redistribute.py": "DTensor: change the placement",
 }
 
 
 def source_map() -> list[tuple[str, int | None, str]]:
-    """(path, lines, what is in it); lines is None where this torch has no such file."""
+    """(path, lines, what is in it); lines is None if this torch has no such file."""
     rows = []
     for name, what in FILES.items():
         path = ROOT / name

@@ -1,7 +1,7 @@
-"""Watch one dist.all_reduce: a spy for each layer that it passes.
+"""Record one dist.all_reduce in every layer that it passes.
 
 the interpreter's profiling hook   the calls of Python functions, and of C++ from Python
-a TorchDispatchMode                the operators that pass torch's dispatcher
+a TorchDispatchMode                the operators that pass the dispatcher of torch
 torch's profiler                   the backend's own event
 the future of the Work             which thread completes the operation
 the kernel's counters              bytes per TCP connection
@@ -22,16 +22,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode  # sees the operators, also C++'s calls
 from traffic import by_peer, traffic
 
-ALL_REDUCE = inspect.unwrap(dist.all_reduce).__code__  # without the decorator that logs errors
+ALL_REDUCE = inspect.unwrap(dist.all_reduce).__code__  # without its decorator, which logs errors
 FILE = Path(ALL_REDUCE.co_filename).name
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler misses a GPU, aloud
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no warnings of the profiler that there is no GPU
 
 
 def watch_all_reduce(tensor: torch.Tensor, store: dist.Store) -> list[Message]:
-    """All-reduce `tensor`, and return what the layers said to each other. A collective.
+    """All-reduce `tensor`, and return the recorded messages between the layers. A collective.
 
-    The others wait, at `store`, until rank 0 listens: who listens to what is done already hears
-    nothing of the thread that did it. (So give each call a store, or a PrefixStore, of its own.)
+    All other ranks wait at `store` until rank 0 has set its callback: a callback that is added to a
+    completed future does not run in the thread that completed it. So pass a new store, or a new
+    PrefixStore, to each call.
     """
     messages: list[Message] = []
     owners, before = owners_of_connections(), traffic()
@@ -58,21 +59,21 @@ def watch_all_reduce(tensor: torch.Tensor, store: dist.Store) -> list[Message]:
         sys.setprofile(None)
         done.wait(60)
     after = traffic()
-    # The profiler's clock is right to some 50 us only; the backend is called inside the operator.
+    # The clock of the profiler is off by up to 50 us; the operator calls the backend.
     begin, back = (m.at for m in messages if "dispatcher" in (m.sender, m.receiver))
     for message in seen_by_profiler(profiler, mark, tensor.device):
         messages.append(replace(message, at=min(max(message.at, begin), back)))
     end = max(messages, key=lambda message: message.at)
     thread = next(message.sender for message in messages if message.receiver == "Future")
     for peer, (sent, received) in sorted(by_peer(before, after, owners).items()):
-        # The counters say how much, not when: so they stand at the end.
+        # The counters tell how many bytes were sent, not when: list them last.
         messages.append(Message(end.at, thread, peer, f"{sent:,} bytes, all in all"))
         messages.append(Message(end.at, peer, thread, f"{received:,} bytes, all in all"))
     return messages
 
 
 def calls_into(messages: list[Message]):
-    """A function for sys.setprofile: it is told of every call, in Python and from there to C++."""
+    """A function for sys.setprofile, which reports calls in Python, and from Python to C++."""
 
     def on_event(frame, event: str, builtin) -> None:
         if frame.f_code is ALL_REDUCE and event == "call":
@@ -92,7 +93,7 @@ def calls_into(messages: list[Message]):
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators of c10d that pass the dispatcher, and when they return."""
+    """Records the calls and returns of c10d operators in the dispatcher."""
 
     def __init__(self, messages: list[Message]):
         super().__init__()
@@ -108,7 +109,7 @@ class Operators(TorchDispatchMode):
 
 
 def seen_by_profiler(profiler, mark: float, device: torch.device) -> list[Message]:
-    """The backend's event, from its call to its completion. `mark` was noted on both clocks."""
+    """The backend's event, from its call to its completion. `mark` was read from both clocks."""
     events = list(profiler.events())
     zero = next(event for event in events if event.name == "mark").time_range.start
     return [
@@ -125,7 +126,7 @@ def seen_by_profiler(profiler, mark: float, device: torch.device) -> list[Messag
 
 
 def owners_of_connections() -> dict[tuple, str]:
-    """Address of one end of a TCP connection -> the rank that has it. A collective."""
+    """Address of one end of a TCP connection -> the rank that owns it. A collective."""
     ends = [None] * dist.get_world_size()
     dist.all_gather_object(ends, [mine for mine, _ in traffic()])
     return {end: f"rank {rank}" for rank, all_ends in enumerate(ends) for end in all_ends}
@@ -136,10 +137,10 @@ def backend_of(device: torch.device):
 
 
 def print_objects(device: torch.device) -> None:
-    """Which objects and which kernel took part."""
+    """Print the objects and the kernel that took part."""
     group, operator = dist.group.WORLD, "c10d::allreduce_"
     key = device.type.upper()
-    # Private, but only the dispatcher knows which kernel a key leads to.
+    # Private, but only the dispatcher knows the kernel of a key.
     table = torch._C._dispatch_dump_table(operator).splitlines()
     kernel = next(line for line in table if line.startswith(f"{key}:"))
     place = kernel.partition(" at ")[2].partition(" ")[0]

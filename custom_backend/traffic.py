@@ -1,4 +1,4 @@
-"""Bytes that this process sends and receives over each of its TCP connections (Linux)."""
+"""Count the bytes that this process sends and receives over each TCP connection (Linux)."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ RECEIVED, SENT = 128, 200
 
 
 def traffic() -> dict[tuple, tuple[int, int]]:
-    """(own address, the peer's address) -> bytes sent and received so far, each byte once."""
+    """(own address, the peer's address) -> bytes sent and received, without resent ones."""
     found = {}
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -30,9 +30,9 @@ def traffic() -> dict[tuple, tuple[int, int]]:
 
 
 def by_peer(before: dict, after: dict, owners: dict) -> dict[str, tuple[int, int]]:
-    """peer -> bytes sent to it and received from it, between two looks at traffic().
+    """peer -> bytes sent to it and received from it, between two calls of traffic().
 
-    owners: address -> the name of the process that has this end of a connection.
+    owners: address -> the name of the process that owns this end of a connection.
     """
     sent, received = Counter(), Counter()
     for ends, (all_sent, all_received) in after.items():

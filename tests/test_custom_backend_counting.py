@@ -34,7 +34,7 @@ def events(folder) -> list[dict]:
 
 
 def label(event: dict) -> str:
-    """The comment on the line of the worker that asked for this call."""
+    """The comment on the worker's line that made this call."""
     number = int(re.search(r"\.py:(\d+) ", event["args"]["caller"])[1])
     return LINES[number - 1].rpartition("# ")[2].strip()
 
@@ -50,7 +50,7 @@ def job(tmp_path_factory) -> SimpleNamespace:
     plain, counted = (tmp_path_factory.mktemp(name) for name in ("plain", "counted"))
     pool.run(WORKER, "gloo", plain, ranks=2).check()
     command = (COUNT, "--trace", counted, WORKER, "gloo", counted)
-    output = pool.run(*command, ranks=2, cold=True).check().output  # the table comes at exit
+    output = pool.run(*command, ranks=2, cold=True).check().output  # the table is printed at exit
     return SimpleNamespace(
         plain=saved(plain), counted=saved(counted), events=events(counted), output=output
     )
@@ -78,7 +78,7 @@ def calls(job, rank: int) -> list[dict]:
 
 
 BY_EVERYBODY = {
-    # DDP's Reducer calls from C++, one bucket in each step; backward of FSDP gathers and reduces.
+    # DDP's Reducer calls from C++, one bucket per step; FSDP's backward gathers and reduces.
     ("all_reduce", "backward"): worker.STEPS,
     ("all_gather_single", "backward"): 2 * worker.STEPS,
     ("reduce_scatter_single", "backward"): 2 * worker.STEPS,
@@ -96,7 +96,7 @@ BY_EVERYBODY = {
     ("all_reduce", "all_reduce"): 1,
     ("send", "batch"): 1,
     ("recv", "batch"): 1,
-    ("all_gather_single", "objects"): 2,  # the sizes, and the bytes
+    ("all_gather_single", "objects"): 2,  # the sizes, then the bytes
     ("monitored_barrier", "monitored"): 1,
     ("all_reduce", "new_group"): 1,
 }
@@ -107,7 +107,7 @@ def test_every_call_is_counted(job):
         found = Counter((event["name"], label(event)) for event in calls(job, rank))
         assert {key: found[key] for key in BY_EVERYBODY} == BY_EVERYBODY
         assert found[of_its_own] == 1
-        # torch may do these as one operation of several tensors.
+        # torch may run these as one operation of several tensors.
         for what in ("dtensor gather", "functional all_gather"):
             assert sum(n for (name, at), n in found.items() if at == what and "gather" in name) == 1
         at = "functional reduce_scatter"
@@ -131,7 +131,7 @@ def test_bytes_are_those_of_the_model(job):
 
 
 def table(output: str) -> dict[tuple[str, str], list[str]]:
-    """(operation, called from) -> the other columns, of the report's table."""
+    """(operation, called from) -> the remaining columns of the printed table."""
     lines = output[output.index("\noperation ") + 1 :].split("\n\n")[0].splitlines()
     rows = [re.split(r" {2,}", line.strip()) for line in lines]
     assert {len(row) for row in rows} == {len(rows[0])}
@@ -161,8 +161,8 @@ def test_timeline_is_one_of_all_ranks(job):
     assert begins.keys() == ends.keys()
     assert len(begins) == len(calls(job, 0)) + len(calls(job, 1))
     assert all(begins[key] <= ends[key] for key in begins)
-    # Nobody is through an all_reduce before all have begun it. (A millisecond: how exactly the
-    # clocks are known, on a busy machine.)
+    # No rank completes an all_reduce before all ranks have begun it. (The clocks are compared to
+    # within a millisecond on a busy machine.)
     for event in calls(job, 0):
         if event["name"] in ("all_reduce", "barrier", "all_gather_single"):
             both = [f"{rank} {event['args']['name']}" for rank in range(2)]
@@ -174,7 +174,7 @@ def test_waiting_is_seen(job):
     assert {"wait: all_gather", "wait: recv", "wait: reduce_scatter_single"} <= {
         e["name"] for e in waits
     }
-    for rank in range(2):  # one thing after the other: a row of spans that do not overlap
+    for rank in range(2):  # the spans of one row must not overlap
         mine = sorted(
             (e["ts"], e["ts"] + e["dur"]) for e in job.events if e["ph"] == "X" and e["pid"] == rank
         )
@@ -214,7 +214,7 @@ def test_a_job_on_the_cpus_of_a_machine_with_gpus_takes_gloo_alone(tmp_path):
 
 
 def test_a_script_that_is_nobodys(tmp_path):
-    """ddp_basics/train.py: the same losses and checkpoints, and its bytes."""
+    """ddp_basics/train.py: counting changes no loss and no checkpoint, and counts its bytes."""
     train = ROOT / "ddp_basics/train.py"
     options = ("--epochs", "1", "--device", "cpu", "--output-dir")
     plain, counted = tmp_path / "plain", tmp_path / "counted"
@@ -230,7 +230,7 @@ def test_a_script_that_is_nobodys(tmp_path):
     steps = learned(plain)[-1]["step"]
     (checkpoint,) = counted.rglob("*.pt")
     model = torch.load(checkpoint, weights_only=True)["model"].values()
-    # All gradients in each step; and two numbers of 8 bytes: the sum of the losses, their count.
+    # Each step sends all gradients, and two numbers of 8 bytes: sum and count of the losses.
     assert sorted(sent) == [16 * steps, 4 * sum(p.numel() for p in model) * steps]
 
 
@@ -249,7 +249,7 @@ def test_a_script_that_fails_says_so(tmp_path):
 
 
 def test_clocks_are_compared(monkeypatch):
-    """Two threads as two machines whose clocks are 1000 s apart."""
+    """Two threads stand for two machines whose clocks are 1000 s apart."""
 
     def clock() -> float:
         ahead = 1000 if threading.current_thread().name == "1" else 0

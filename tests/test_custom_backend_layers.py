@@ -1,4 +1,4 @@
-"""custom_backend: layers.py and the spies that it uses; minimal.py."""
+"""custom_backend/: layers.py and its hooks; minimal.py."""
 
 import re
 import socket
@@ -48,7 +48,7 @@ def job(tmp_path_factory) -> SimpleNamespace:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_meet_in_the_store(job, rank):
-    """Each leaves its address under a key of its own, waits for the other's, and reads it."""
+    """Each rank writes its address under its own key, waits for the peer's key, and reads it."""
     mine = [m for m in job.meeting if m.sender == f"rank {rank}"]
     assert mine[0].what.startswith("rendezvous: connect to 127.0.0.1:")
     assert mine[1].what == 'init_process_group("gloo")'
@@ -61,7 +61,7 @@ def test_ranks_meet_in_the_store(job, rank):
     assert theirs.sender == f"rank {1 - rank}"
     wait, read = asked[f"wait {other}"], asked[f"get {other}"]
     assert wait.at <= read.at
-    assert wait.at + wait.took >= theirs.at  # it had to wait until the other had written
+    assert wait.at + wait.took >= theirs.at  # it had to wait for the peer to write
     assert read.what.removeprefix("get") == theirs.what.removeprefix("set")  # key and size
 
 
@@ -88,7 +88,7 @@ def test_the_call_passes_all_layers(job):
 
 
 def test_bytes_on_the_wire(job):
-    """A ring of two: each sends all of it once, and Gloo's few bytes around it."""
+    """On a ring of two, each rank sends the tensor once, plus a few bytes of Gloo."""
     (sent,) = [m for m in job.call if m.receiver == "rank 1"]
     (received,) = [m for m in job.call if m.sender == "rank 1"]
     for message in (sent, received):
@@ -130,9 +130,9 @@ def test_table_is_in_the_order_of_time(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
         "who",
-        "     us  from    to  what   took us",
-        "      0  a    -> bb  first        5",
-        "1000000  bb   -> c   later",
+        "time (us)  from    to  what   took (us)",
+        "        0  a    -> bb  first          5",
+        "  1000000  bb   -> c   later",
     ]
 
 
@@ -169,7 +169,7 @@ def test_wire_counts_bytes():
 def test_source_map():
     rows = source_map.source_map()
     assert len(rows) >= 12
-    if torch.__version__.startswith("2.15"):  # older ones may have other files
+    if torch.__version__.startswith("2.15"):  # older versions may have other files
         assert [name for name, lines, _ in rows if not lines] == []
     lines = next(n for name, n, _ in rows if name == "distributed/distributed_c10d.py")
     source = dist.distributed_c10d.__file__

@@ -1,8 +1,8 @@
 """ring/collectives.py over the sockets of ring/wire.py, called as PyTorch calls them.
 
-Most tests have all ranks in this process, a thread each: what is tested is the group, and to start
-processes costs seconds. What PyTorch makes of the group (DDP, FSDP2, DTensor, objects, new_group)
-is tested with processes, which workers/custom_backend_ring.py describes.
+Most tests run all ranks as threads of this process: they test the group, and starting processes
+costs seconds. workers/custom_backend_ring.py runs processes that test DDP, FSDP2, DTensor, objects
+and new_group on the group.
 """
 
 import re
@@ -32,7 +32,7 @@ each_world = pytest.mark.parametrize("size", [1, 2, 3, 4])
 
 @pytest.fixture
 def make_groups():
-    """make(size, seconds): a group of `size` ranks, all in this process."""
+    """make(size, seconds): a group of `size` ranks in this process."""
     made = []
 
     def make(size: int, seconds: float = 20.0) -> list[RingGroup]:
@@ -58,7 +58,7 @@ def all_reduce(group, x, op=OPS.SUM):
     return x
 
 
-# What the collectives compute.
+# Results of the collectives.
 
 DTYPES = {
     torch.float32: "SUM AVG PRODUCT MIN MAX",
@@ -124,7 +124,7 @@ def test_tensors_with_gaps_and_shapes(make_groups, size):
 
 @each_world
 def test_all_ranks_hold_the_same_bits(make_groups, size):
-    """Each part is added in one order, wherever it ends: no two ranks differ in the last bit."""
+    """Each part is added up in one order, so no two ranks differ in the last bit."""
 
     def run(group):
         generator = torch.Generator().manual_seed(group.rank())
@@ -133,7 +133,7 @@ def test_all_ranks_hold_the_same_bits(make_groups, size):
     first, *others = on_all(make_groups(size), run)
     every = [torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     exact = reduce(torch.add, [x.double() for x in every])
-    # Each of size - 1 additions rounds by at most half a unit in the last place of what it gives.
+    # Each of size - 1 additions rounds by at most half a unit in the last place of its result.
     limit = (
         (size - 1) * torch.finfo(torch.float32).eps * reduce(torch.add, [x.abs() for x in every])
     )
@@ -148,12 +148,12 @@ def test_bytes_are_those_of_the_formula(make_groups, size):
         before = [group.wire.bytes_sent for group in groups]
         on_all(groups, lambda g, n=numel: all_reduce(g, torch.zeros(n)))
         sent = [g.wire.bytes_sent - b for g, b in zip(groups, before, strict=True)]
-        assert sum(sent) == 2 * (size - 1) * numel * 4  # 2 (p-1)/p n of each, and p of them
-        assert max(sent) - min(sent) <= 2 * 4  # parts that cannot be equal differ by an element
+        assert sum(sent) == 2 * (size - 1) * numel * 4  # p ranks, 2 (p-1)/p n each
+        assert max(sent) - min(sent) <= 2 * 4  # unequal parts differ by one element
 
 
 def test_pieces_of_a_broadcast(make_groups, monkeypatch):
-    monkeypatch.setattr(ring, "PIECE", 40)  # 10 elements: 104 are 11 pieces
+    monkeypatch.setattr(ring, "PIECE", 40)  # 10 elements, so 104 elements are 11 pieces
     opts, reduce_opts = dist.BroadcastOptions(), dist.ReduceOptions()
     opts.rootRank = reduce_opts.rootRank = 1
 
@@ -186,7 +186,7 @@ def test_empty_tensors(make_groups, size):
 
 
 def test_all_reduce_and_send_in_any_order(make_groups):
-    """all_reduce, not waited for, then send; the other: recv, then all_reduce."""
+    """Rank 0: async all_reduce, then send. Rank 1: recv, then all_reduce."""
 
     def run(group):
         x, message = torch.ones(3), torch.full((2,), 7.0)
@@ -235,7 +235,7 @@ def test_many_at_once_end_in_order(make_groups):
 
 
 def test_all_send_before_anybody_receives(make_groups):
-    """4 MB each: more than the sockets hold. The threads that read take them."""
+    """4 MB each, more than the socket buffers hold. The reading threads take the messages."""
 
     def run(group):
         to, source = (group.rank() + 1) % 3, (group.rank() - 1) % 3
@@ -243,7 +243,7 @@ def test_all_send_before_anybody_receives(make_groups):
             group.send([torch.full((1 << 20,), float(tag))], to, tag).wait()
         got = torch.empty(1 << 20)
         found = []
-        for tag in reversed(range(4)):  # tags may be asked for in another order
+        for tag in reversed(range(4)):  # receives may use the tags in another order
             group.recv([got], source, tag).wait()
             found.append(got.unique().tolist())
         return found
@@ -278,7 +278,7 @@ def test_work_says_how_it_is(make_groups):
     with pytest.raises(dist.DistBackendError, match=r"all_reduce float32 SUM.*after 0.05 s"):
         work.wait(timedelta(seconds=0.05))
     one.allreduce([torch.ones(2)]).wait()
-    assert future.wait()[0] is x  # DDP wants the tensors
+    assert future.wait()[0] is x  # DDP needs the tensors
     assert work.wait()
     assert work.is_completed()
     assert work.is_success()
@@ -286,7 +286,7 @@ def test_work_says_how_it_is(make_groups):
     assert x.tolist() == [2.0, 2.0]
 
 
-# What goes wrong.
+# Failures.
 
 
 def messages(found: list) -> list[str]:
@@ -295,7 +295,7 @@ def messages(found: list) -> list[str]:
 
 
 def test_a_missing_rank_is_named(make_groups):
-    """All wait in a ring for each other: it is not the neighbour that is guilty."""
+    """On a ring every rank waits for its neighbour; the late rank is another one."""
     groups = make_groups(4, seconds=0.5)
     on_all(groups, lambda g: all_reduce(g, torch.ones(3)))
     found = messages(on_all(groups[:2] + groups[3:], lambda g: g.barrier().wait()))
@@ -335,7 +335,7 @@ def test_a_dead_rank_is_named_at_once(make_groups):
 
     def run(group):
         if group.rank() == 2:
-            group.abort()  # for the others: the connection ends, as when the kernel closes it
+            group.abort()  # its connections end, as when the kernel closes them
         return group.barrier().wait()
 
     found = messages(on_all(groups[:2] + groups[3:] + groups[2:3], run)[:3])
@@ -346,11 +346,11 @@ def test_a_dead_rank_is_named_at_once(make_groups):
     assert re.match(r"send to rank 2, tag 0: rank 2 is gone", found[0])
     found = messages(on_all(groups[:1], lambda g: g.recv([torch.ones(1)], 2, 0).wait()))
     assert re.match(r"receive from rank 2, tag 0: rank 2 is gone", found[0])
-    assert time.monotonic() - started < 15  # not after the time-out of 20 s
+    assert time.monotonic() - started < 15  # long before the time-out of 20 s
 
 
 def test_the_first_death_is_named_also_by_who_hears_of_the_second_first(make_groups, monkeypatch):
-    """Rank 1 dies, rank 2 dies of that, and rank 0 has not been told by its own connection yet."""
+    """Rank 1 dies, then rank 2 because of it, before rank 0 sees the end of rank 1's connection."""
     lose, tell, told = Wire.lose, Wire.tell_others, []
     monkeypatch.setattr(
         Wire, "lose", lambda w, peer, why: (w.rank, peer) == (0, 1) or lose(w, peer, why)
@@ -369,7 +369,7 @@ def test_the_first_death_is_named_also_by_who_hears_of_the_second_first(make_gro
     assert eventually(
         lambda: not any(reader.is_alive() for reader in groups[1].wire.readers.values())
     )
-    assert told == [(2, 1)]  # who aborts blames nobody; who has been told does not tell of the next
+    assert told == [(2, 1)]  # rank 2 tells once; aborting and told ranks do not
 
 
 def test_who_has_left_is_missed_only_by_those_who_want_something(make_groups):
@@ -378,7 +378,7 @@ def test_who_has_left_is_missed_only_by_those_who_want_something(make_groups):
     groups[2].shutdown()
     assert eventually(lambda: all(g.wire.inbox.why_lost(2) for g in groups[:2]))
     x = torch.zeros(1)
-    groups[0].recv([x], 2, 0).wait()  # what was sent before still arrives
+    groups[0].recv([x], 2, 0).wait()  # messages sent before still arrive
     assert x == 1
     works = [groups[0].send([x], 1, 0), groups[1].recv([x], 0, 0)]
     assert all(work.wait() for work in works)
@@ -387,7 +387,7 @@ def test_who_has_left_is_missed_only_by_those_who_want_something(make_groups):
 
 
 def test_who_leaves_has_no_thread_any_more(make_groups):
-    """Other ranks go on. A thread that is inside PyTorch when Python ends aborts the process."""
+    """Other ranks continue. A thread inside PyTorch when Python exits would abort the process."""
     groups = make_groups(3)
     on_all(groups, lambda group: group.barrier().wait())
     groups[2].shutdown()
@@ -457,7 +457,7 @@ def test_what_cannot_be_done_is_said_at_once(make_groups):
         two.all_gather_single(torch.ones(3), torch.ones(1))
 
 
-# How ranks find each other.
+# Connecting the ranks.
 
 
 def test_a_rank_that_does_not_join_is_named():
@@ -473,7 +473,7 @@ def test_an_address_of_nobody():
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    store.set("address_0", f"127.0.0.1 {port} secret")  # such as an earlier job has left
+    store.set("address_0", f"127.0.0.1 {port} secret")  # an address left by an earlier job
     with pytest.raises(dist.DistBackendError, match=r"rank 1 cannot reach rank 0 at 127.0.0.1"):
         Wire(store, 1, 2, timedelta(seconds=5), [0, 1])
 
@@ -495,7 +495,7 @@ def test_strangers_are_sent_away(make_groups):
         wire.cut()
 
 
-# What PyTorch makes of it: "ring" as the backend of a job of 4 processes.
+# PyTorch on top of it: "ring" as the backend of a job of 4 processes.
 
 WORKER = ROOT / "tests/workers/custom_backend_ring.py"
 
@@ -530,17 +530,18 @@ def test_what_pytorch_builds_on_groups(seen, what):
 def test_training_is_that_of_gloo(seen, strategy, world):
     """The last gradients and the parameters after 4 steps of SGD with momentum.
 
-    Two ranks: a + b = b + a, so to the last bit. More: each backend adds in an order of its own,
-    which may change the last bit of a gradient (of about 0.1 here, so 1e-8); 4 steps add that up.
+    On two ranks they are bit-identical, since a + b = b + a. On more ranks each backend adds in
+    another order, which may change the last bit of a gradient (about 0.1 here, so 1e-8); 4 steps
+    add that up.
     """
     limit = 0.0 if world <= 2 else 1e-7
     for rank in seen[:world]:
         ours, gloo = (rank["training"][strategy, world, backend] for backend in ("ring", "gloo"))
         assert ours.keys() == gloo.keys()
-        assert len(ours) == 4 + 5  # gradients and parameters, one of which is not used
+        assert len(ours) == 4 + 5  # parameters and gradients; one parameter is unused
         for name in ours:
             assert (ours[name] - gloo[name]).abs().max() <= limit, name
-            assert gloo[name].abs().max() > 1e-3, name  # there is something to compare
+            assert gloo[name].abs().max() > 1e-3, name  # not all zeros
 
 
 def test_the_script():
@@ -553,9 +554,9 @@ def test_the_script():
 
 
 def test_a_process_that_dies_is_named():
-    """In the middle of DDP's work, without a word: for the others, what kill -9 does.
+    """A rank exits inside DDP without a message, which looks like kill -9 to other ranks.
 
-    The error passes through DDP's C++ code, which would take an object of Python's for a result.
+    The error passes through DDP's C++ code, which would take a Python object for a result.
     """
     output = pool.run(WORKER, "dies", ranks=3, timeout=60).check().output
     for survivor in (0, 2):

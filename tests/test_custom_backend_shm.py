@@ -20,7 +20,7 @@ NOT_IN_ALL |= {"all_reduce_of_100_mb": (2,), "written_past_the_caches": (2,)}
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world}ranks")
 def found(request, tmp_path_factory) -> tuple[int, list[dict]]:
-    """What each rank of one job has found, operation by operation."""
+    """The findings of each rank of one job, operation by operation."""
     folder = tmp_path_factory.mktemp("operations")
     pool.run(WORKER, folder, ranks=request.param, timeout=240).check()
     saved = [json.loads((folder / f"{r}.json").read_text()) for r in range(request.param)]

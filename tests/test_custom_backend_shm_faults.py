@@ -1,4 +1,4 @@
-"""custom_backend/shm: ranks that die, are late, call something else, fork, leave; no compiler."""
+"""custom_backend/shm: ranks that die, are late, make other calls, fork, leave; no compiler."""
 
 import itertools
 import json
@@ -19,16 +19,16 @@ import torch.distributed as dist
 from helpers import REPEAT, ROOT, python
 from torch.torch_version import TorchVersion
 
-pytest.importorskip("shm", exc_type=RuntimeError)  # it says that there is no compiler
+pytest.importorskip("shm", exc_type=RuntimeError)  # RuntimeError: no compiler
 from shm import backend, build
 
 WORKER = ROOT / "tests" / "workers" / "shm_faults.py"
 EXITS = ROOT / "tests" / "workers" / "shm_exits.py"
-SOON = 5  # seconds; milliseconds are usual, see what test_a_killed_rank prints
+SOON = 5  # seconds; usually milliseconds, which test_a_killed_rank prints
 
 
 def run(case: str, folder: Path, ranks: int) -> list:
-    """What the ranks have saved, None of those that could not."""
+    """The files that the ranks saved, None for a rank that saved none."""
     pool.run(WORKER, case, folder, ranks=ranks, timeout=100).check()
     return saved(folder, ranks)
 
@@ -84,12 +84,12 @@ def test_nothing_is_left_when_all_are_killed(tmp_path):
     assert left() <= before
 
 
-# ---- a rank is late, or calls something else
+# ---- a rank is late, or makes another call
 
 
 @pytest.mark.slow
 def test_a_time_out_names_who_is_missing_and_where(tmp_path):
-    """Rank 2 is in recv; who runs out of time first depends, and all hear the same."""
+    """Rank 2 is in recv. Any rank may time out first; all raise the same message."""
     calls = run("late", tmp_path, 3)
     for name in calls[0]:
         messages = {rank[name] for rank in calls if rank[name]}
@@ -97,14 +97,14 @@ def test_a_time_out_names_who_is_missing_and_where(tmp_path):
         message = messages.pop()
         if name in ("all_reduce", "zero_copy", "barrier", "future"):
             where = "barrier" if name == "barrier" else "all_reduce"
-            one = rf"rank [01] \(in {where}, its operation 1\) waited in vain for .*"
+            one = rf"rank [01] \(in {where}, its operation 1\) gave up waiting for .*"
             one += r"rank 2 \(in recv, after its operation 0\)"
             two = (
-                rf"rank 2 waited in vain in recv from rank 0 \(in {where}, its operation 1\), 0 of"
+                rf"rank 2 gave up waiting in recv from rank 0 \(in {where}, its operation 1\), 0 of"
             )
             assert re.search(f"shm: time-out: ({one}|{two})", message), message
         else:
-            assert re.search("shm: time-out: rank [012] waited in vain in (send|recv) ", message)
+            assert re.search("shm: time-out: rank [012] gave up waiting in (send|recv) ", message)
 
 
 WHAT = {
@@ -148,7 +148,7 @@ def test_ranks_on_two_hosts_are_refused(tmp_path):
 
 
 class FakeModule:
-    """What a Meeting asks of the compiled part."""
+    """The functions of the compiled part that a Meeting calls."""
 
     def __init__(self, name: str):
         self.heap = os.memfd_create(name)
@@ -171,7 +171,7 @@ def test_another_user_gets_nothing_and_disturbs_nobody():
     def rank(number: int, found: dict) -> None:
         meeting = backend.Meeting(store, number, 2, timedelta(seconds=60))
         with meeting:
-            if number == 1:  # before this rank calls at rank 0
+            if number == 1:  # before this rank connects to rank 0
                 strangers.append(call_as_nobody(meeting.ranks[0]["socket"]))
             found[number] = meeting.exchange(modules[number])
 
@@ -220,7 +220,7 @@ def test_groups_one_after_the_other_leave_nothing(tmp_path):
 @pytest.mark.parametrize("how", ["destroys", "ends", "fails"])
 @pytest.mark.timeout(120 + 10 * REPEAT)
 def test_programs_end(how):
-    """REPEAT=100 is the proof that no exit is aborted."""
+    """REPEAT=100 proves that no exit aborts."""
     result = python(EXITS, how, REPEAT, timeout=100 + 10 * REPEAT).check()
     expected = "fails 3 0" if how == "fails" else f"{how} 0 0"
     assert result.output.count(expected) == REPEAT, result.output
@@ -251,7 +251,7 @@ def test_an_old_torch_is_one_clear_sentence(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_source(tmp_path, monkeypatch) -> Path:
-    """Instead of the real ones, which take a minute."""
+    """A small source instead of the real ones, which compile for a minute."""
     if shutil.which("ninja") is None or shutil.which(build.compiler()) is None:
         pytest.skip("needs a C++ compiler and ninja")
     source = tmp_path / "small.cpp"
@@ -271,7 +271,7 @@ def test_a_killed_build_does_not_block_the_next(small_source):
     unfinished = directory / "unfinished"
     unfinished.mkdir(parents=True)
     (directory / "building").touch()
-    (unfinished / "lock").touch()  # torch's own: whoever sees it waits for ever
+    (unfinished / "lock").touch()  # torch's own lock, on which its build waits forever
     (unfinished / "shm_backend.so").write_bytes(b"half")
     module = build.load()
     assert Path(module.__file__) == directory / "shm_backend.so"

@@ -1,9 +1,9 @@
-"""custom_backend/shm/rounds.h as a small machine: all orders in which its ranks can take steps.
+"""Model-check custom_backend/shm/rounds.h: try all orders in which its ranks can take steps.
 
-A rank's program is a list of steps. A step begins when the counters of all others have come so far;
-then it reads slots, or writes one, and adds 1 to its own counter. What a rank waits for depends on
-its own steps only, and nobody but itself writes its slots. So a state of all ranks is how many
-steps each has done, and few states can be reached: a search looks at every one.
+The program of a rank is a list of steps. A step begins when the counters of all other ranks have
+reached its value; then it reads slots, or writes one, and adds 1 to its own counter. The values
+depend only on the rank's own steps, and only a rank itself writes its slots. So the number of steps
+that each rank has done is the full state. Few states are reachable, and a search visits all.
 """
 
 import itertools
@@ -22,14 +22,14 @@ OPERATIONS = [*itertools.product((1, 2, 3, 4, 5), (False, True)), "together"]
 @dataclass(frozen=True)
 class Step:
     name: str  # write, combine, collect, together
-    round: int  # counted through all operations
-    awaits: int  # what the others' counters must have reached
-    counter: int  # one's own, after the step
-    reads: str = ""  # which part of the others' slots: written or combined
+    round: int  # numbered through all operations
+    awaits: int  # the value that the counters of all other ranks must reach
+    counter: int  # the rank's own counter after the step
+    reads: str = ""  # the part of the other ranks' slots: written or combined
 
 
 def program(operations, depth: int, too_early: int = 0) -> list[Step]:
-    """Rounds::run for each of the operations, line by line. `too_early`: a planted mistake."""
+    """Rounds::run for each operation, line by line. `too_early` plants a mistake."""
     steps, posted, first = [], 0, 0
     free_after, written, combined = [0] * depth, [0] * depth, [0] * depth
     for operation in operations:
@@ -61,11 +61,11 @@ def program(operations, depth: int, too_early: int = 0) -> list[Step]:
 
 
 def contents(steps: list[Step], depth: int) -> list[dict]:
-    """What lies in a rank's slots after 0, 1, 2, ... of its steps: (slot, part) -> round."""
+    """The content of a rank's slots after 0, 1, 2, ... of its steps: (slot, part) -> round."""
     now, all_times = {}, [{}]
     for step in steps:
         slot = step.round % depth
-        if step.name == "write":  # over everything that was in it
+        if step.name == "write":  # overwrites all parts
             now = {**now, (slot, "written"): step.round, (slot, "combined"): None}
         if step.name == "combine":
             now = {**now, (slot, "combined"): step.round}
@@ -74,7 +74,7 @@ def contents(steps: list[Step], depth: int) -> list[dict]:
 
 
 def explore(operations, ranks: int, depth: int = DEPTH, too_early: int = 0) -> tuple[set, int]:
-    """What can go wrong, and how many states there are."""
+    """The mistakes found, and the number of states."""
     steps = program(operations, depth, too_early)
     slots = contents(steps, depth)
     counters = [0, *(step.counter for step in steps)]
@@ -115,7 +115,7 @@ def test_no_order_of_steps_goes_wrong(ranks, length):
 
 
 def test_many_short_operations():
-    """The slots are taken several times in turn."""
+    """The operations use each slot several times."""
     for operations in itertools.product([(1, False), (1, True)], repeat=9):
         assert not explore(operations, 2)[0]
 
@@ -124,7 +124,7 @@ def test_with_three_slots_ranks_would_wait_for_each_other():
     found = {operations: explore(operations, 2, depth=3)[0] for operations in sequences(2)}
     assert set().union(*found.values()) == {"deadlock"}
     for operations, wrong in found.items():
-        # Only where rounds are combined: those are read one iteration later.
+        # Only with combine, where ranks read one iteration later.
         long = any(operation != "together" and operation[1] for operation in operations)
         assert long or not wrong, operations
     assert found[(4, True), "together"] == {"deadlock"}
@@ -136,7 +136,7 @@ def test_a_slot_freed_one_step_too_early_would_be_overwritten():
 
 
 def test_the_model_follows_the_source():
-    """The lines of rounds.h that the model repeats; change both."""
+    """The model repeats these lines of rounds.h: change both together."""
     source = (ROOT / "custom_backend" / "shm" / "rounds.h").read_text()
     for line in (
         "constexpr uint32_t lag = has_combine ? 2 : 1;",

@@ -1,6 +1,6 @@
-"""custom_backend/shm: random operations on random groups, equal to Gloo; orders that are legal.
+"""custom_backend/shm: random operations on random groups equal Gloo's; legal orders of calls end.
 
-REPEAT=7 takes 10,000 operations and more.
+REPEAT=7 runs more than 10,000 operations.
 """
 
 import pool

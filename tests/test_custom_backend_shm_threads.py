@@ -1,4 +1,4 @@
-"""custom_backend/shm's core under ThreadSanitizer: is every access ordered that has to be?"""
+"""Run the core of custom_backend/shm under ThreadSanitizer, which finds data races."""
 
 import os
 import shutil

@@ -6,7 +6,7 @@ import torch
 from helpers import ROOT
 
 WORKER = ROOT / "tests" / "workers" / "shm_training.py"
-# The way on shm, and the one on Gloo that must give the same.
+# A strategy on shm -> the strategy on Gloo that must give equal results.
 WAYS = {
     name: name
     for name in (

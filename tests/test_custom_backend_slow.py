@@ -1,6 +1,6 @@
-"""Slow links: the table, the schedule (with a clock of the test's), messages that take their time.
+"""Slow links: the table, the schedule (with a fake clock), and delayed messages.
 
-What depends on the speed of this machine is not tested, only that nothing arrives before its time.
+These tests do not depend on the speed of the machine: they only check that no message is early.
 """
 
 import math
@@ -89,9 +89,9 @@ def test_one_message(nbytes):
 def test_messages_wait_for_those_before_them_on_the_same_link_only():
     schedule = Schedule(LINKS)
     assert schedule.book(0, 2, 10**6, now=0.0) == pytest.approx((1.0, 1.01))
-    assert schedule.book(0, 2, 10**6, now=0.5) == pytest.approx((2.0, 2.01))  # behind it
+    assert schedule.book(0, 2, 10**6, now=0.5) == pytest.approx((2.0, 2.01))  # behind the first
     assert schedule.book(0, 2, 10**6, now=3.0) == pytest.approx((4.0, 4.01))  # the link is free
-    assert schedule.book(2, 0, 10**6, now=0.0) == pytest.approx((1.0, 1.01))  # the way back
+    assert schedule.book(2, 0, 10**6, now=0.0) == pytest.approx((1.0, 1.01))  # the other direction
     assert schedule.book(0, 1, 10**6, now=0.0) == pytest.approx((0.1, 0.101))  # another link
 
 
@@ -104,14 +104,14 @@ def test_rings_of_equal_links():
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():
-    """Large messages: each link carries 2 (p-1) parts, one after another."""
+    """Large messages: each link carries 2 (p-1) parts one after another."""
     rate, nbytes = 1e6, 4e6
     links = read_links("default 0 100MB; 1>2 0 1MB")
     carried = 2 * 3 * nbytes / 4 / rate
     assert carried <= ring_seconds(links, 4, nbytes) <= 1.05 * carried
 
 
-# Messages over sockets, which take the time that the table says, or longer on a busy machine.
+# Messages over sockets take the time of the table, or longer on a busy machine.
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def make_groups():
 
 @pytest.mark.parametrize("nbytes", [0, 1000, 50_000])
 def test_a_message_is_not_early(make_groups, nbytes):
-    zero, one = make_groups(2, "10-11 30ms 1MB")  # global ranks, not the group's
+    zero, one = make_groups(2, "10-11 30ms 1MB")  # global ranks, not ranks in the group
     begun = time.monotonic()
     sent = zero.send([torch.arange(nbytes, dtype=torch.uint8)], 1, 0)
     x = torch.empty(nbytes, dtype=torch.uint8)
@@ -185,7 +185,7 @@ def test_groups_share_a_link():
 
 
 def test_who_leaves_is_not_gone_before_its_last_message(make_groups):
-    """The connection has ended long before what came through it is due."""
+    """A connection may end long before its messages are due."""
     groups = make_groups(2, "default 0 unlimited; 11>10 200ms unlimited")
 
     def leave(group):

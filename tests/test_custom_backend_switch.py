@@ -1,4 +1,4 @@
-"""run_on.py: which backends it finds, and training on them equal to training on Gloo."""
+"""run_on.py finds backends, and training on them equals training on Gloo."""
 
 import argparse
 import importlib
@@ -19,7 +19,7 @@ SHORT = ("--epochs", 1, "--log-every", 1)
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """Write a module to where Python looks; what it registers is forgotten after the test."""
+    """Write a module on Python's path; unregister its backend after the test."""
     for name in ("backend_list", "backend_capability", "backend_type_map"):
         monkeypatch.setattr(dist.Backend, name, getattr(dist.Backend, name).copy())
     monkeypatch.syspath_prepend(tmp_path)
@@ -41,7 +41,7 @@ def test_a_module_may_register_it(modules):
     modules("switch_b_backend", registering("switch_b"))
     modules("switch_b", "raise RuntimeError('NAME_backend comes first')")
     assert known_backend("switch_a") == "switch_a"
-    assert known_backend("switch_a") == "switch_a"  # once imported, it is known
+    assert known_backend("switch_a") == "switch_a"  # registered by the first import
     assert known_backend("switch_b") == "switch_b"
     assert known_backend("gloo") == "gloo"
 
@@ -112,14 +112,14 @@ def test_a_wrong_flag_is_said_once_by_all_ranks():
 def test_the_flags_reach_the_group(directory, tmp_path):
     joining, train = ROOT / "tests/workers/joining.py", ROOT / directory / "train.py"
     flags = ["--device", "cpu", "--timeout", 77, "--backend", "gloo"]
-    if directory == "t5_finetuning":  # else it would write the default ones first
+    if directory == "t5_finetuning":  # else it would write its default texts first
         flags += ["--train-file", tmp_path / "a", "--eval-file", tmp_path / "b"]
     result = pool.run(joining, train, *flags)
     assert result.output.splitlines()[-1] == "cpu, 77.0 s, gloo"
 
 
 def test_pytest_has_the_switch_too(request):
-    """pytest --backend shm reaches forked ranks and launched ones."""
+    """pytest --backend shm reaches forked ranks and launched ranks."""
     says = f"rank(s) on cpu, {request.config.getoption('backend')}, torch"
     script = ROOT / "collectives/hello_world.py"
     assert f"2 {says}" in pool.run(script, ranks=2).check().output
@@ -131,7 +131,7 @@ def test_pytest_has_the_switch_too(request):
 
 @pytest.fixture
 def shm():
-    pytest.importorskip("shm", exc_type=RuntimeError)  # it says that there is no compiler
+    pytest.importorskip("shm", exc_type=RuntimeError)  # RuntimeError: no compiler
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_backend_in_python_can_be_had_by_its_name_too(on_gloo, tmp_path):
 
 
 def same_run(folder, other) -> None:
-    """The same losses and parameters, to the last bit: with two ranks a + b is b + a."""
+    """Losses and parameters are bit-identical: on two ranks a + b equals b + a."""
     assert learned(folder) == learned(other) != []
     saved, expected = (
         torch.load(max((place / "checkpoints").glob("step_*.pt")), weights_only=True)["model"]
@@ -194,7 +194,7 @@ def test_a_slice_of_the_matrix_equals_one_process(shm, matrix, tmp_path):
 
 
 def compare(actual, expected, what) -> None:
-    """fp32 sums in another order: 1e-7 for numbers of order one; AdamW magnifies that to 2e-6."""
+    """Sums in another order differ by 1e-7 in fp32; AdamW magnifies that to 2e-6."""
     if isinstance(expected, dict):
         assert expected, what
         for name, value in expected.items():

@@ -1,1 +1,1 @@
-"""A backend out of plain sockets. Begin with collectives.py; PyTorch begins with group.py."""
+"""A backend over plain sockets. Read collectives.py first; PyTorch calls group.py."""

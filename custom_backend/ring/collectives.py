@@ -1,33 +1,33 @@
-"""The collectives, out of nothing but send and receive. ring_backend.py runs them all.
+"""Ring collectives made of send and receive. ring_backend.py runs all of them.
 
-Each function is what every rank of the group runs, at the same time:
+Every rank of the group runs the same function at the same time:
 
-    link.rank, link.size, link.left, link.right      in the ring: 0 -> 1 -> ... -> size - 1 -> 0
+    link.rank, link.size, link.left, link.right      the ring: 0 -> 1 -> ... -> size - 1 -> 0
     link.send(to, tensor)                             returns at once
     link.receive(source, like)                        waits; a new tensor of the shape of `like`
 
-All tensors are flat (1-D, contiguous) views of what the caller gave, changed in place.
+All tensors are flat (1-D, contiguous) views of the tensors of the caller, and change in place.
 """
 
 from collections.abc import Callable
 
 import torch
 
-PIECE = 1 << 20  # bytes: while one piece goes from rank 1 to 2, the next comes from 0 to 1
+PIECE = 1 << 20  # bytes: while rank 1 sends one piece to 2, rank 0 sends it the next
 
 
 def all_reduce(link, x: torch.Tensor, add: Callable) -> None:
-    """Everybody gets the sum. Each rank sends 2 (p-1)/p of the tensor: no algorithm needs less."""
-    parts = x.tensor_split(link.size)  # sizes differ by one where they must; some may be empty
+    """All ranks get the sum. Each sends 2 (p-1)/p of the tensor, the least of any algorithm."""
+    parts = x.tensor_split(link.size)  # sizes differ by at most one; some may be 0
     reduce_scatter(link, parts, add)
     all_gather(link, parts)
 
 
 def reduce_scatter(link, parts: list[torch.Tensor], add: Callable) -> None:
-    """Afterwards parts[rank] is the sum of everybody's; the other parts are half-way sums.
+    """Afterwards parts[rank] is the sum over all ranks; the other parts are partial sums.
 
-    Each part walks once round the ring and is added to at every rank, so its sum is made in one
-    order only: all ranks hold the same bits later.
+    Each part travels once around the ring, and every rank adds its own numbers. So each sum has one
+    order of additions, and all ranks get the same bits later.
     """
     for step in range(1, link.size):
         link.send(link.right, parts[(link.rank - step) % link.size])
@@ -36,7 +36,10 @@ def reduce_scatter(link, parts: list[torch.Tensor], add: Callable) -> None:
 
 
 def all_gather(link, parts: list[torch.Tensor]) -> None:
-    """Everybody has parts[rank]; afterwards all have all: each passes on what it got last."""
+    """Each rank has parts[rank]; afterwards all ranks have all parts.
+
+    In each step a rank forwards the part that it received last.
+    """
     for step in range(link.size - 1):
         link.send(link.right, parts[(link.rank - step) % link.size])
         mine = parts[(link.rank - step - 1) % link.size]
@@ -44,7 +47,7 @@ def all_gather(link, parts: list[torch.Tensor]) -> None:
 
 
 def broadcast(link, x: torch.Tensor, root: int) -> None:
-    """From the root along the ring, in pieces, so that all links are busy at the same time."""
+    """Send x from the root along the ring, in pieces, so that all links are busy at once."""
     for piece in pieces(x):
         if link.rank != root:
             piece.copy_(link.receive(link.left, like=piece))
@@ -53,7 +56,7 @@ def broadcast(link, x: torch.Tensor, root: int) -> None:
 
 
 def reduce(link, x: torch.Tensor, root: int, add: Callable) -> None:
-    """Along the ring to the root, which adds last; the others' x ends as a half-way sum."""
+    """Add along the ring up to the root; on all other ranks, x ends as a partial sum."""
     for piece in pieces(x):
         if link.left != root:
             add(piece, link.receive(link.left, like=piece))
@@ -66,7 +69,7 @@ def pieces(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def gather(link, parts: list[torch.Tensor] | None, x: torch.Tensor, root: int) -> None:
-    """All send to the root: parts, which only the root has, are everybody's x."""
+    """All ranks send x to the root, which collects them in parts (None on other ranks)."""
     if link.rank != root:
         link.send(root, x)
         return
@@ -75,7 +78,7 @@ def gather(link, parts: list[torch.Tensor] | None, x: torch.Tensor, root: int) -
 
 
 def scatter(link, x: torch.Tensor, parts: list[torch.Tensor] | None, root: int) -> None:
-    """The root, which alone has parts, sends to each rank its own."""
+    """The root sends parts[r] to each rank r (parts is None on other ranks)."""
     if link.rank != root:
         x.copy_(link.receive(root, like=x))
         return
@@ -86,8 +89,10 @@ def scatter(link, x: torch.Tensor, parts: list[torch.Tensor] | None, root: int) 
 
 
 def all_to_all(link, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """inputs[r] goes to rank r, outputs[r] comes from there. First to the next, then the one after
-    it, and so on: in no step do two ranks send to the same one."""
+    """Send inputs[r] to rank r, and receive outputs[r] from it.
+
+    In step d each rank sends to the rank d places ahead, so no two ranks send to the same one.
+    """
     outputs[link.rank].copy_(inputs[link.rank])
     for distance in range(1, link.size):
         to = (link.rank + distance) % link.size
@@ -97,6 +102,6 @@ def all_to_all(link, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) ->
 
 
 def barrier(link) -> None:
-    """An all_gather of nothing: what arrives last has come from every rank of the ring."""
+    """An all_gather of empty tensors: the last one to arrive has passed every rank."""
     nothing = torch.empty(0)
     all_gather(link, [nothing] * link.size)

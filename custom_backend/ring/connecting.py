@@ -1,7 +1,7 @@
-"""How the ranks of a group find each other: an address from each in the Store, a socket per pair.
+"""Connect the ranks of a group: addresses in the store, one socket per pair of ranks.
 
-A rank listens, writes "host port secret" into the Store, connects to all lower ranks and accepts
-all higher ones. The secret keeps out whoever else finds the port: another job, a scanner.
+A rank listens, writes "host port secret" into the store, connects to all lower ranks and accepts
+all higher ranks. The secret keeps out any other process that finds the port.
 """
 
 import os
@@ -13,13 +13,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-GREETING = struct.Struct("!q32s")  # rank, and the secret of the one who listens
+GREETING = struct.Struct("!q32s")  # rank, and the secret of the listening rank
 
 
 def connect(
     store: dist.Store, rank: int, size: int, seconds: float, names: list[int]
 ) -> dict[int, socket.socket]:
-    """peer -> socket. Ranks count within the group; `names` are their global ranks."""
+    """Return peer -> socket. Ranks are ranks in the group; `names` has the global ranks."""
     deadline, sockets = time.monotonic() + seconds, {}
     secret = secrets.token_hex(16)
     with socket.create_server(("", 0), backlog=size) as server:
@@ -52,8 +52,8 @@ def connect(
     for connection in sockets.values():
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A peer that takes no bytes at all for so long is as good as dead. (settimeout would also
-        # be for reading, where silence is no fault.)
+        # A peer that takes no bytes for that long counts as dead. (settimeout would also apply to
+        # reading, where silence is no error.)
         pause = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pause)
     return sockets
@@ -63,7 +63,7 @@ def look_up(store, peer: int, deadline: float, seconds: float, names: list[int])
     key = f"address_{peer}"
     try:
         store.wait([key], timedelta(seconds=left(deadline)))
-    except RuntimeError:  # DistStoreError, or what another kind of store raises
+    except RuntimeError:  # DistStoreError, or the error of another kind of store
         raise dist.DistBackendError(
             f"rank {names[peer]} did not join the group within {seconds:g} s"
         ) from None
@@ -75,20 +75,20 @@ def left(deadline: float) -> float:
 
 
 def own_address() -> str:
-    """The address of this machine on the way to the one where the job meets."""
+    """The address of the interface that leads to MASTER_ADDR."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
         return probe.getsockname()[0]
 
 
 def read(connection: socket.socket, nbytes: int) -> bytes | None:
-    """So many bytes, or None where the connection ends before."""
+    """Read nbytes bytes; None if the connection ends before."""
     space = bytearray(nbytes)
     return bytes(space) if read_into(connection, memoryview(space)) else None
 
 
 def read_into(connection: socket.socket, space: memoryview) -> bool:
-    """Fill `space`; False where the connection ends before."""
+    """Fill `space`; False if the connection ends before."""
     while len(space):
         received = connection.recv_into(space)
         if received == 0:

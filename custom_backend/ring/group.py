@@ -1,12 +1,12 @@
-"""A process group in Python: the methods that PyTorch calls, and the collectives of collectives.py.
+"""A process group in Python: the methods that PyTorch calls, built on collectives.py.
 
     dist.Backend.register_backend("ring", new_ring_group, extended_api=True, devices=["cpu"])
 
-PyTorch calls a method per operation, with lists of tensors and an object of opts, and gets a
-Work, for which it can wait. Here each collective is put into a queue, and one thread per group runs
-them in the order of the calls, which is the same on all ranks. send and recv do not go through the
-queue: one rank may call all_reduce(async_op=True) and then send, while the other calls recv and
-then all_reduce. In one queue for both they would wait for each other for ever.
+PyTorch calls one method per operation, with lists of tensors and an object of options, and gets a
+Work to wait for. Each collective goes into a queue, and one thread per group runs the queue in the
+order of the calls, which is the same on all ranks. send and recv do not go through the queue:
+rank 0 may call all_reduce(async_op=True) and then send, while rank 1 calls recv and then
+all_reduce. In a common queue these two ranks would wait for each other forever.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from ring.running import check_size, run_all, run_one
 from ring.wire import LABEL_BYTES, TAGGED, Wire, start_thread
 from ring.work import Work
 
-# How a tensor changes when another rank's arrives. (AVG: added, and divided at the end.)
+# Combine the tensor of another rank into mine. (AVG adds, and divides at the end.)
 ADD = {
     "SUM": torch.Tensor.add_,
     "AVG": torch.Tensor.add_,
@@ -54,7 +54,7 @@ class RingGroup(dist.ProcessGroup):
         self.thread = start_thread("wire collectives", run_all, self.queue)
 
     def start(self, operation: str, detail: str, tensors: list, run: Callable, opts) -> Work:
-        """Put a collective into the queue. tensors: those that hold its result, later."""
+        """Put a collective into the queue. tensors: those that will hold its result."""
         if self.closed:
             raise dist.DistBackendError(f"{operation}: this rank has left the group")
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
@@ -75,7 +75,7 @@ class RingGroup(dist.ProcessGroup):
             for tensor in tensors:
                 with flat([tensor]) as (x,):
                     ring.all_reduce(link, x, add)
-                    link.finish()  # or a part that is still to leave would be divided twice
+                    link.finish()  # else a part that is not sent yet would be divided twice
                     divide(x, op, link.size)
 
         return self.start("all_reduce", op, tensors, run, opts)
@@ -97,7 +97,7 @@ class RingGroup(dist.ProcessGroup):
         op, add = reduction(opts, tensors[0])
 
         def run(link):
-            x = copy_of(tensors[0])  # the half-way sums are nobody's business
+            x = copy_of(tensors[0])  # partial sums must not reach the caller's tensor
             ring.reduce(link, x, root, add)
             if link.rank == root:
                 divide(x, op, link.size)
@@ -126,7 +126,7 @@ class RingGroup(dist.ProcessGroup):
 
         def run(link):
             for output, parts in zip(outputs, inputs, strict=True):
-                flats = [copy_of(part) for part in parts]  # the caller's stay as they are
+                flats = [copy_of(part) for part in parts]  # the inputs of the caller do not change
                 ring.reduce_scatter(link, flats, add)
                 divide(flats[link.rank], op, link.size)
                 output.detach().copy_(flats[link.rank].view_as(output))
@@ -174,7 +174,7 @@ class RingGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         return self.start("barrier", "", [], ring.barrier, opts)
 
-    # Between two. A send is done when all has left, a receive when all has come.
+    # Point-to-point. A send is done when its last byte is sent, a receive when it has arrived.
 
     def send(self, tensors, to, tag):
         x = tensors[0].detach().contiguous()
@@ -205,10 +205,10 @@ class RingGroup(dist.ProcessGroup):
     # The rest.
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Cut along the first dimension: one part for each rank."""
+        """Split along the first dimension: one part per rank."""
         tensor = tensor.detach()
         if tensor.is_contiguous():
-            tensor = tensor.view(-1)  # its shape does not matter then, only how much it is
+            tensor = tensor.view(-1)  # then only the number of elements matters
         if len(tensor) % self.size():
             raise ValueError(f"{len(tensor)} elements or rows for {self.size()} ranks")
         return list(tensor.tensor_split(self.size()))
@@ -219,7 +219,7 @@ class RingGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         self.closed = True
         self.queue.put(None)
-        self.thread.join(self.seconds)  # what was begun is finished, waited for or not
+        self.thread.join(self.seconds)  # finishes all collectives that were called
         self.wire.close()
 
     def abort(self) -> None:
@@ -230,7 +230,7 @@ class RingGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return self.wire.backend
 
-    # PyTorch keeps a group's name in its backends, of which this one has none.
+    # PyTorch stores the name of a group in its backends, and this group has none.
 
     def setGroupName(self, name: str) -> None:
         self.name_of_group = name
@@ -245,10 +245,10 @@ class RingGroup(dist.ProcessGroup):
         return self.description
 
     def _get_backend(self, device) -> "RingGroup":
-        """batch_isend_irecv and FSDP2 ask for the backend of a device: there is one for all."""
+        """batch_isend_irecv and FSDP2 ask for the backend of a device: the group serves all."""
         return self
 
-    # The same by the names that torch 2.11 to 2.13 call.
+    # The names that torch 2.11 to 2.13 call.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -257,7 +257,7 @@ class RingGroup(dist.ProcessGroup):
 
 
 def reduction(opts, tensor: torch.Tensor) -> tuple[str, Callable]:
-    """The operation's name, and what to do with a part that arrives."""
+    """The name of the ReduceOp, and the function that combines a received part."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     name = next((name for name in ADD if op == getattr(dist.ReduceOp, name)), None)
     if name is None:
@@ -274,9 +274,9 @@ def divide(x: torch.Tensor, op: str, size: int) -> None:
 
 @contextmanager
 def flat(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """1-D views of the tensors; of one with gaps a copy, which is written back afterwards."""
+    """1-D views of the tensors; a tensor with gaps is copied, and written back at the end."""
     tensors = [tensor.detach() for tensor in tensors]
-    flats = [tensor.reshape(-1) for tensor in tensors]  # copies only where there is no view
+    flats = [tensor.reshape(-1) for tensor in tensors]  # copies only if no view exists
     yield flats
     for tensor, x in zip(tensors, flats, strict=True):
         if x.data_ptr() != tensor.data_ptr():

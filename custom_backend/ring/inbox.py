@@ -1,8 +1,7 @@
-"""What has arrived and what is waited for: where messages and those who want them meet.
+"""Match the messages that arrive with the receives that wait for them.
 
-Whoever wants a message gets a Future from expect(). The thread that reads from a connection gives
-each message that arrives to the oldest who waits for it, or keeps it, and says when nothing more
-will come.
+expect() returns a Future of a message. The thread that reads a connection gives each message to the
+oldest matching Future, or keeps it, and reports when no more messages can come.
 """
 
 import threading
@@ -13,28 +12,28 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-ANY = None  # as a source: whoever sends first
+ANY = None  # as a source: the first rank that sends
 
 
 @dataclass
 class Message:
     source: int
-    kind: int  # what number counts: collectives, or tags
+    kind: int  # COLLECTIVE, TAGGED ... of wire.py
     number: int
-    label: str  # what it belongs to, for people and for comparison
+    label: str  # the operation, to print and to compare
     data: torch.Tensor  # bytes
-    due: float = 0.0  # not to be seen before (slow_wire.py)
+    due: float = 0.0  # hold the message until then (slow_wire.py)
 
 
 class Inbox:
     def __init__(self, needs_all: int):
-        """needs_all: the kind of message that stops coming from everybody when one rank dies."""
+        """needs_all: the kind of message that no rank can send any more once one rank is dead."""
         self.needs_all = needs_all
         self._lock = threading.Lock()
         self._kept = defaultdict(deque)  # (source, kind, number) -> messages in their order
         self._expected = []  # (source, kind, number, Future), oldest first
-        self._lost = {}  # source -> why nothing comes from it any more
-        self.death = None  # of the first rank that ended without a goodbye: a sentence
+        self._lost = {}  # source -> why no message comes from it any more
+        self.death = None  # a sentence on the first rank that ended without GOODBYE
 
     def expect(self, source: int | None, kind: int, number: int) -> Future:
         future = Future()
@@ -53,17 +52,17 @@ class Inbox:
             future = self._wanted_by(message)
             if future is None:
                 self._kept[message.source, message.kind, message.number].append(message)
-        if future is not None:  # without the lock: what hangs on the Future runs now
+        if future is not None:  # without the lock: the callbacks of the Future run now
             future.set_result(message)
 
     def lose(self, source: int, why: str) -> None:
-        """Nothing comes from this source any more."""
+        """No message comes from this source any more."""
         with self._lock:
             self._lost.setdefault(source, why)
         self._end_hopeless()
 
     def mourn(self, why: str) -> None:
-        """Somebody is gone without a goodbye: no collective can be finished any more."""
+        """A rank ended without GOODBYE: no collective can finish any more."""
         with self._lock:
             self.death = self.death or why
         self._end_hopeless()
@@ -72,7 +71,7 @@ class Inbox:
         return self._lost.get(source)
 
     def _wanted_by(self, message: Message) -> Future | None:
-        """Of the oldest that waits for such a message, and now waits no longer."""
+        """Remove and return the oldest Future that waits for such a message."""
         for place, (source, kind, number, future) in enumerate(self._expected):
             same = (kind, number) == (message.kind, message.number)
             if same and source in (ANY, message.source):
@@ -81,7 +80,7 @@ class Inbox:
         return None
 
     def _take(self, source: int | None, kind: int, number: int) -> Message | None:
-        """The oldest message that fits, which then is no longer kept."""
+        """Remove and return the oldest matching message."""
         for key in [k for k in self._kept if k[1:] == (kind, number) and source in (ANY, k[0])]:
             message = self._kept[key].popleft()
             if not self._kept[key]:
@@ -102,7 +101,7 @@ class Inbox:
             future.set_exception(dist.DistBackendError(why))
 
     def _hopeless(self, source: int | None, kind: int) -> str | None:
-        """Why such a message cannot come any more."""
+        """Why such a message cannot come any more; None: it still can."""
         if kind == self.needs_all and self.death:
-            return self.death  # in a ring, everybody waits for everybody
+            return self.death  # on a ring, every rank waits for every other rank
         return self._lost.get(source)

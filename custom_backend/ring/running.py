@@ -1,4 +1,4 @@
-"""How a collective runs: its messages, its deadline, and whom to blame when the time is up."""
+"""Run a collective: its messages, its deadline, and the late rank after a time-out."""
 
 import time
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from ring.wire import COLLECTIVE, Wire
 from ring.work import Work
 
-PATIENCE = 2.0  # seconds in which a rank that is alive says where it is
+PATIENCE = 2.0  # seconds for a living rank to answer where it is
 
 
 class Link:
-    """What a function of collectives.py sees of the wire: the messages of one collective."""
+    """A collective's view of its Wire: sends and receives the messages of this collective."""
 
     def __init__(self, wire: Wire, number: int, label: str, seconds: float):
         self.wire, self.number, self.label = wire, number, label
@@ -34,7 +34,7 @@ class Link:
         return message.data.view(like.dtype)
 
     def finish(self) -> None:
-        """Wait until all has left: then the tensors may be changed."""
+        """Wait until all messages are sent: then the tensors may change."""
         for sent in self.sends:
             self.wait(sent)
 
@@ -49,7 +49,7 @@ def check_size(message, like: torch.Tensor, wire: Wire) -> None:
 
 
 def run_all(queue: SimpleQueue) -> None:
-    """The thread of a group: one collective after another, in the order of the calls."""
+    """The thread of a group runs one collective after another, in the order of the calls."""
     for job in iter(queue.get, None):
         job()
         del job  # it holds tensors
@@ -59,7 +59,7 @@ def run_one(wire: Wire, work: Work, number: int, label: str, seconds: float, run
     wire.begun = (number, label)
     link = Link(wire, number, label, seconds)
     try:
-        # Not for speed: a thread outside of this mode may not write into tensors made inside it.
+        # Not for speed: outside of this mode a thread must not write to tensors made inside it.
         with torch.inference_mode():
             run(link)
         link.finish()
@@ -76,7 +76,7 @@ def run_one(wire: Wire, work: Work, number: int, label: str, seconds: float, run
 
 
 def who_is_late(wire: Wire, number: int) -> str:
-    """All ranks wait in a ring, each for its neighbour: to find the guilty one, ask them all."""
+    """Ask all ranks, since on a ring every rank waits for its neighbour, not for the late one."""
     found = wire.whereabouts(PATIENCE)
     says = [
         f"rank {wire.names[peer]} does not answer"

@@ -1,11 +1,11 @@
-"""Messages between the ranks of a group, over plain TCP sockets: what our backends stand on.
+"""Messages between the ranks of a group, over plain TCP sockets.
 
-    wire.send(to, TAGGED, tag, tensor)       returns at once; a Future that is done when it has left
+    wire.send(to, TAGGED, tag, tensor)       returns at once: a Future, done when sent
     wire.expect(source, TAGGED, tag)         a Future of the Message
 
 Each connection has two threads: one writes, one reads. The reader never stops, and keeps messages
-that the program has not asked for yet. So every send ends, whatever the other program is doing, and
-no order of sends and receives can block a connection. (The price: such messages take memory.)
+that the program has not asked for yet. So every send completes, even if the receiving program is
+busy, and no order of sends and receives can block a connection. (Kept messages take memory.)
 """
 
 import socket
@@ -24,37 +24,37 @@ import torch.distributed as dist
 from ring.connecting import connect, read_into
 from ring.inbox import Inbox, Message
 
-# Before the bytes of a message: kind, number, how many bytes, when it is due, label.
+# The header of a message: kind, number, bytes, when it is due, label.
 LABEL_BYTES = 48
 HEADER = struct.Struct(f"!B q q d {LABEL_BYTES}s")
 
-# The kinds of message, and what their number is.
-COLLECTIVE = 1  # how many collectives this group had before this one
-TAGGED = 2  # send and recv: their tag
-WHERE = 3  # "in which collective are you?", asked when time is up
-HERE = 4  # the answer: of the thread that reads, also where the program does something else
-GOODBYE = 5  # the sender leaves the group properly
-DEATH = 6  # a rank has not: the sender is about to fail, and says which rank caused it
+# The kinds of message; the comment tells the meaning of their number.
+COLLECTIVE = 1  # collectives of this group before this one
+TAGGED = 2  # the tag of send and recv
+WHERE = 3  # asks after a time-out: "in which collective are you?"
+HERE = 4  # answers WHERE, from the reading thread, even if the program is busy
+GOODBYE = 5  # the sender leaves the group in good order
+DEATH = 6  # another rank died: the sender names it, and is about to fail itself
 
-A_MOMENT = 1.0  # seconds for what a living rank does at once
+A_MOMENT = 1.0  # seconds for an action that a living rank completes at once
 
 
 class Wire:
-    """Connects this rank with every other rank of its group. Ranks count within the group here."""
+    """Connects this rank with every other rank of its group. Ranks are ranks in the group."""
 
     backend = "ring"
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, names: list[int]
     ):
-        """names: the global ranks of the group, for messages to people."""
+        """names: the global ranks of the group, for error messages."""
         self.rank, self.size, self.names = rank, size, names
         self.timeout = timeout.total_seconds()
         self.begun = (-1, "nothing")  # number and label of the last collective of this rank
-        self.bytes_sent = 0  # of tensors, without the headers
+        self.bytes_sent = 0  # without headers
         self.inbox = Inbox(needs_all=COLLECTIVE)
         self.expect = self.inbox.expect
-        self.left = set()  # peers that have left the group properly
+        self.left = set()  # peers that sent GOODBYE
         self.sockets = connect(store, rank, size, self.timeout, names)
         self.closed = False
         self.to_write = {peer: SimpleQueue() for peer in self.sockets}
@@ -62,7 +62,7 @@ class Wire:
         self.writers = [start_thread(f"wire to {p}", self.write_to, p) for p in self.sockets]
 
     def send(self, to: int, kind: int, number: int, tensor: torch.Tensor, label="") -> Future:
-        """Start to send a contiguous tensor: not to be changed before the Future is done."""
+        """Start to send a contiguous tensor, which must not change before the Future is done."""
         data = tensor.detach().reshape(-1).view(torch.uint8)
         message = Message(self.rank, kind, number, label, data)
         sent = Future()
@@ -70,7 +70,7 @@ class Wire:
         return sent
 
     def write_to(self, peer: int) -> None:
-        """The thread that writes."""
+        """Run the writing thread of a connection."""
         queue = self.to_write[peer]
         for message, sent, asked in iter(queue.get, None):
             try:
@@ -83,9 +83,9 @@ class Wire:
                     self.lose(peer, why)
                     shut(self.sockets[peer], socket.SHUT_RDWR)
                 if message.kind != DEATH:
-                    self.readers[peer].join(A_MOMENT)  # it finds the end too, and tells other ranks
+                    self.readers[peer].join(A_MOMENT)  # it also sees the end, and tells other ranks
                 sent.set_exception(dist.DistBackendError(f"rank {self.names[peer]} is gone: {why}"))
-            del message, sent  # hold no tensor while waiting for the next
+            del message, sent  # hold no tensor while waiting
         shut(self.sockets[peer], socket.SHUT_WR)
 
     def transmit(self, peer: int, message: Message, asked: float) -> None:
@@ -98,7 +98,7 @@ class Wire:
         self.bytes_sent += len(m.data)
 
     def read_from(self, peer: int) -> None:
-        """The thread that reads."""
+        """Run the reading thread of a connection."""
         connection, head = self.sockets[peer], bytearray(HEADER.size)
         try:
             while read_into(connection, memoryview(head)):
@@ -125,7 +125,7 @@ class Wire:
             self.inbox.put(message)
 
     def lose(self, peer: int, why: str) -> None:
-        """Nothing comes from this peer any more."""
+        """No message comes from this peer any more."""
         if self.closed:
             self.inbox.lose(peer, "this rank has left the group")
         elif peer in self.left:
@@ -138,13 +138,13 @@ class Wire:
             self.inbox.lose(peer, why)
 
     def tell_others(self, dead: int, why: str) -> None:
-        """Before this rank fails, too, and perhaps dies of it: they would take it for the first."""
+        """Name the dead rank before this rank fails too, or other ranks would blame this one."""
         text = torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8)
         others = [peer for peer in self.sockets if peer != dead]
         wait([self.send(peer, DEATH, 0, text) for peer in others], A_MOMENT)
 
     def whereabouts(self, patience: float) -> dict[int, tuple[int, str] | None]:
-        """peer -> number and label of the last collective it has begun; None: it did not answer."""
+        """peer -> number and label of the last collective it began; None: it did not answer."""
         answers = {peer: self.expect(peer, HERE, 0) for peer in self.sockets}
         for peer in self.sockets:
             self.send(peer, WHERE, 0, torch.empty(0))
@@ -158,20 +158,20 @@ class Wire:
         return found
 
     def close(self) -> None:
-        """Leave properly: what was sent before still arrives."""
+        """Leave in good order: messages that were sent before still arrive."""
         for peer, queue in self.to_write.items():
             self.send(peer, GOODBYE, 0, torch.empty(0))
             queue.put(None)
         for writer in self.writers:
             writer.join(self.timeout)
-        # A thread that is inside PyTorch when Python ends aborts the process.
+        # A thread that is inside PyTorch when Python exits would abort the process.
         self.closed = True
         for peer, reader in self.readers.items():
             shut(self.sockets[peer], socket.SHUT_RD)
             reader.join(self.timeout)
 
     def cut(self) -> None:
-        """Leave at once: other ranks see what they see when a process dies."""
+        """Leave at once: to other ranks it looks like the death of this process."""
         self.inbox.mourn("this rank has cut its connections")
         for peer, connection in self.sockets.items():
             shut(connection, socket.SHUT_RDWR)
@@ -184,7 +184,7 @@ def shut(connection: socket.socket, how: int) -> None:
 
 
 def start_thread(name: str, run: Callable, *args) -> threading.Thread:
-    """A thread that does not keep the process from ending."""
+    """Start a thread that does not keep the process alive."""
     thread = threading.Thread(target=run, args=args, daemon=True, name=name)
     thread.start()
     return thread

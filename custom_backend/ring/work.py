@@ -1,4 +1,4 @@
-"""What an operation returns at once, done or not: a Work, in Python."""
+"""Work in Python: the handle that an operation returns at once."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 class Work(dist.Work):
     def __init__(self, tensors: list[torch.Tensor], what: str, seconds: float | None = None):
-        """what: for messages. seconds: how long wait() waits unless told; None: for ever."""
+        """what: for error messages. seconds: default time-out of wait(); None: wait forever."""
         super().__init__()
         self.tensors, self.what, self.seconds = tensors, what, seconds
         self.done = Future()
-        self.source = -1  # of a receive, once it is done: the rank in the group
+        self.source = -1  # after a receive: the sender's rank in the group
 
     def complete(self, error: BaseException | None = None) -> None:
         if error is None:
@@ -23,7 +23,7 @@ class Work(dist.Work):
             self.done.set_exception(error)
 
     def follow(self, other: Future, then: Callable = lambda result: None) -> None:
-        """Complete with `other`, after then(its result)."""
+        """Complete when `other` does, after calling then() with its result."""
 
         def end(other: Future) -> None:
             try:
@@ -35,7 +35,7 @@ class Work(dist.Work):
 
         other.add_done_callback(end)
 
-    # What PyTorch calls.
+    # PyTorch calls the following methods.
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         seconds = timeout.total_seconds() or self.seconds
@@ -46,10 +46,10 @@ class Work(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future:
-        """For DDP, whose C++ code waits for it. Its value is the tensors, or an error.
+        """A future for DDP, whose C++ code waits for it. Its value is the tensors, or an error.
 
-        The error has to be raised inside then(): that of Future.set_exception() is a Python object
-        which only Python knows to be one. DDP takes it for the tensors, and crashes.
+        The error must be raised inside then(). Future.set_exception() stores a Python object that
+        C++ does not recognise as an error: DDP takes it for the tensors, and crashes.
         """
         ended = torch.futures.Future()
         future = ended.then(lambda _: self.done.result())
@@ -74,4 +74,4 @@ class Work(dist.Work):
     def source_rank(self) -> int:
         return self.source
 
-    _source_rank = source_rank  # the name by which dist.recv(src=None) asks
+    _source_rank = source_rank  # dist.recv(src=None) calls this name

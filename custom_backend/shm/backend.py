@@ -1,12 +1,12 @@
-"""Register the backend "shm", and bring the ranks of a group together.
+"""Register the backend "shm", and connect the ranks of a group.
 
     import shm
     dist.init_process_group("shm")
 
-What one process hands to another is two file descriptors: of the group's segment, and of its own
-heap. Both are files without a name, in memory only (memfd). They go over Unix sockets, whose
-names are random and known from the group's Store only; the kernel tells each end which user is at
-the other one.
+A process sends two file descriptors to another one: of the group's segment, and of its own heap.
+Both are files without a name, in memory only (memfd). The descriptors travel over Unix sockets with
+random names, which only the store of the group lists. The kernel tells each end the user at the
+other end.
 """
 
 import atexit
@@ -27,9 +27,9 @@ MODULE = None  # the compiled part
 
 
 def register() -> None:
-    """Make "shm" a backend of torch.distributed; "cpu:shm,cuda:nccl" can be asked for, too.
+    """Register "shm" with torch.distributed; "cpu:shm,cuda:nccl" also works.
 
-    Raises RuntimeError with one sentence where it is not compiled and there is no compiler.
+    Raises RuntimeError with one sentence if it is not compiled and there is no compiler.
     """
     build.check_tools()
     if "shm" not in dist.Backend.backend_list:
@@ -37,16 +37,16 @@ def register() -> None:
 
 
 def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A CPU tensor in this process's heap, which the other ranks read and write where it lies."""
+    """A CPU tensor in the heap of this process, which other ranks read and write in place."""
     shape = torch.Size(size)
     bytes = torch.empty(0, dtype=dtype).element_size() * shape.numel()
     return compiled().allocate(bytes).view(dtype).view(shape)
 
 
 def adopt(tensor: torch.Tensor) -> torch.Tensor:
-    """Move an existing tensor's storage, and with it all views of it, into the heap.
+    """Move the storage of a tensor, and with it all its views, into the heap.
 
-    A pointer that something other than torch holds, a numpy array for example, stays behind.
+    Pointers outside of torch, such as a numpy array, keep pointing to the old memory.
     """
     if not lies_in_heap(tensor):
         compiled().adopt(tensor)
@@ -60,10 +60,10 @@ def lies_in_heap(tensor: torch.Tensor) -> bool:
 def ddp_hook(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """DDP without copies: model.register_comm_hook(None, shm.ddp_hook).
+    """All-reduce the buckets of DDP without copies: model.register_comm_hook(None, shm.ddp_hook).
 
-    DDP reduces its gradients in buckets, which it makes itself. The first time that a bucket comes
-    by, it is moved into the heap; from then on it is reduced where it lies.
+    DDP allocates its buckets of gradients itself. This hook moves each bucket into the heap at its
+    first reduction; from then on, ranks reduce it in place.
     """
     buffer = adopt(bucket.buffer())
     options = dist.ReduceOp.AVG
@@ -72,7 +72,7 @@ def ddp_hook(
 
 
 def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta):
-    """What torch calls, on all ranks of a new group, with a store that is this group's own."""
+    """torch calls this on all ranks of a new group, with a store for this group alone."""
     module = compiled()
     if size > 64:
         raise ValueError(f"shm connects at most 64 ranks of one host, not {size}")
@@ -80,7 +80,7 @@ def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta):
     with sockets:
         segment, heaps = sockets.exchange(module)
     group = module.create(segment, rank, size, heaps, *sockets.patience(), timeout)
-    sockets.wait_for_all("entered")  # nobody dies unnoticed from here on
+    sockets.wait_for_all("entered")  # from here on every death is noticed
     return group
 
 
@@ -88,12 +88,12 @@ def compiled():
     global MODULE
     if MODULE is None:
         MODULE = build.load()
-        atexit.register(MODULE.close_all)  # for groups that nobody has destroyed
+        atexit.register(MODULE.close_all)  # closes groups that the program has not destroyed
     return MODULE
 
 
 class Meeting:
-    """The ranks of a new group find each other: through the store, then over Unix sockets."""
+    """Connects the ranks of a new group: through the store, then over Unix sockets."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
@@ -102,7 +102,7 @@ class Meeting:
 
     def __enter__(self) -> "Meeting":
         name = secrets.token_hex(16)
-        self.listener.bind(f"\0{name}")  # an abstract name: no file, gone with the socket
+        self.listener.bind(f"\0{name}")  # an abstract name: no file, ends with the socket
         self.listener.listen(self.size)
         mine = {
             "host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -119,7 +119,7 @@ class Meeting:
         self.listener.close()
 
     def everybodys(self, key: str, value: str) -> list[bytes]:
-        """What each rank says under this key."""
+        """The values of all ranks under this key."""
         self.store.set(f"shm/{key}/{self.rank}", value)
         return [self.store.get(f"shm/{key}/{rank}") for rank in range(self.size)]
 
@@ -143,7 +143,7 @@ class Meeting:
         return (50.0, 4) if len(cores) >= self.size else (2.0, 64)
 
     def exchange(self, module) -> tuple[int, list[int]]:
-        """The descriptor of the group's segment, and of each other rank's heap (-1: one's own)."""
+        """The descriptors of the group's segment and of every rank's heap (-1: its own)."""
         own = [module.heap_fd()]
         if self.rank == 0:
             segment = os.memfd_create("torch shm group")
@@ -151,7 +151,7 @@ class Meeting:
             module.prepare_segment(segment, self.size)
             own.append(segment)
         received = {self.rank: [-1, *own[1:]]}
-        # Everybody calls those before him, and answers those after him.
+        # Each rank connects to all lower ranks, and accepts all higher ranks.
         for peer in range(self.rank):
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(self.timeout.total_seconds())
@@ -160,20 +160,20 @@ class Meeting:
         while len(received) < self.size:
             with self.listener.accept()[0] as connection:
                 if user_of(connection) != os.getuid():
-                    continue  # names of sockets are no secret on a host: a stranger gets no answer
+                    continue  # every user can see the names of sockets: give a stranger no answer
                 connection.settimeout(self.timeout.total_seconds())
                 self.swap(connection, own, received)
         return received[0][1], [received[peer][0] for peer in range(self.size)]
 
     def swap(self, connection: socket.socket, own: list[int], received: dict) -> None:
-        """Send own descriptors, and receive those of the rank at the other end."""
+        """Send my descriptors, and receive those of the rank at the other end."""
         if user_of(connection) != os.getuid():
             raise PermissionError(f"shm: user {user_of(connection)} answers at a rank's socket")
-        # Only a rank of this group has seen the names in the store.
+        # Only ranks of this group can read the names in the store.
         hello = json.dumps([self.rank, self.ranks[self.rank]["socket"]]).encode()
         socket.send_fds(connection, [hello], own)
         message, descriptors, _, _ = socket.recv_fds(connection, 4096, 2)
-        for descriptor in descriptors:  # not for programs that this one starts
+        for descriptor in descriptors:  # child programs do not inherit them
             os.set_inheritable(descriptor, False)
         peer, name = json.loads(message)
         if name != self.ranks[peer]["socket"]:
@@ -182,6 +182,6 @@ class Meeting:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Which user is at the other end; the kernel says so."""
+    """The user id of the process at the other end, from the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return struct.unpack("3i", credentials)[1]

@@ -1,6 +1,6 @@
-"""Compile the C++ part, once for each torch, compiler and state of the sources.
+"""Compile the C++ part of shm, once for each torch, compiler and version of the sources.
 
-python custom_backend/shm/build.py          # or let the first rank that needs it do it
+python custom_backend/shm/build.py          # or the first rank that needs it compiles it
 """
 
 import argparse
@@ -19,14 +19,14 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 SOURCES = [HERE / "shared_memory.cpp", HERE / "reduce.cpp"]
-# Contraction would give a * b + c one rounding instead of two on some processors.
+# Contraction would round a * b + c once instead of twice on some processors.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off"]
 
 
 def load() -> ModuleType:
-    """The compiled module; compiles it first where that has not been done on this machine.
+    """Load the compiled module; compile it first, if it is not in the cache.
 
-    Raises RuntimeError with one sentence where there is no compiler, or it fails.
+    Raises RuntimeError with one sentence if there is no compiler, or if it fails.
     """
     file = library()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -42,12 +42,12 @@ def load() -> ModuleType:
 
 
 def compile_into(directory: Path) -> None:
-    """Make the library in a folder of its own: where it is at last, it is whole.
+    """Compile in a temporary folder, then move the library: a killed build leaves no broken one.
 
-    In a process of its own, too: torch loads what it has compiled, and from there.
+    Use a separate process, because torch also loads what it compiles, from that folder.
     """
     folder = directory / "unfinished"
-    shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed, with torch's lock
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed build, with torch's lock
     folder.mkdir()
     arguments = {"sources": [str(source) for source in SOURCES], "extra_cflags": FLAGS}
     arguments |= {"name": "shm_backend", "build_directory": str(folder)}
@@ -62,18 +62,18 @@ def compile_into(directory: Path) -> None:
 
 
 def library() -> Path:
-    """What has been compiled, or will be."""
+    """The path of the compiled library, whether it exists or not."""
     return cache() / fingerprint() / "shm_backend.so"
 
 
 def cache() -> Path:
-    """Where builds are kept: $SHM_BUILD_DIR, else with other caches of this user."""
+    """The folder of all builds: $SHM_BUILD_DIR, else in the cache of this user."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_shm_backend"
     return Path(os.environ.get("SHM_BUILD_DIR", default))
 
 
 def fingerprint() -> str:
-    """Changes with whatever a build depends on."""
+    """A digest of everything that a build depends on."""
     digest = hashlib.sha256(f"{torch.__version__} {sys.version} {compiler()} {FLAGS}".encode())
     for file in sorted(HERE.glob("*.h")) + SOURCES:
         digest.update(file.read_bytes())
@@ -85,10 +85,10 @@ def compiler() -> str:
 
 
 def check_tools() -> None:
-    """Raises RuntimeError with one sentence where what is to be compiled cannot be."""
+    """Raise RuntimeError with one sentence if the library is missing and cannot be compiled."""
     if library().exists():
         return
-    if torch.__version__ < "2.14":  # operations have other names there
+    if torch.__version__ < "2.14":  # older versions name the operations differently
         raise RuntimeError(f"shm: needs torch 2.14 or newer, this is {torch.__version__}")
     missing = [tool for tool in (compiler(), "ninja") if shutil.which(tool) is None]
     if missing:
@@ -101,14 +101,14 @@ def check_tools() -> None:
 
 @contextlib.contextmanager
 def alone(path: Path):
-    """One process of this machine at a time; the system lets go of it if the process is killed."""
+    """Hold a file lock, one process at a time; the kernel frees it if the process is killed."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def main() -> None:
-    argparse.ArgumentParser(description="Compile the backend shm, if need be.").parse_args()
+    argparse.ArgumentParser(description="Compile the backend shm, once.").parse_args()
     print(load().__file__)
 
 

@@ -1,8 +1,8 @@
-// The collectives, on raw memory, as rounds of "write my slot, read the others'".
+// The collectives, on raw memory, as rounds of "write my slot, read the slots of the other ranks".
 //
-// Small tensors take one round: everybody reads everything. Large ones go through the slots a piece
-// at a time, so that what one core has just written is still in its cache when another reads it.
-// A tensor in a rank's heap (heap.h) is read where it lies, and is not copied to a slot at all.
+// Small tensors take one round, in which every rank reads everything. Large ones go through the
+// slots piece by piece, so that a piece is still in the writer's cache when another core reads it.
+// Ranks read a tensor in a rank's heap (heap.h) in place, without copying it to a slot.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Span {
   size_t bytes;
 };
 
-// How a reduction is done: what all functions below need to know about the numbers.
+// The type of the numbers, and how to reduce them.
 struct Numbers {
   Dtype dtype;
   Op op = Op::sum;
@@ -38,8 +38,8 @@ struct Limits {
 
 class Collectives {
  public:
-  // heap_of(rank): where that rank's heap begins in this process. offset_of(address): where it lies
-  // in this rank's own heap, -1 if it does not.
+  // heap_of(rank): the address of that rank's heap in this process. offset_of(address): its offset
+  // in the heap of this rank, -1 if it is not in there.
   Collectives(const Peers& peers, std::function<uint8_t*(int)> heap_of,
               std::function<int64_t(const void*)> offset_of)
       : peers_(peers),
@@ -52,8 +52,8 @@ class Collectives {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Each rank reduces its part of the numbers and gives the result to all: two steps, in which
-  // every rank sends (n - 1) / n of the tensor, twice.
+  // Each rank reduces its part of the numbers and gives the result to all ranks. In each of these
+  // two steps every rank sends (n - 1) / n of the tensor.
   void all_reduce(void* data, size_t count, Numbers numbers, Limits limits) {
     auto* mine = static_cast<uint8_t*>(data);
     const size_t width = size_of(numbers.dtype), bytes = count * width;
@@ -65,7 +65,7 @@ class Collectives {
       return;
     }
     if (all_lie_in_heaps(operation)) {
-      // Each rank reduces its part in place, in everybody's memory: nothing is copied.
+      // Each rank reduces its part in place, in the memory of all ranks: no copies.
       const auto [begin, end] = part(rank_, count, kCacheLine / width);
       std::vector<const void*> sources;
       std::vector<void*> targets;
@@ -138,7 +138,7 @@ class Collectives {
         [&](int) { return data.data; }, [&](int peer) { return peer == root; }, data.data);
   }
 
-  // outputs[r]: where this rank wants the numbers of rank r. They may have different sizes.
+  // outputs[r]: memory for the numbers of rank r. The sizes may differ.
   void all_gather(Span input, const std::vector<Span>& outputs, Dtype dtype, Limits limits) {
     size_t longest = 0, total = 0;
     for (auto& output : outputs) longest = std::max(longest, output.bytes), total += output.bytes;
@@ -170,8 +170,8 @@ class Collectives {
         [&](int) { return rank_ == root; }, input.data);
   }
 
-  // inputs[r]: this rank's numbers for rank r, with equal sizes on all ranks. `whole`: where they
-  // begin if they follow one another in memory, else null.
+  // inputs[r]: this rank's numbers for rank r, with equal sizes on all ranks. `whole`: the
+  // address of inputs if they are contiguous in memory, else null.
   void reduce_scatter(const std::vector<Span>& inputs, const void* whole, void* output,
                       Numbers numbers, Limits limits) {
     const size_t width = size_of(numbers.dtype);
@@ -217,7 +217,8 @@ class Collectives {
         });
   }
 
-  // First all ranks tell how much they send to whom; then the slots carry a block for each rank.
+  // In the first round, all ranks announce how much they send to each rank. Then each slot carries
+  // one block per rank.
   void all_to_all(const std::vector<Span>& inputs, const std::vector<Span>& outputs, Dtype dtype,
                   Limits limits) {
     Current operation(*this, Kind::all_to_all, {dtype}, -1, nullptr, 0, limits);
@@ -260,13 +261,13 @@ class Collectives {
   static constexpr size_t kSmall = 16 * 1024;
   static constexpr size_t kStreamed = 4 << 20;
 
-  // An operation while it runs: its number, and what the others' error messages say of this rank.
+  // A running operation: its number, and what error messages of other ranks say about this rank.
   struct Current : Rounds::Operation {
     Current(Collectives& all, Kind kind, Numbers numbers, int root, const void* data, size_t bytes,
             Limits limits, const std::vector<Span>& parts = {})
         : state(all.peers_.segment.state(all.rank_)) {
       all.peers_.throw_if_failed();
-      // The steps of an operation that was given up are missing: the slots are no longer in step.
+      // An operation that was given up has missing steps, so the counters no longer match.
       if (all.peers_.gave_up) throw Error(all.peers_.where_is(all.rank_) + " ends");
       call = {kind, static_cast<uint32_t>(numbers.dtype), static_cast<uint32_t>(numbers.op), root,
               bytes, digest(parts), numbers.factor, ++all.number_, all.offset_of_(data)};
@@ -284,7 +285,7 @@ class Collectives {
     State& state;
   };
 
-  // Ranks that do not call the same thing would wait for ever, or mix up their numbers.
+  // Ranks with different calls would wait forever, or mix up their numbers.
   void agree(const Call& mine, const Call& theirs, int peer) const {
     if (theirs.kind == mine.kind && theirs.dtype == mine.dtype && theirs.op == mine.op &&
         theirs.root == mine.root && theirs.bytes == mine.bytes && theirs.parts == mine.parts &&
@@ -314,7 +315,7 @@ class Collectives {
     return text + ")";
   }
 
-  // A round without data, after which offsets_ tells where the others' tensors are in their heaps.
+  // A round without data. Afterwards offsets_ has the offset of each rank's tensor in its heap.
   void announce(const Current& operation) {
     rounds_.run(
         operation, 1, [](uint32_t) {}, Rounds::kNothing,
@@ -330,8 +331,8 @@ class Collectives {
     return std::all_of(offsets_, offsets_ + size_, [](int64_t offset) { return offset >= 0; });
   }
 
-  // Ranks with something in their slot for everybody: bytes_of(peer) in all, copied to output(peer)
-  // on ranks that want it. `own`: where this rank wants its own input, too.
+  // Each rank shares bytes_of(rank) bytes with all ranks; ranks that want them copy them to
+  // output(rank). `own`: where this rank copies its own input, if not null.
   template <class BytesOf, class OutputOf, class Wanted>
   void share(const Current& operation, BytesOf bytes_of, OutputOf output, Wanted wanted,
              const uint8_t* input, uint8_t* own = nullptr) {
@@ -355,7 +356,7 @@ class Collectives {
         });
   }
 
-  // A slot with a block of `piece` bytes for each rank.
+  // Fill a slot with one block of `piece` bytes per rank.
   void write_blocks(const std::vector<Span>& inputs, uint32_t k, size_t piece) {
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == rank_) continue;
@@ -368,8 +369,9 @@ class Collectives {
     copy(output.data + k * piece, slot(peer, k) + rank_ * piece, bytes_at(output.bytes, k, piece));
   }
 
-  // target = the sum over the ranks of `count` numbers: `mine`, and the others' slots from
-  // `slot_offset` bytes on. With `second`, the result is written there too.
+  // target = the sum over all ranks of `count` numbers: `mine` on this rank, on all other ranks
+  // their slots from `slot_offset` bytes on. If `second` is not null, write the result there as
+  // well.
   void reduce_into(uint8_t* target, const uint8_t* mine, uint32_t k, size_t slot_offset,
                    size_t count, Numbers numbers, uint8_t* second = nullptr) {
     const void* sources[kMaxRanks];
@@ -385,14 +387,14 @@ class Collectives {
     size_t begin, end;
   };
 
-  // The part of `count` numbers that a rank reduces, which begins at a multiple of `step`.
+  // The part of `count` numbers that a rank reduces. It begins at a multiple of `step`.
   Range part(int rank, size_t count, size_t step = 1) const {
     const size_t steps = divide_up(count, step);
     return {std::min(count, steps * rank / size_ * step),
             std::min(count, steps * (rank + 1) / size_ * step)};
   }
 
-  // Several rounds even for what would fit into one slot, so that writing and reading overlap.
+  // Use several rounds even if the data fit into one slot, so that writing and reading overlap.
   static size_t piece_of(size_t bytes) {
     return std::clamp(aligned(divide_up(bytes, 4)), kSlotBytes / 4, kSlotBytes);
   }
@@ -410,8 +412,8 @@ class Collectives {
     if (bytes && to != from) std::memcpy(to, from, bytes);
   }
 
-  // A piece of an output of `total` bytes. If that is more than a cache holds, the piece goes to
-  // memory past the caches: else each line would first be read from there, to be overwritten whole.
+  // Copy a piece of an output of `total` bytes. If the output is larger than a cache, the stores
+  // bypass the caches: a normal store would first read each line, only to overwrite all of it.
   static void copy_out(uint8_t* to, const uint8_t* from, size_t bytes, size_t total) {
 #if defined(__SSE2__)
     if (total > kStreamed && reinterpret_cast<uintptr_t>(to) % 16 == 0 && to != from) {
@@ -422,7 +424,7 @@ class Collectives {
                            _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));
         }
       }
-      _mm_sfence();  // in order with what is published afterwards
+      _mm_sfence();  // orders these stores before the next publish()
       return copy(to + whole, from + whole, bytes - whole);
     }
 #endif

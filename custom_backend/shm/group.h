@@ -1,4 +1,4 @@
-// A rank's membership in a group: its segment, its threads, and how it comes and goes.
+// The membership of a rank in a group: its segment, its threads, how it joins and leaves.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace shm {
 
-// A mapping of a group's segment, which ends when nobody holds it any more.
+// Map the segment of a group; the last owner unmaps it.
 inline std::shared_ptr<const Segment> map_segment(int fd, int size) {
   return {new Segment{map_shared(fd, Segment::bytes(size)), size}, [](const Segment* segment) {
             munmap(segment->base, Segment::bytes(segment->size));
@@ -19,7 +19,7 @@ inline std::shared_ptr<const Segment> map_segment(int fd, int size) {
           }};
 }
 
-// Called by rank 0, before anyone else uses the segment.
+// Rank 0 calls it before any other rank uses the segment.
 inline void prepare(const Segment& segment) {
   pthread_mutexattr_t attributes;
   pthread_mutexattr_init(&attributes);
@@ -30,10 +30,10 @@ inline void prepare(const Segment& segment) {
   }
 }
 
-// The heaps of the other ranks, each mapped when it is first needed.
+// The heaps of the other ranks, each mapped at its first use.
 class PeerHeaps {
  public:
-  // fds[r]: the memory file of rank r's heap; -1: it is this process's own.
+  // fds[r]: the memory file of rank r's heap; -1: the heap of this process.
   PeerHeaps(std::vector<int> fds, size_t bytes)
       : fds_(std::move(fds)), bytes_(bytes), bases_(fds_.size(), nullptr) {}
   PeerHeaps(const PeerHeaps&) = delete;
@@ -77,7 +77,7 @@ class Group {
 
   ~Group() { close(); }
 
-  // End the threads; what is in the queue is run before.
+  // Run the rest of the queue, then end the threads.
   void close() {
     if (courier_.joinable()) {
       {
@@ -92,7 +92,7 @@ class Group {
     queue.close();
   }
 
-  // Begin a send or recv. If nobody waits for it within a millisecond or so, the courier sees to it.
+  // Begin a send or recv. The courier moves it if no thread waits for it within a millisecond or so.
   void start(const std::shared_ptr<Transfer>& transfer) {
     point_to_point.start(transfer);
     if (transfer->done) return;
@@ -119,7 +119,7 @@ class Group {
  private:
   State& my_state() { return segment_->state(peers.rank); }
 
-  // The courier's thread: transfers go on while this rank computes, or waits for something else.
+  // The courier is a thread that moves transfers while this rank computes or waits elsewhere.
   void carry() {
     using namespace std::chrono_literals;
     try {
@@ -153,7 +153,7 @@ class Group {
   PointToPoint point_to_point;
 
  private:
-  std::atomic<int> waiting_{0};  // threads that wait for a transfer, and so carry all of them
+  std::atomic<int> waiting_{0};  // threads that wait for a transfer, and so move all of them
   std::atomic<bool> stopping_{false};
   std::mutex courier_mutex_;
   bool courier_sleeps_ = false;
@@ -162,7 +162,7 @@ class Group {
   std::thread courier_;
 
  public:
-  Queue queue;  // last: its thread uses all the others, and ends first
+  Queue queue;  // last member: its thread uses all other members, and ends first
 };
 
 }  // namespace shm

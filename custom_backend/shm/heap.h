@@ -1,8 +1,8 @@
-// Memory for tensors that other ranks can read where they lie: one heap for each process.
+// Memory for tensors that other ranks read in place: one heap per process.
 //
-// It is a file without a name, in memory only (memfd), which belongs to the process and its peers:
-// the file descriptor was sent to them over a socket. When the last of them ends, in whatever way,
-// it is gone; nothing can be left in /dev/shm, nor does the size of /dev/shm matter.
+// The heap is a file without a name, in memory only (memfd). The process sends its descriptor to
+// its peers over a socket. When the last process that holds it ends, in any way, the kernel frees
+// it. So nothing can stay behind in /dev/shm, and the size of /dev/shm does not matter.
 #pragma once
 
 #include <pthread.h>
@@ -30,8 +30,8 @@ inline uint8_t* map_shared(int fd, size_t bytes) {
 
 class Heap {
  public:
-  // The process's own. It reserves addresses for as much as the machine has; memory is taken only
-  // where something is written.
+  // The heap of this process. It reserves as many addresses as the machine has memory; a page takes
+  // memory when it is first written.
   static Heap& own() {
     static Heap* heap = new Heap;  // never destroyed: tensors may outlive everything
     return *heap;
@@ -48,7 +48,7 @@ class Heap {
     std::lock_guard lock(mutex_);
     throw_if_forked();
     const size_t bytes = (wanted + kAlignment - 1) / kAlignment * kAlignment + (wanted == 0) * kAlignment;
-    for (auto it = free_.begin(); it != free_.end(); ++it) {  // the first that is large enough
+    for (auto it = free_.begin(); it != free_.end(); ++it) {  // first fit
       if (it->second < bytes) continue;
       const auto [offset, size] = *it;
       free_.erase(it);
@@ -61,7 +61,7 @@ class Heap {
 
   void release(void* address) {
     std::lock_guard lock(mutex_);
-    if (forked()) return;  // it is the parent's
+    if (forked()) return;  // it belongs to the parent
     const auto used = used_.find(static_cast<uint8_t*>(address) - base_);
     auto [offset, bytes] = *used;
     used_.erase(used);
@@ -77,13 +77,13 @@ class Heap {
     }
   }
 
-  // Where an address lies in the heap; -1 if it does not.
+  // The offset of an address in the heap; -1 if it is not in the heap.
   int64_t offset_of(const void* address) const {
     const auto offset = static_cast<const uint8_t*>(address) - base_;
     return offset >= 0 && static_cast<size_t>(offset) < bytes_ ? offset : -1;
   }
 
-  // Did a fork copy this process since the heap was made? Such a copy shares the pages.
+  // Was this process forked after the heap was made? A forked child shares the pages.
   static bool forked() { return forked_flag(); }
   static void throw_if_forked() {
     if (!forked()) return;

@@ -1,10 +1,10 @@
-// What lies in the shared memory of a group, and where. No torch in here: the core is plain C++17.
+// The layout of a group's shared memory. No torch in here: the core is plain C++.
 //
 //     Header | State of rank 0 | State of rank 1 | ... | slots of rank 0 | ... | channels
 //
-// One such segment belongs to each group. All ranks map it, each at an address of its own, so there
-// are no pointers inside, only offsets. A new segment is all zeros, and everything below is made so
-// that zeros are its right beginning (but the robust mutexes, which rank 0 initialises).
+// Each group has one such segment. Every rank maps it at another address, so it holds offsets, no
+// pointers. A new segment is all zeros, and zero is the right initial value of everything below,
+// except for the robust mutexes, which rank 0 initialises.
 #pragma once
 
 #include <pthread.h>
@@ -18,21 +18,21 @@ namespace shm {
 constexpr int kMaxRanks = 64;
 constexpr size_t kCacheLine = 64;
 
-// A slot is what a rank shows to the others in one round. Two of them, the writer's and a reader's,
-// should stay in the second-level cache (often 512 KB a core).
+// A slot holds the data that a rank shows to all ranks in one round. Two slots, the writer's and a
+// reader's, should stay in the second-level cache (often 512 KB per core).
 constexpr size_t kSlotBytes = 128 * 1024;
-// Why four: see rounds.h.
+// rounds.h explains why four.
 constexpr uint32_t kDepth = 4;
 
-// Point to point: a ring of packets for each ordered pair of ranks.
+// Point-to-point: one ring of packets for each ordered pair of ranks.
 constexpr size_t kPacketBytes = 64 * 1024;
 constexpr uint32_t kPackets = 4;
 
-// A counter that others wait for. It has a cache line to itself: a waiting core re-reads it all the
-// time, and would slow down whoever writes to a neighbour.
+// A counter that other ranks wait for. It has its own cache line: a waiting core re-reads it all
+// the time, which would slow down every write to the same line.
 struct alignas(kCacheLine) Flag {
   std::atomic<uint32_t> value;
-  std::atomic<uint32_t> sleepers;  // how many sleep until the value changes
+  std::atomic<uint32_t> sleepers;  // how many threads sleep until the value changes
 };
 
 enum class Kind : uint32_t {
@@ -40,17 +40,17 @@ enum class Kind : uint32_t {
   barrier, send, recv
 };
 
-// What a rank says of the operation that it is in. All ranks read all calls, and compare.
+// The operation that a rank is in. All ranks read all calls, and compare them.
 struct Call {
   Kind kind;
-  uint32_t dtype;   // as reduce.h numbers them
-  uint32_t op;      // the ReduceOp, 0 where nothing is reduced
-  int32_t root;     // -1 where there is none
-  uint64_t bytes;   // of this rank's input
-  uint64_t parts;   // a digest of the parts' sizes, where they may differ
-  double factor;    // of premul_sum, else 1
-  uint64_t number;  // counts the operations of the group
-  int64_t offset;   // where the tensor lies in this rank's heap; -1: in private memory
+  uint32_t dtype;   // a Dtype of reduce.h
+  uint32_t op;      // an Op of reduce.h, 0 without a reduction
+  int32_t root;     // -1 without a root
+  uint64_t bytes;   // the size of this rank's input
+  uint64_t parts;   // a digest of the sizes of the parts, if they may differ
+  double factor;    // the factor of premul_sum, else 1
+  uint64_t number;  // the number of the operation in the group
+  int64_t offset;   // of the tensor in this rank's heap; -1: it is in private memory
 };
 
 struct alignas(kCacheLine) Slot {
@@ -58,19 +58,19 @@ struct alignas(kCacheLine) Slot {
   alignas(kCacheLine) uint8_t data[kSlotBytes];
 };
 
-// What one rank tells all others.
+// The state of one rank, which all ranks read.
 struct State {
-  Flag posted;    // how many rounds' steps it has done: rounds.h
-  Flag doorbell;  // rung by others when a packet was put or taken: point_to_point.h
+  Flag posted;    // how many steps it has done: rounds.h
+  Flag doorbell;  // other ranks ring it when they put or take a packet
   alignas(kCacheLine) pthread_mutex_t alive;  // robust: the kernel marks it when its holder dies
-  std::atomic<uint32_t> has_left;             // it has destroyed its group in good order
-  std::atomic<uint32_t> doing;                // a Kind, for the others' error messages
-  std::atomic<uint32_t> transferring;         // send or recv, while it waits in one
-  std::atomic<uint64_t> number;               // and which operation that is
+  std::atomic<uint32_t> has_left;             // 1: it has destroyed its group in good order
+  std::atomic<uint32_t> doing;                // a Kind, for the error messages of other ranks
+  std::atomic<uint32_t> transferring;         // the Kind of the send or recv in which it waits
+  std::atomic<uint64_t> number;               // the number of its operation
 };
 
 struct Header {
-  std::atomic<uint32_t> failed;  // 0: no; 1: somebody writes the message; 2: it can be read
+  std::atomic<uint32_t> failed;  // 0: no; 1: a rank is writing the message; 2: it is written
   char message[1020];
 };
 
@@ -82,14 +82,14 @@ struct Packet {
   alignas(kCacheLine) uint8_t data[kPacketBytes];
 };
 
-// From one rank to one other. Only the sender changes `put`, only the receiver `taken`.
+// From one rank to another. Only the sender changes `put`, only the receiver changes `taken`.
 struct Channel {
   alignas(kCacheLine) std::atomic<uint32_t> put;
   alignas(kCacheLine) std::atomic<uint32_t> taken;
   Packet packets[kPackets];
 };
 
-// The addresses of all this in one process.
+// The addresses of these structures in one process.
 struct Segment {
   uint8_t* base = nullptr;
   int size = 0;

@@ -1,12 +1,12 @@
-// Messages from one rank to one other, with tags.
+// Messages from one rank to another, with tags.
 //
-// Each ordered pair of ranks has a channel, a ring of packets. A message is cut into packets; the
-// sender stops when the ring is full, and goes on when the receiver has taken some. Messages with
-// the same tag arrive in the order in which they were sent. A message that is in the way of another
-// tag's is put aside in private memory ("unexpected", as MPI calls it).
+// Each ordered pair of ranks has a channel, a ring of packets. A message is split into packets; the
+// sender stops when the ring is full, and continues when the receiver has taken a packet. Messages
+// with the same tag arrive in the order in which they were sent. A message that blocks one with
+// another tag is set aside in private memory ("unexpected message" in MPI).
 //
-// progress() moves whatever can be moved, for all transfers of this rank, and never waits. Whoever
-// waits for one transfer calls it again and again, and so helps all others along.
+// progress() moves all packets that can move, for all transfers of this rank, and never waits. A
+// thread that waits for one transfer calls it again and again, and so moves all transfers.
 #pragma once
 
 #include <algorithm>
@@ -34,9 +34,9 @@ struct Transfer {
   uint8_t* const data;
   const size_t bytes;
   const Dtype dtype;
-  std::atomic<int> peer;  // of a recv from any source: known when it is done
+  std::atomic<int> peer;  // of a recv from any source: known once it is done
   std::atomic<bool> done{false};
-  std::function<void(std::exception_ptr)> report;  // called once, when done or given up
+  std::function<void(std::exception_ptr)> report;  // called once: when it is done or given up
   size_t moved = 0;
 };
 
@@ -49,7 +49,7 @@ class PointToPoint {
         outgoing_(size_),
         incoming_(size_) {}
 
-  // Begin a transfer. It is done when `done` says so; the memory must stay until then.
+  // Begin a transfer. Its memory must stay valid until `done` is true.
   void start(const std::shared_ptr<Transfer>& transfer) {
     {
       std::lock_guard lock(mutex_);
@@ -68,7 +68,7 @@ class PointToPoint {
   void wait(const Transfer& transfer, Clock::time_point deadline, Patience patience) {
     wait_until([&] { return transfer.done.load(); }, transfer.peer, deadline, patience, [&] {
       const bool any = transfer.peer == kAnySource;
-      return "time-out: rank " + std::to_string(rank_) + " waited in vain in " +
+      return "time-out: rank " + std::to_string(rank_) + " gave up waiting in " +
              name_of(transfer.kind) + (transfer.kind == Kind::send ? " to " : " from ") +
              (any ? "any rank" : peers_.where_is(transfer.peer)) + ", " +
              std::to_string(transfer.moved) + " of " + std::to_string(transfer.bytes) + " bytes, tag " +
@@ -76,7 +76,7 @@ class PointToPoint {
     });
   }
 
-  // Move packets until `finished()`; used by whoever waits, and by the thread in the background.
+  // Move packets until `finished()`; waiting threads and the background thread call it.
   template <class Finished, class Explain>
   void wait_until(Finished finished, int awaited, Clock::time_point deadline, Patience patience,
                   Explain explain) {
@@ -102,7 +102,7 @@ class PointToPoint {
            std::none_of(incoming_.begin(), incoming_.end(), [](auto& one) { return one.transfer; });
   }
 
-  // Give up all transfers that are not done: the group is broken, or ends.
+  // Give up all unfinished transfers: the group is broken, or ends.
   void give_up(std::exception_ptr error) {
     std::vector<std::shared_ptr<Transfer>> pending;
     {
@@ -122,7 +122,7 @@ class PointToPoint {
   }
 
  private:
-  // A message that nobody has asked for yet, or not in this order.
+  // A message without a matching recv so far.
   struct Unexpected {
     int from;
     uint32_t tag;
@@ -131,7 +131,7 @@ class PointToPoint {
     size_t moved = 0;
   };
 
-  // The message whose packets are being taken from a rank: for a recv, or put aside.
+  // The message that is arriving from a rank: for a recv, or set aside.
   struct Incoming {
     std::shared_ptr<Transfer> transfer;
     std::shared_ptr<Unexpected> unexpected;
@@ -193,7 +193,7 @@ class PointToPoint {
     return true;
   }
 
-  // Who gets the message that begins with this packet? False: it stays in the channel for now.
+  // Find the recv for the message that begins with this packet. False: it stays in the channel.
   bool find_receiver(int from, const Packet& packet) {
     bool others_wait = false;
     for (auto it = expected_.begin(); it != expected_.end(); ++it) {
@@ -208,7 +208,7 @@ class PointToPoint {
       return true;
     }
     if (!others_wait) return false;
-    // It stands in the way of a message that somebody waits for.
+    // It blocks a message that a recv waits for: set it aside.
     auto message = std::make_shared<Unexpected>();
     message->from = from;
     message->tag = packet.tag;
@@ -219,7 +219,7 @@ class PointToPoint {
     return true;
   }
 
-  // Give messages that were put aside to those who wait for them by now.
+  // Give messages that were set aside to the recvs that match them by now.
   void match_unexpected() {
     for (auto it = expected_.begin(); it != expected_.end();) {
       Transfer& transfer = **it;
@@ -254,10 +254,10 @@ class PointToPoint {
   void complete(const std::shared_ptr<Transfer>& transfer) {
     transfer->done.store(true);
     completed_.push_back(transfer);
-    ring(peers_.segment.state(rank_).doorbell);  // another thread of this rank may wait for it
+    ring(peers_.segment.state(rank_).doorbell);  // another thread of this rank may be waiting
   }
 
-  // Without the lock: what is called may start the next transfer.
+  // Call without the lock: a report may start the next transfer.
   void report_completed() {
     std::vector<std::shared_ptr<Transfer>> completed;
     {

@@ -1,8 +1,8 @@
-// Collectives of a group run one after the other, in the order in which they were called.
+// The collectives of a group run one after another, in the order of the calls.
 //
-// One that is called with async_op=True is put into a queue, and a thread runs it. Whoever waits
-// for it before the thread has begun runs it himself: the thread's core is better left to others.
-// One without async_op runs at once, in the caller's thread, after those that are in the queue.
+// A collective with async_op=True goes into a queue, and a thread runs it. A thread that waits for
+// it before it has begun runs it itself, which saves a core. A collective without async_op runs at
+// once in the caller's thread, after those in the queue.
 #pragma once
 
 #include <condition_variable>
@@ -18,13 +18,13 @@ namespace shm {
 
 struct Job {
   std::function<void(Patience)> run;  // must not throw
-  std::function<void()> report;       // called afterwards, and may use the queue
+  std::function<void()> report;       // called after run, may use the queue
   bool done = false;                  // guarded by Queue::running_
 };
 
 class Queue {
  public:
-  // `at_start` and `at_end` are called in the thread. Returns when `at_start` has been.
+  // The thread calls `at_start` and `at_end`. The constructor returns after `at_start`.
   Queue(Patience patience, std::function<void()> at_start, std::function<void()> at_end)
       : patience_(patience) {
     std::unique_lock lock(waiting_);
@@ -42,7 +42,7 @@ class Queue {
     changed_.wait(lock, [&] { return started; });
   }
 
-  // Runs what is left in the queue, and ends the thread.
+  // Run the rest of the queue, and end the thread.
   ~Queue() { close(); }
 
   void close() {
@@ -75,12 +75,13 @@ class Queue {
       jobs_.push_back(job);
     }
     changed_.notify_one();
-    // Added by a report, in our thread: that may wait for it, and nobody else would run it.
+    // A report added it, in the queue's thread. The report may wait for it, and no other thread
+    // would run it.
     if (std::this_thread::get_id() == thread_.get_id()) finish(*job);
     return job;
   }
 
-  // Return when the job is done; do it, and those before it, unless the thread is at it.
+  // Return when the job is done; run it and all earlier jobs, unless the thread is running them.
   void finish(const Job& job) {
     Jobs ran;
     {
@@ -94,7 +95,7 @@ class Queue {
  private:
   using Jobs = std::deque<std::shared_ptr<Job>>;
 
-  // Run the oldest job, and note it in `ran`; needs running_. False: there is none.
+  // Run the oldest job, and add it to `ran`; the caller holds running_. False: there is none.
   bool run_first(Patience patience, Jobs& ran) {
     std::shared_ptr<Job> job;
     {
@@ -110,7 +111,7 @@ class Queue {
     return true;
   }
 
-  // Without running_: what a report calls may want to run jobs.
+  // Call without running_: a report may run jobs.
   static void report(const Jobs& ran) {
     for (auto& job : ran) {
       job->report();
@@ -135,8 +136,8 @@ class Queue {
   }
 
   const Patience patience_;
-  std::mutex running_;  // held by whoever runs a job; always taken before waiting_
-  std::mutex waiting_;  // guards the following
+  std::mutex running_;  // held while a job runs; always locked before waiting_
+  std::mutex waiting_;  // guards the members below
   Jobs jobs_;
   bool stopping_ = false;
   std::condition_variable changed_;

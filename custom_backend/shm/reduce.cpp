@@ -1,5 +1,5 @@
-// See reduce.h. Compiled twice for x86, with AVX2 and for any processor; the right one is taken at
-// run time. (The file is written for the compiler's vectoriser: short loops without branches.)
+// See reduce.h. On x86 the compiler makes two versions, with AVX2 and for any processor; the loader
+// selects one at run time. (Short loops without branches help the compiler's vectoriser.)
 
 #include "reduce.h"
 
@@ -7,9 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
-// One copy of the function for each set of instructions, chosen when the library is loaded. Other
-// processors, ARM among them, have one set that the compiler takes anyway. (ThreadSanitizer is not
-// ready yet when the choice is made.)
+// One version of the function per instruction set; the loader selects one. Other processors, such
+// as ARM, need one version only. (ThreadSanitizer is not initialised yet when the loader selects.)
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__SANITIZE_THREAD__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
@@ -46,7 +45,7 @@ struct Float16 {
   INLINE operator float() const {
     const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
     const uint32_t rest = static_cast<uint32_t>(bits & 0x7fff) << 13;
-    // Too small by 2^112, the difference of the biases; a multiplication also mends subnormals.
+    // Too small by 2^112, the difference of the biases; the multiplication also fixes subnormals.
     const uint32_t finite = bits_as<uint32_t>(bits_as<float>(rest) * 0x1p112f);
     const uint32_t infinite_or_nan = rest | 0x7f800000;
     return bits_as<float>(sign | ((bits & 0x7c00) == 0x7c00 ? infinite_or_nan : finite));
@@ -54,7 +53,7 @@ struct Float16 {
   INLINE static Float16 from(float value) {
     const uint32_t x = bits_as<uint32_t>(value), sign = (x >> 16) & 0x8000, rest = x & 0x7fffffff;
     const uint32_t normal = ((rest + 0xfff + ((rest >> 13) & 1)) >> 13) - (112 << 10);
-    // Below 2^-14: added to 0.5, the float rounds where a subnormal float16 ends.
+    // Below 2^-14: adding 0.5 rounds the float to the last bit of a subnormal float16.
     const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(rest) + 0.5f) - 0x3f000000;
     const uint32_t finite = rest < 0x38800000 ? subnormal : std::min(normal, uint32_t{0x7c00});
     return {static_cast<uint16_t>(sign | (rest > 0x7f800000 ? 0x7e00 : finite))};
@@ -64,7 +63,7 @@ struct Float16 {
 template <class T>
 constexpr bool is_half = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
 
-// What a sum is kept in: float for half precision, else the type itself. A bool counts as one bit.
+// The type of a sum: float for half precision, else the type itself. A bool counts as one bit.
 template <class T>
 using Accumulator = std::conditional_t<is_half<T>, float, T>;
 
@@ -76,7 +75,7 @@ INLINE Accumulator<T> combine(Accumulator<T> a, Accumulator<T> b) {
     if constexpr (op == Op::bit_xor) return a ^ b;
     return a | b;  // sum, max, bit_or
   } else if constexpr (std::is_integral_v<T>) {
-    using U = std::make_unsigned_t<A>;  // overflow of signed integers would be undefined
+    using U = std::make_unsigned_t<A>;  // signed overflow is undefined
     if constexpr (op == Op::product) return static_cast<A>(uint64_t{U(a)} * uint64_t{U(b)});
     if constexpr (op == Op::min) return b < a ? b : a;
     if constexpr (op == Op::max) return a < b ? b : a;
@@ -92,7 +91,7 @@ INLINE Accumulator<T> combine(Accumulator<T> a, Accumulator<T> b) {
   }
 }
 
-constexpr size_t kBlock = 1024;  // numbers at a time: sums stay in the first-level cache
+constexpr size_t kBlock = 1024;  // numbers per block: the sums stay in the first-level cache
 
 template <class T, Op op>
 INLINE void reduce_blocks(const void* const* sources, int sources_count, void* const* targets,
@@ -156,7 +155,7 @@ INLINE void reduce_type(Op op, const void* const* sources, int sources_count, vo
         break;
     }
   }
-  if constexpr (!std::is_integral_v<T>) {  // Gloo refuses the average of integers, and so do we
+  if constexpr (!std::is_integral_v<T>) {  // no average of integers, as in Gloo
     switch (op) {
       CASE(average);
       CASE(premul_sum);

@@ -1,7 +1,7 @@
-// Arithmetic: combine the same numbers of several ranks, always in the order of the ranks.
+// Arithmetic: reduce the numbers of several ranks elementwise, always in rank order.
 //
-// The order makes the result the same bits on every rank and in every run: (a + b) + c and
-// a + (b + c) differ in floating point. Half precision is added in float and rounded once.
+// The fixed order gives the same bits on every rank and in every run: (a + b) + c and a + (b + c)
+// differ in floating point. Half precision is added in float and rounded once.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 namespace shm {
 
 enum class Dtype : uint32_t {
-  bytes,  // can be moved, not reduced
+  bytes,  // can be copied, not reduced
   boolean, uint8, int8, uint16, int16, uint32, int32, uint64, int64, float16, bfloat16, float32,
   float64
 };
@@ -23,7 +23,7 @@ const char* name_of(Op op);
 bool can_reduce(Dtype dtype, Op op);
 
 // targets[t][i] = sources[0][i] + sources[1][i] + ..., for i < count and each t < targets_count.
-// A target may be one of the sources. `factor`: what premul_sum multiplies each number with.
+// A target may be one of the sources. premul_sum multiplies each number with `factor`.
 void reduce(Dtype dtype, Op op, const void* const* sources, int sources_count, void* const* targets,
             int targets_count, size_t count, double factor);
 

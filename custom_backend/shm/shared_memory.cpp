@@ -1,7 +1,8 @@
-// The backend as torch sees it: c10d::Backend on one side, the core (group.h) on the other.
+// The class that torch calls: it connects c10d::Backend to the core (group.h).
 //
-// Nothing here knows how bytes move. Each method checks its tensors, makes Spans of them, and hands
-// a function to the group's queue; the Work that it returns knows when that function has run.
+// Nothing here knows how bytes move. Each method checks its tensors, converts them to Spans, and
+// puts a function into the queue of the group; the Work that it returns knows when the function has
+// run.
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -43,7 +44,7 @@ Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-// A user's tensor as one piece of memory: itself, or a copy if it has gaps.
+// A user's tensor in contiguous memory: the tensor itself, or a copy if it has gaps.
 struct Dense {
   Tensor user, tensor;
   bool is_complex;
@@ -66,7 +67,7 @@ struct Dense {
 Numbers numbers_of(const Dense& data, const c10d::ReduceOp& op, const char* operation) {
   const Tensor& tensor = data.tensor;
   Numbers numbers{dtype_of(tensor), static_cast<shm::Op>(static_cast<uint8_t>(op.op_)), 1};
-  // A complex number is two real ones here: right for sums, not for a product or a maximum.
+  // A complex number counts as two real ones: correct for sums, not for a product or maximum.
   const bool adds = numbers.op == shm::Op::sum || numbers.op == shm::Op::average ||
                     numbers.op == shm::Op::premul_sum;
   TORCH_CHECK(op.op_ <= c10d::ReduceOp::PREMUL_SUM && shm::can_reduce(numbers.dtype, numbers.op) &&
@@ -98,7 +99,7 @@ void write_back(const std::vector<Dense>& tensors) {
   for (auto& tensor : tensors) tensor.write_back();
 }
 
-// One tensor seen as a part for each rank, of the sizes given, or of equal ones.
+// Split one tensor into one part per rank, of the given sizes, or of equal sizes.
 std::vector<Span> parts(const Dense& whole, int size, const std::vector<int64_t>& split,
                         const char* operation) {
   const int64_t rows = whole.tensor.dim() ? whole.tensor.size(0) : 1;
@@ -129,7 +130,7 @@ std::exception_ptr as_torch_error(std::exception_ptr error) {
   }
 }
 
-// What an operation returns: known to be done or not, by wait() or by a future.
+// The handle that an operation returns, with wait() and a future.
 class Work : public c10d::Work {
  public:
   // The profiler shows the title and the shapes of the inputs.
@@ -155,8 +156,8 @@ class Work : public c10d::Work {
     return future_;
   }
 
-  // Tell the future, if somebody has asked for one. It calls what was given to its then(), which
-  // may call operations of this group, and wait for them: so no lock is held.
+  // Complete the future, if there is one. It calls its callbacks, which may call operations of this
+  // group and wait for them: so hold no lock.
   void report() {
     {
       std::lock_guard lock(mutex_);
@@ -200,11 +201,11 @@ class CollectiveWork : public Work {
 
   bool wait(Milliseconds) override {
     if (const auto alive = isCompleted() ? nullptr : group.lock()) alive->queue.finish(*job);
-    return c10d::Work::wait(kNoTimeout);  // a group that ends may just be running it
+    return c10d::Work::wait(kNoTimeout);  // a closing group may be running it
   }
 
-  // Only of an operation that was put into the queue. (Not the group's owner: its last owner ends
-  // its threads, and must not be one of them. A group that ends runs what is in its queue.)
+  // Set only for operations in the queue. (A weak_ptr: the last owner of the group ends its
+  // threads, and must not be one of them. A closing group runs the rest of its queue.)
   std::weak_ptr<shm::Group> group;
   std::shared_ptr<shm::Job> job;
 };
@@ -227,7 +228,7 @@ class TransferWork : public Work {
       } catch (const shm::Error&) {
         std::rethrow_exception(as_torch_error(std::current_exception()));
       }
-      complete(nullptr);  // another thread may have carried it, and be about to say so
+      complete(nullptr);  // another thread may have moved it, and not reported it yet
     }
     rethrow();
     return true;
@@ -252,11 +253,11 @@ class Backend : public c10d::Backend {
       : c10d::Backend(rank, size), group_(std::move(group)), timeout_(timeout) {}
 
   ~Backend() override {
-    if (shm::Heap::forked()) {  // a copy of the parent's, without its threads: never ended here
+    if (shm::Heap::forked()) {  // a forked copy, without its threads: never close it
       new std::shared_ptr<shm::Group>(group_);
       return;
     }
-    // The group's thread may still have to tell a future in Python, and needs the lock for it.
+    // The group's thread may still have to complete a future in Python, and needs the GIL for it.
     if (PyGILState_Check()) {
       pybind11::gil_scoped_release release;
       group_.reset();
@@ -313,7 +314,7 @@ class Backend : public c10d::Backend {
 
   Future allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                              const c10d::AllgatherOptions& options) override {
-    // One list for each rank here, not one for each tensor.
+    // Here outputs has one list per rank, not one per tensor.
     std::vector<Tensors> by_tensor(inputs.size());
     for (auto& of_rank : outputs) {
       for (size_t i = 0; i < inputs.size(); ++i) by_tensor[i].push_back(of_rank.at(i));
@@ -405,7 +406,7 @@ class Backend : public c10d::Backend {
                   options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
                     core.all_to_all(from, to, dtype_of(output.tensor), limits);
                     output.write_back();
-                    (void)input;  // keeps the memory of `from`
+                    (void)input;  // keeps the memory of `from` alive
                   });
   }
 
@@ -414,7 +415,7 @@ class Backend : public c10d::Backend {
                   [=](Core& core, Limits limits) { core.barrier(limits); });
   }
 
-  // Every barrier here says in a time-out which ranks are missing, and what they are doing.
+  // After a time-out, every barrier here names the missing ranks, and what they are doing.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool /* wait_all_ranks */) override {
     c10d::BarrierOptions at_once = options;
     at_once.asyncOp = false;
@@ -535,7 +536,7 @@ class Backend : public c10d::Backend {
                   });
   }
 
-  // The sum of sparse tensors: everybody gets all indices and values, and adds them.
+  // Sum sparse tensors: every rank gathers all indices and values, and adds them.
   Future all_reduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "shm: sparse tensors can only be summed");
     const Tensor mine = tensors.at(0).coalesce();
@@ -592,7 +593,7 @@ class Backend : public c10d::Backend {
                 "each of the ", getSize(), " ranks, not ", count);
   }
 
-  // A tensor for each rank, of which the one of `rank` is like `other`.
+  // Check: one tensor per rank, and the tensor of `rank` matches `other`.
   void check_parts(const std::vector<Dense>& each, const Dense& other, int rank,
                    const char* operation) const {
     check_count(each.size(), operation);
@@ -608,7 +609,7 @@ class Backend : public c10d::Backend {
   uint64_t sequence_ = 0;
 };
 
-// Memory of the heap as bytes; given back when the last tensor on it is gone.
+// A byte tensor in the heap; its memory is released with the last tensor that uses it.
 Tensor allocate(int64_t bytes) {
   void* address = shm::Heap::own().allocate(bytes);
   return at::from_blob(address, {bytes}, [](void* p) { shm::Heap::own().release(p); }, at::kByte);
@@ -623,8 +624,8 @@ bool lies_in_heap(const Tensor& tensor) {
   return tensor.device().is_cpu() && shm::Heap::own().offset_of(tensor.data_ptr()) >= 0;
 }
 
-// Move what a tensor, and every view of it, holds into the heap. Pointers that others than torch
-// have kept, numpy's for example, go on pointing to the old place.
+// Move the storage of a tensor, and so of all its views, into the heap. Pointers outside of torch,
+// such as numpy's, keep pointing to the old memory.
 void adopt(const Tensor& tensor) {
   auto storage = tensor.storage();
   const size_t bytes = storage.nbytes();
@@ -634,14 +635,14 @@ void adopt(const Tensor& tensor) {
       address, address, [](void* p) { shm::Heap::own().release(p); }, at::kCPU));
 }
 
-// The groups that a program may forget to destroy.
+// All groups, since a program may forget to destroy one.
 std::vector<std::weak_ptr<shm::Group>>& groups() {
   static auto* all = new std::vector<std::weak_ptr<shm::Group>>;
   return *all;
 }
 
-// Before Python ends: a thread of ours that lets go of a tensor afterwards would be stopped in the
-// middle of C++ code, which aborts the process.
+// Runs before Python exits. A backend thread that released a tensor after that would be stopped in
+// the middle of C++ code, which aborts the process.
 void close_all() {
   for (auto& one : groups()) {
     const auto group = one.lock();

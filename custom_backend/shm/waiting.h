@@ -1,9 +1,9 @@
-// Waiting for another process: spin, then yield, then sleep in the kernel; and never for the dead.
+// Wait for another process: spin, then yield, then sleep in the kernel; never wait for a dead one.
 //
-// A message of a few bytes passes between two cores in a tenth of a microsecond. To be put to sleep
-// and woken again costs a hundred times that, so whoever waits looks again and again first. With
-// more ranks than cores that would keep the awaited rank off its core, so then it hardly spins, and
-// offers its core to others. What takes longer is waited for in a futex: no core is used at all.
+// A message of a few bytes passes between two cores in a tenth of a microsecond. Sleeping and
+// waking up costs a hundred times that, so a waiting rank first polls the counter. With more ranks
+// than cores, polling would keep the awaited rank off its core, so the rank then hardly spins, and
+// yields its core. After that it sleeps in a futex, which uses no core at all.
 #pragma once
 
 #include <linux/futex.h>
@@ -25,12 +25,12 @@ namespace shm {
 using Clock = std::chrono::steady_clock;
 
 struct Patience {
-  double spin_us;  // looking again and again
-  int yields;      // then: let somebody else run, and look again
+  double spin_us;  // poll for this many microseconds
+  int yields;      // then yield the core and poll again, this many times
 };
 constexpr Patience kCorePerRank = {50, 4};
 constexpr Patience kFewCores = {2, 64};
-constexpr Patience kInBackground = {0, 0};  // a thread beside the training: never in its way
+constexpr Patience kInBackground = {0, 0};  // for a background thread, which leaves the cores free
 
 inline const char* name_of(Kind kind) {
   static const char* names[] = {"nothing", "all_reduce", "reduce", "broadcast", "all_gather",
@@ -51,10 +51,11 @@ inline void pause_briefly() {
 #endif
 }
 
-// Set the counter, and wake who sleeps for it. Everything written before is seen by whoever sees it.
+// Set the counter, and wake the threads that sleep on it. A thread that sees the new value also
+// sees everything that was written before it.
 //
-// No wake-up is lost: either this thread sees that the other has announced to sleep, or that one
-// sees the new value before it sleeps. For that both must be in one order that all agree on.
+// No wake-up is lost: either this thread sees that the other one has announced to sleep, or the
+// other one sees the new value before it sleeps. That needs one order for all threads: seq_cst.
 inline void publish(Flag& flag, uint32_t value) {
   flag.value.store(value, std::memory_order_seq_cst);
   if (flag.sleepers.load(std::memory_order_seq_cst)) {
@@ -69,12 +70,12 @@ inline void ring(Flag& flag) {
   }
 }
 
-// Counters overflow after 2^32 steps; their differences stay right.
+// Counters overflow after 2^32 steps; their differences stay correct.
 inline bool has_reached(const Flag& flag, uint32_t value) {
   return static_cast<int32_t>(flag.value.load(std::memory_order_acquire) - value) >= 0;
 }
 
-// This rank among the others: knows who is alive, waits for them, and tells all when something fails.
+// This rank and its peers: wait for them, detect the dead, and report a failure to all of them.
 class Peers {
  public:
   Peers(Segment segment, int rank, Patience patience)
@@ -83,12 +84,12 @@ class Peers {
   const Segment segment;
   const int rank;
   const Patience patience;
-  std::atomic<bool> leaving{false};  // the process ends: nothing is waited for any more
-  mutable std::atomic<bool> gave_up{false};  // ... and something was: what came after it can not run
+  std::atomic<bool> leaving{false};  // the process ends: operations give up
+  mutable std::atomic<bool> gave_up{false};  // ... and one was given up: no later operation can run
 
-  // Wait until ready() is true, which changes only when `flag` does. `awaited` is the rank that must
-  // do something for it, -1 if that may be several; `explain` says in a time-out who is missing.
-  // Throws Error if what is waited for can not come any more.
+  // Wait until ready() is true, which changes only when `flag` does. `awaited` is the rank that
+  // must act, -1 if several may; after a time-out, explain() names the missing ranks. Throws Error
+  // if ready() can not become true any more.
   template <class Ready, class Explain>
   void wait(Flag& flag, Ready ready, int awaited, Clock::time_point deadline, Patience patience,
             Explain explain) const {
@@ -109,7 +110,7 @@ class Peers {
     while (true) {
       const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
       if (ready()) return;
-      // Sleeps only while the value is still `seen`; wakes after 5 ms to see who has died.
+      // Sleep only while the value is still `seen`; wake up after 5 ms to look for dead ranks.
       const timespec moment = {0, 5'000'000};
       syscall(SYS_futex, &flag.value, FUTEX_WAIT, seen, &moment, nullptr, 0);
       if (ready()) return;
@@ -126,7 +127,7 @@ class Peers {
     }
   }
 
-  // Throw what some rank has found wrong. Cheap: asked at the beginning of each operation.
+  // Throw the error that a rank has reported. Cheap: each operation calls it first.
   void throw_if_failed() const {
     auto& failed = segment.header().failed;
     if (failed.load(std::memory_order_acquire) == 0) return;
@@ -140,13 +141,13 @@ class Peers {
     throw Error(segment.header().message);
   }
 
-  // Tell all ranks that the group is broken, and why; the first one's reason counts. Throws it.
+  // Tell all ranks that the group is broken, and why. The first reason counts; throw it.
   [[noreturn]] void fail(const std::string& why) const {
     uint32_t nobody = 0;
     if (segment.header().failed.compare_exchange_strong(nobody, 1)) {
       snprintf(segment.header().message, sizeof(Header::message), "%s", why.c_str());
       segment.header().failed.store(2, std::memory_order_release);
-      for (int peer = 0; peer < segment.size; ++peer) {  // do not let them sleep on
+      for (int peer = 0; peer < segment.size; ++peer) {  // wake them up
         wake(segment.state(peer).posted);
         wake(segment.state(peer).doorbell);
       }
@@ -181,16 +182,16 @@ class Peers {
     syscall(SYS_futex, &flag.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
   }
 
-  // A living rank holds its own mutex. When it dies, in whatever way, the kernel marks the mutex
-  // before it takes the memory down, and whoever tries it next is told.
+  // A living rank holds its own mutex. When it dies in any way, the kernel marks the mutex before
+  // it unmaps the memory, and the next rank that tries to lock it gets an error.
   void throw_if_somebody_died() const {
     for (int peer = 0; peer < segment.size; ++peer) {
       if (peer == rank) continue;
       auto& state = segment.state(peer);
       const int got = pthread_mutex_trylock(&state.alive);
-      if (got == EBUSY) continue;  // held: it lives
+      if (got == EBUSY) continue;  // locked: it is alive
       if (got != ENOTRECOVERABLE) pthread_mutex_unlock(&state.alive);
-      if (got == 0) continue;  // given back: it has left in good order
+      if (got == 0) continue;  // unlocked: it has left in good order
       fail(where_is(peer) + " has died; " + where_is(rank) + " noticed it");
     }
   }

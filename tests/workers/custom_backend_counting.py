@@ -1,7 +1,7 @@
-"""Collectives asked for in every way there is, of a script that knows of no counting.
+"""Call collectives in every possible way, in a script that does not know it is counted.
 
-Saves to FOLDER/RANK.pt what came out: name -> tensors. Names of lines below end in "# name", so
-that a test can look for their calls.
+Each rank saves its results to FOLDER/RANK.pt: name -> tensors. A comment "# name" ends each line
+whose calls a test looks for.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# What DTensor and torch.compile call. No public name leads to them.
+# DTensor and torch.compile call these; they have no public names.
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +27,7 @@ results = {}
 
 
 def main(backend: str, folder: str) -> None:
-    if backend == "counting":  # the way of a script that knows of it
+    if backend == "counting":  # a script that imports the counting backend
         sys.path.insert(0, str(Path(__file__).parents[2] / "custom_backend"))
         import counting_backend
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
@@ -44,7 +44,7 @@ def main(backend: str, folder: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     if backend == "counting":
-        counting_backend.log.report()  # else at exit, which a forked rank does not come to
+        counting_backend.log.report()  # else at exit, which a forked rank skips
 
 
 def model() -> nn.Module:
@@ -146,7 +146,7 @@ def groups() -> None:
     x = torch.ones(5) * (dist.get_rank() + 1)
     dist.all_reduce(x, group=dist.new_group([0, 1]))  # new_group
     world = dist.group.WORLD
-    # A test of what there is no public name for.
+    # There is no public name for this test.
     if getattr(world._get_backend(torch.device("cpu")), "supports_splitting", False):
         dist.all_reduce(x, group=dist.split_group(split_ranks=[[0, 1]]))  # split_group
     results["groups"] = [x]

@@ -1,7 +1,7 @@
-"""What PyTorch builds on process groups, on the backend "ring" and next to Gloo.
+"""Run what PyTorch builds on process groups, on the backend "ring" and on Gloo.
 
-Started by test_custom_backend_ring.py with 4 ranks and a folder, into which each rank writes what
-it saw; or with 3 ranks and the word "dies": one of them does, while all work.
+test_custom_backend_ring.py starts it with 4 ranks and a folder, to which each rank writes its
+results; or with 3 ranks and the word "dies": then one rank dies in the middle of the work.
 """
 
 import os
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "custom_backend"))
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional  # DTensor's own way to call
+import torch.distributed._functional_collectives as functional  # as DTensor calls them
 from checks import check_all
 from ring.group import new_ring_group
 from runtime import leave
@@ -40,11 +40,11 @@ def main() -> None:
 
 
 def train_until_one_dies() -> None:
-    """DDP: it is C++ that waits for the collectives, and has to pass their errors on."""
+    """With DDP, C++ code waits for the collectives, and must pass on their errors."""
     model = DistributedDataParallel(nn.Linear(1000, 10))
     for step in range(10**6):
         if step == 20 and dist.get_rank() == 1:
-            os._exit(0)  # not another status: the others would be ended, too
+            os._exit(0)  # status 0: torchrun would end all ranks otherwise
         try:
             model(torch.ones(1, 1000)).sum().backward()
         except RuntimeError as error:
@@ -95,7 +95,7 @@ def coalesced(rank: int, size: int) -> tuple:
         dist.all_reduce(a)
         dist.all_reduce(b)
     gathered, scattered = torch.empty(2 * size), torch.empty(2)
-    # The name of torch 2.13 and before, where the new one is not there.
+    # The name up to torch 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     with dist._coalescing_manager():
@@ -109,7 +109,7 @@ def coalesced(rank: int, size: int) -> tuple:
 
 
 def functional_collectives(rank: int, size: int) -> tuple:
-    """As DTensor and compiled code call them: from C++, through the methods of the group."""
+    """As DTensor and compiled code call them: from C++, through methods of the group."""
     group, x = dist.group.WORLD, torch.arange(2.0 * size) + rank
     found = [
         functional.all_reduce(x, "sum", group),
@@ -164,7 +164,7 @@ def training() -> dict:
 
 
 class Model(nn.Module):
-    """A weight that is used twice, a parameter that is never used, sizes that do not divide."""
+    """Has a weight that is used twice, an unused parameter, and sizes that do not divide."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Programs that use the backend "shm" come to their ends: python shm_exits.py HOW REPEAT.
+"""Check that programs with the backend "shm" exit: python shm_exits.py HOW REPEAT.
 
-Two ranks are forked from this process, which has torch loaded, and then leave as any program does,
-through the interpreter's end. Prints the exit statuses of each pair, and how long it took.
+This process loads torch and forks two ranks, which exit through the interpreter, as any program. It
+prints the exit statuses of each pair, and its time.
 """
 
 import os
@@ -41,18 +41,18 @@ def leave(how: str, rank: int, store: dist.Store) -> None:
     dist.init_process_group("shm", store=store, rank=rank, world_size=2, timeout=minutes)
     x, y = torch.ones(1000), shm.empty(100_000)
     dist.all_reduce(x)
-    # Nobody waits for these; some are done, the last is a message that is never sent.
+    # No rank waits for these; some complete, the last receives a message that is never sent.
     for tensor in (x, y, x):
         dist.all_reduce(tensor, async_op=True)
     dist.irecv(torch.ones(3), 1 - rank, tag=5)
-    if how == "ends":  # nobody leaves before the other has called all of it
+    if how == "ends":  # no rank leaves before the other has made all calls
         store.set(f"rank {rank} has called all", "")
         store.wait([f"rank {1 - rank} has called all"])
     if how == "destroys":
         dist.barrier()
         dist.destroy_process_group()
     elif how == "fails" and rank == 0:
-        dist.all_reduce(x, async_op=True)  # the other never calls it
+        dist.all_reduce(x, async_op=True)  # the other rank never calls it
         raise SystemExit(3)
     elif how == "fails":
         message = ""

@@ -1,6 +1,6 @@
-"""One way in which a rank can fail or be mistaken, by name; see test_custom_backend_shm_faults.py.
+"""Let a rank fail or make a mistake, by name of the case; see test_custom_backend_shm_faults.py.
 
-python shm_faults.py CASE FOLDER: each rank writes what it was told, and when, to FOLDER/RANK.json.
+python shm_faults.py CASE FOLDER: each rank writes its error messages and times to FOLDER/RANK.json.
 """
 
 import json
@@ -26,7 +26,7 @@ def main() -> None:
     if CASE == "hosts":
         return save(told(join))
     if CASE.startswith("dies") and RANK == SIZE - 1 and os.fork():
-        os.wait()  # the rank that will be killed is a child: this job is not to end with it
+        os.wait()  # the killed rank is a child, so that the job outlives it
         return None
     join()
     case, *arguments = CASE.split(":")
@@ -42,7 +42,7 @@ def join() -> None:
 
 
 def told(call) -> str:
-    """The error that a call ends with."""
+    """The error that a call raises."""
     try:
         call()
     except (RuntimeError, ValueError, PermissionError) as error:
@@ -72,10 +72,10 @@ CALLS = {
 
 
 def dies(name: str) -> None:
-    """The last rank is killed while the others wait for it; then again, in a group of the rest."""
+    """Kill the last rank while all others wait for it; they then call again."""
     dist.all_reduce(torch.ones(3))
     if RANK == SIZE - 1:
-        time.sleep(0.2)  # the others are asleep by now
+        time.sleep(0.2)  # all other ranks are asleep by now
         (FOLDER / "died").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
     message = told(lambda: CALLS[name](None))
@@ -85,7 +85,7 @@ def dies(name: str) -> None:
 
 
 def dies_any_time(seed: str) -> None:
-    """Random operations until the last rank is killed, at a moment that nobody has chosen."""
+    """Run random operations until the last rank is killed, at a random moment."""
     if RANK == SIZE - 1:
         after = 0.001 * (int(seed) * 37 % 100)
         threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -104,11 +104,11 @@ def dies_any_time(seed: str) -> None:
     save({"message": told(forever)})
 
 
-# ---- a rank is late, or calls something else
+# ---- a rank is late, or makes another call
 
 
 def late() -> None:
-    """The last rank does not call; it is in a recv of something that nobody sends. By call."""
+    """For each call: the last rank is in a recv that no rank serves, and does not call."""
     messages = {}
     for name, call in CALLS.items():
         group = dist.new_group(timeout=timedelta(seconds=1))
@@ -120,12 +120,12 @@ def late() -> None:
 
 
 def mismatch() -> None:
-    """Rank 1 calls something else than the others: each in a group of its own."""
+    """Rank 1 makes another call than all other ranks, each time in a new group."""
     x, big = torch.ones(12), torch.ones(100_000)
     other = RANK == 1
     sizes = (1, 2, 3) if other else (3, 2, 1)
     total, most = dist.ReduceOp.SUM, dist.ReduceOp.MAX
-    factor = dist._make_nccl_premul_sum(3.0 if other else 2.0)  # no public name makes one
+    factor = dist._make_nccl_premul_sum(3.0 if other else 2.0)  # no public function makes one
     calls = {
         "operation": lambda g: dist.barrier(g) if other else dist.all_reduce(x, group=g),
         "dtype": lambda g: dist.all_reduce(x.int() if other else x, group=g),
@@ -150,7 +150,7 @@ def mismatch() -> None:
         again = told(lambda g=group: dist.barrier(g))  # the group stays broken
         ms = 1000 * (time.perf_counter() - begin)
         found[name] = {"message": message, "again": again, "ms": ms}
-    # Of messages only the two ranks know: the second hears it at the latest when it comes again.
+    # Only two ranks know of a message: a third one gets the error at its next call at the latest.
     group = dist.new_group()
     x = torch.ones(3 if RANK == 0 else 4)
     send_or_recv = dist.send if RANK == 0 else dist.recv
@@ -160,11 +160,11 @@ def mismatch() -> None:
     save(found)
 
 
-# ---- fork, leaving, coming again
+# ---- fork, leaving, joining again
 
 
 def fork() -> None:
-    """A forked child is told that it can not; the parent goes on."""
+    """A forked child gets an error; the parent continues."""
     kept = shm.empty(5).fill_(7)
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
@@ -193,7 +193,7 @@ def fork() -> None:
 
 
 def again() -> None:
-    """Twenty groups one after the other: what they leave behind, counted."""
+    """Create twenty groups one after another, and count what they leave behind."""
 
     def use(group=None) -> None:
         for x in (torch.ones(100_000), shm.empty(100_000).fill_(1)):

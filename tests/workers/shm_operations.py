@@ -1,8 +1,8 @@
-"""Call every operation of the backend "shm"; compare what comes out with a plain computation.
+"""Call every operation of the backend "shm"; compare its results with a plain computation.
 
-Started by test_custom_backend_shm.py with 1 to 8 ranks. What each rank gives is made from a seed,
-so every rank knows what all have given, and what it should get. Rank r saves r.json: for each
-operation how many cases were compared, and which of them were wrong.
+test_custom_backend_shm.py starts it with 1 to 8 ranks. A seed gives the inputs of each rank, so
+every rank knows the inputs of all ranks, and its expected results. Rank r saves r.json: for each
+operation the number of compared cases, and which of them were wrong.
 """
 
 import functools
@@ -21,7 +21,7 @@ import shm
 import torch
 import torch.distributed as dist
 
-# What DTensor and torch.compile call. No public name leads to them.
+# DTensor and torch.compile call these; they have no public names.
 import torch.distributed._functional_collectives as functional
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,11 +34,11 @@ FACTOR = 0.3
 # 128 KB, a slot, all four of a rank, and more.
 KB = 1024
 LIMITS = (0, 4, 16 * KB, 16 * KB + 4, 128 * KB + 4, 1300 * KB + 20)
-if os.environ.get("WORLD_SIZE") == "2":  # all of them where it costs little
+if os.environ.get("WORLD_SIZE") == "2":  # all of them if it costs little
     LIMITS += (28, 16 * KB - 4, 32 * KB + 4, 128 * KB - 4, 128 * KB, 512 * KB, 512 * KB + 4)
 PLACES = ("private", "heap", "mixed", "gaps")
 
-# New names in torch 2.13; the old ones warn there.
+# New names in torch 2.13, where the old ones warn.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def given(rank: int, shape, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """What `rank` begins with: integers of all sizes, so that sums overflow; else around 0."""
+    """The input of `rank`: integers of all sizes, so that sums overflow; floats around 0."""
     return made(rank, (shape,) if isinstance(shape, int) else tuple(shape), dtype, salt).clone()
 
 
@@ -81,7 +81,7 @@ def made(rank: int, shape: tuple, dtype: torch.dtype, salt: int) -> torch.Tensor
 
 
 def combined(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
-    """The numbers of all ranks combined in the order of the ranks; half precision in float."""
+    """Combine the numbers of all ranks in rank order; half precision in float."""
     dtype = tensors[0].dtype
     if dtype not in (*FLOATS, torch.complex64):
         arrays = [tensor.numpy() for tensor in tensors]
@@ -108,12 +108,12 @@ def combined(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
 
 def reduce_op(op: str):
     if op == "PREMUL_SUM":
-        return dist._make_nccl_premul_sum(FACTOR)  # no public name makes one
+        return dist._make_nccl_premul_sum(FACTOR)  # no public function makes one
     return getattr(dist.ReduceOp, op)
 
 
 def knows(dtype: torch.dtype, op: str) -> bool:
-    """As Gloo, and PREMUL_SUM."""
+    """Whether shm supports it: what Gloo supports, and PREMUL_SUM."""
     if op in ("BAND", "BOR", "BXOR"):
         return dtype not in (*FLOATS, torch.complex64)
     if op in ("AVG", "PREMUL_SUM"):
@@ -122,7 +122,7 @@ def knows(dtype: torch.dtype, op: str) -> bool:
 
 
 def place(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """A copy of the tensor in private memory, in the heap, or with gaps between its numbers."""
+    """Copy the tensor to private memory, to the heap, or with gaps between its numbers."""
     odd = dist.get_rank() % 2 == 1
     if where == "heap" or (where == "mixed" and odd):
         return shm.empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
@@ -132,7 +132,7 @@ def place(tensor: torch.Tensor, where: str) -> torch.Tensor:
 
 
 def same(a, b) -> bool:
-    """The same bits; any NaN is like another."""
+    """Whether all bits are equal; any NaN equals any other."""
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if not isinstance(a, torch.Tensor):
@@ -159,12 +159,12 @@ def shown(value) -> str:
 
 
 def moved() -> list[tuple]:
-    """(dtype, numbers, place) for operations that only move numbers."""
+    """(dtype, numbers, place) for operations that only copy numbers."""
     cases = [(dtype, n, "private") for dtype in DTYPES for n in (0, 1, 7)]
     return cases + [(torch.float32, n // 4, where) for n in LIMITS for where in PLACES]
 
 
-# Each of the following yields (name of the case, what came out, what should have come out).
+# Each function below yields (name of the case, result, expected result).
 
 
 def all_reduce(rank: int, size: int):
@@ -184,7 +184,7 @@ def all_reduce(rank: int, size: int):
 
 
 def all_reduce_of_every_half(rank: int, size: int):
-    """Every number of 16 bits, with itself or another: subnormal, infinite, NaN."""
+    """Reduce every 16-bit number with itself or another: subnormal, infinite, NaN."""
     for dtype in (torch.float16, torch.bfloat16):
         patterns = torch.arange(2**16).to(torch.uint16).view(dtype)
         numbers = [patterns]
@@ -205,10 +205,10 @@ def all_reduce_of_100_mb(rank: int, size: int):
 
 
 def written_past_the_caches(rank: int, size: int):
-    """Outputs of more than 4 MB, at addresses that are and are not multiples of 16."""
+    """Outputs of more than 4 MB, at addresses that are multiples of 16 and that are not."""
     if size != 2:
         return
-    for first in (0, 1):  # where the tensors begin in their memory
+    for first in (0, 1):  # the offset of the tensor in its memory
         counts = (1_200_003, 1_100_001)
         inputs = [given(r, first + n, torch.float32)[first:] for r, n in enumerate(counts)]
         outputs = [torch.zeros(first + n)[first:] for n in counts]
@@ -282,7 +282,7 @@ def all_gather(rank: int, size: int):
         whole = place(torch.zeros(size * n, dtype=dtype), where)
         all_gather_single(whole, x)
         yield ("single", dtype, n, where), whole, torch.cat(expected)
-    for n in (1, 3000, 90_000):  # uneven: rank r gives (r + 1) % 3 times n
+    for n in (1, 3000, 90_000):  # uneven: rank r sends (r + 1) % 3 times n
         sizes = [(r + 1) % 3 * n for r in range(size)]
         outputs = [torch.zeros(s) for s in sizes]
         dist.all_gather(outputs, given(rank, sizes[rank], torch.float32))
@@ -328,7 +328,7 @@ def reduce_scatter(rank: int, size: int):
         x = place(torch.zeros(n, dtype=dtype), where)
         reduce_scatter_single(x, place(torch.cat(parts[rank]), where), reduce_op(op))
         yield ("single", dtype, op, n, where), x, expected
-    for n in (1, 3000, 90_000):  # uneven: rank r takes (r + 1) % 3 times n
+    for n in (1, 3000, 90_000):  # uneven: rank r receives (r + 1) % 3 times n
         sizes = [(r + 1) % 3 * n for r in range(size)]
         inputs = [given(rank, s, torch.float32, to) for to, s in enumerate(sizes)]
         x = torch.zeros(sizes[rank])
@@ -380,7 +380,7 @@ def send_and_recv(rank: int, size: int):
             dist.recv(got, before)
             dist.send(x, after)
         yield (dtype, n, where), got, given(before, n, dtype)
-    for n in (5, 300_000):  # all tags, in the opposite order
+    for n in (5, 300_000):  # all tags, in reverse order
         xs, gots = [given(rank, n, torch.float32, tag) for tag in range(4)], {}
         sent = [dist.isend(x, after, tag=tag) for tag, x in enumerate(xs)]
         for tag in reversed(range(4)):
@@ -390,7 +390,7 @@ def send_and_recv(rank: int, size: int):
             work.wait()
         expected = [given(before, n, torch.float32, tag) for tag in range(4)]
         yield ("tags", n), [gots[tag] for tag in range(4)], expected
-    for n in (5, 300_000):  # from any source: everybody to rank 0
+    for n in (5, 300_000):  # from any source: every rank sends to rank 0
         if rank == 0:
             gots = {}
             for _ in range(size - 1):
@@ -402,8 +402,8 @@ def send_and_recv(rank: int, size: int):
             yield ("any source", n), [gots[r] for r in sorted(gots)], expected
         else:
             dist.send(given(rank, n, torch.float32), 0)
-        dist.barrier()  # or the next round's message might come first
-    for n in (0, 5, 300_000):  # all with all, at once
+        dist.barrier()  # else a message of the next round might come first
+    for n in (0, 5, 300_000):  # every rank with every rank, at once
         gots = [torch.zeros(n) for _ in range(size)]
         others = [r for r in range(size) if r != rank]
         calls = [dist.P2POp(dist.irecv, gots[r], r) for r in others]
@@ -420,7 +420,7 @@ def barriers(rank: int, size: int):
     work = dist.barrier(async_op=True)
     work.wait()
     yield "async", work.is_completed(), True
-    # Python's dist.monitored_barrier was for Gloo by name before torch 2.15.
+    # Before torch 2.15, dist.monitored_barrier accepted Gloo only.
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     backend.monitored_barrier(timedelta(seconds=20), True)
     yield "monitored", True, True
@@ -478,7 +478,7 @@ def functional_collectives(rank: int, size: int):
 
 
 def groups(rank: int, size: int):
-    """Groups of some ranks, which overlap; ranks in a group are numbered anew."""
+    """Overlapping groups of some ranks; each group numbers its ranks from 0."""
     sets = [list(range(size)), list(range(0, size, 2)), list(range(size // 2, size)), [0]]
     made = [(ranks, dist.new_group(ranks)) for ranks in sets]
     for ranks, group in made:
@@ -523,7 +523,7 @@ def work_and_future(rank: int, size: int):
         work = dist.all_reduce(x, async_op=True)
         work.wait()
         yield ("future of what is done", n), work.get_future().value()[0], total
-        # As DDP's PowerSGD hook does: the next collective is called when the last is done.
+        # As DDP's PowerSGD hook does: the callback of one collective calls the next one.
         x = given(rank, n, torch.float32)
         future = dist.all_reduce(x, async_op=True).get_future()
 
@@ -550,14 +550,14 @@ def work_and_future(rank: int, size: int):
 
 
 def refusals(rank: int, size: int):
-    """What can not be done is refused by name, on each rank, and the group lives on."""
+    """An unsupported call raises an error with its name on each rank; the group still works."""
     numbers, factor = torch.ones(3), dist._make_nccl_premul_sum(2.0)
     complex_numbers = torch.ones(3, dtype=torch.complex64)
     calls = {
         "BAND": lambda: dist.all_reduce(numbers, dist.ReduceOp.BAND),
         "AVG": lambda: dist.all_reduce(numbers.long(), dist.ReduceOp.AVG),
         "PREMUL_SUM": lambda: dist.all_reduce(numbers.long(), factor),
-        # Of pairs of numbers a product would be another one: torch checks that for all_reduce only.
+        # shm would multiply real and imaginary parts separately; torch checks all_reduce only.
         "PRODUCT": lambda: dist.reduce(complex_numbers, 0, dist.ReduceOp.PRODUCT),
         "MAX": lambda: dist.reduce_scatter(
             complex_numbers, [complex_numbers] * size, dist.ReduceOp.MAX
@@ -575,7 +575,7 @@ def refusals(rank: int, size: int):
 
 
 def profiles(rank: int, size: int):
-    """torch's profiler shows each operation under its name, with the shapes of its inputs."""
+    """The profiler of torch shows each operation with its name and the shapes of its inputs."""
     x, each = torch.zeros(3, 2), [torch.zeros(3, 2) for _ in range(size)]
     shape, shapes = [[3, 2]], [[3, 2]] * size
     calls = {

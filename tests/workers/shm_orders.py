@@ -1,4 +1,4 @@
-"""Programs that are legal and must end: two ranks that call operations in different orders."""
+"""Legal programs that must end: two ranks call operations in different orders."""
 
 import sys
 import time
@@ -57,7 +57,7 @@ def two_groups_waited_for_in_opposite_order(rank: int, other: int) -> None:
     tensors = ones(), ones()
     calls = list(zip(tensors, groups, strict=True))
     if rank == 1:
-        calls.reverse()  # different groups: no common order is needed
+        calls.reverse()  # different groups need no common order
     works = [dist.all_reduce(x, group=group, async_op=True) for x, group in calls]
     for work in works:
         work.wait()
@@ -73,7 +73,7 @@ def a_large_message_arrives_during_an_all_reduce(rank: int, other: int) -> None:
         dist.all_reduce(x)
     else:
         coming = dist.irecv(message.zero_(), other)
-        time.sleep(0.05)  # its first packets are there
+        time.sleep(0.05)  # its first packets have arrived
         dist.all_reduce(x)
         coming.wait()
     assert x.eq(2).all()
@@ -94,7 +94,7 @@ def a_large_message_leaves_during_an_all_reduce(rank: int, other: int) -> None:
 
 
 def polling(rank: int, other: int) -> None:
-    """Nobody waits; both only ask whether it is done."""
+    """Neither rank waits; both only poll is_completed()."""
     x, message = ones(), torch.zeros(MB_10)
     works = [dist.isend(ones(MB_10), other), dist.irecv(message, other)]
     works.append(dist.all_reduce(x, async_op=True))
@@ -105,7 +105,7 @@ def polling(rank: int, other: int) -> None:
 
 
 def a_future_calls_the_next_operation(rank: int, other: int) -> None:
-    """At once, or asynchronously and waited for; whoever runs the first, waiting for it or not."""
+    """Synchronous, or async and waited for; any thread may run the first one."""
     for waits in (False, True):
         x = ones()
 

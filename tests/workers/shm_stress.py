@@ -1,14 +1,14 @@
-"""Random operations on random groups, on the backend "shm" and on Gloo: do they give the same?
+"""Run random operations on random groups, on the backend "shm" and on Gloo, and compare.
 
-Started by test_custom_backend_shm_stress.py: python shm_stress.py SEED OPERATIONS [--leave]. With
---leave it ends without destroy_process_group. All ranks make the same list of operations from the
-seed. On shm each then goes through it in its own way:
+test_custom_backend_shm_stress.py runs: python shm_stress.py SEED OPERATIONS [--leave]. With --leave
+it ends without destroy_process_group. All ranks make the same list of operations from the seed. On
+shm each rank then runs the list in one of two ways:
 
-ordered   in the order of the list, each at once or with async_op=True and waited for later;
-shuffled  all asynchronous, in an order of its own, but for operations of one group, or of one
-          sender, receiver and tag, which keep their order; waited for in any order.
+ordered   in the order of the list, synchronously or with async_op=True and a later wait();
+shuffled  all asynchronously, in a random order per rank, and wait() in any order. Operations of
+          one group, or of one sender, receiver and tag, keep their order.
 
-On Gloo all of it is done one after the other. The numbers are small and whole: sums are exact.
+On Gloo each rank runs the list synchronously. The numbers are small integers: sums are exact.
 """
 
 import random
@@ -36,20 +36,20 @@ class Operation:
     index: int
     kind: str
     group: int
-    ranks: tuple[int, ...]  # of the group
-    root: int  # a rank of the group; of a send: who sends
-    to: int  # of a send
+    ranks: tuple[int, ...]  # the ranks of the group
+    root: int  # a rank of the group; of a send: the sender
+    to: int  # of a send: the receiver
     tag: int
     n: int
     dtype: torch.dtype
 
     @property
     def stream(self) -> tuple:
-        """Operations of one stream keep their order."""
+        """Operations with equal stream keep their order."""
         return (self.group, self.root, self.to, self.tag) if self.kind == "send" else (self.group,)
 
     def given(self, rank: int, part: int = 0) -> torch.Tensor:
-        """What a rank gives; `part`: to which other rank."""
+        """The input of a rank; `part`: the rank that receives it."""
         first = self.index + 7 * rank + 3 * part
         return (torch.arange(first, first + self.n) % 30).to(self.dtype)  # exact in bfloat16
 
@@ -60,7 +60,7 @@ def main() -> None:
     minute = timedelta(seconds=60)
     dist.init_process_group("shm", timeout=minute)
     rank, size = dist.get_rank(), dist.get_world_size()
-    plan = random.Random(seed)  # the same on all ranks
+    plan = random.Random(seed)  # equal on all ranks
     own = random.Random(1000 * seed + rank)
     sets = [tuple(range(size))]
     while len(sets) < 5:
@@ -143,7 +143,7 @@ def perhaps_sleep(own: random.Random) -> None:
 
 
 def placed(own: random.Random):
-    """Puts tensors into private memory or into the heap."""
+    """Allocates tensors in private memory or in the heap."""
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         if own.random() < 0.5:
@@ -159,7 +159,7 @@ def finish(works: list) -> None:
 
 
 def call(operation: Operation, groups: list, rank: int, place) -> tuple[list, list]:
-    """Begin it; the works to wait for, and the tensors in which the result will be."""
+    """Start the operation; return its Works, and the tensors that will hold the result."""
     o, group = operation, groups[operation.group]
     options = {"group": group, "async_op": True}
     mine, others = place(o.given(rank)), range(len(o.ranks))

@@ -1,10 +1,10 @@
-// The core of custom_backend/shm under ThreadSanitizer: its ranks are threads over one mapping.
+// Run the core of custom_backend/shm under ThreadSanitizer: the ranks are threads on one mapping.
 //
 //     g++ -std=c++20 -O1 -g -fsanitize=thread -I custom_backend/shm tests/workers/shm_threads.cpp
 //         custom_backend/shm/reduce.cpp -o shm_threads && ./shm_threads SEED OPERATIONS RANKS
 //
-// Random operations, now and later waited for, with tensors in the heap and beside it; each result
-// is compared with a plain computation. (test_custom_backend_shm_threads.py builds and runs it.)
+// It runs random operations, synchronous and asynchronous, on tensors inside and outside the heap.
+// It compares each result with a plain computation. (test_custom_backend_shm_threads.py builds it.)
 
 #include <sys/mman.h>
 
@@ -23,13 +23,13 @@ using shm::Limits;
 using shm::Span;
 
 constexpr shm::Numbers kSum = {Dtype::int32};
-constexpr size_t kLargest = 200'000;  // seven rounds: slots are written again
+constexpr size_t kLargest = 200'000;  // seven rounds, which reuse slots
 
 struct Planned {
   Kind kind;
   uint32_t index;
   size_t count;
-  int root, to;  // of a send: from and to
+  int root, to;  // of a send: sender and receiver
   uint32_t tag;
 };
 
@@ -52,7 +52,7 @@ struct Memory {
   int32_t* numbers;
 };
 
-// What `rank` gives to rank `part` (or to all) in an operation, at place i.
+// The number that `rank` sends to rank `part` (or to all) in an operation, at index i.
 int32_t given(uint32_t index, int rank, int part, size_t i) {
   return static_cast<int32_t>(index * 7919 + rank * 104729 + part * 31 + i);
 }
@@ -96,7 +96,7 @@ class Rank {
     }
   }
 
-  // Wait for what was begun, in any order.
+  // Wait for the started operations, in any order.
   void finish() {
     std::shuffle(later_.begin(), later_.end(), random_);
     for (auto& wait : later_) wait();
@@ -219,7 +219,7 @@ int main(int, char** arguments) {
                        shm::kFewCores);
       entered.arrive_and_wait();
       Rank me(group, 1000 * seed + rank);
-      std::minstd_rand plan(seed + 1);  // the same on all ranks
+      std::minstd_rand plan(seed + 1);  // equal on all ranks
       for (uint32_t index = 0; index < operations; ++index) {
         me.call(any_operation(index, size, plan));
         if (index % 10 == 9) me.finish();

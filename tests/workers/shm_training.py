@@ -1,6 +1,6 @@
-"""Train with every way of being parallel, on one backend: python shm_training.py BACKEND FOLDER.
+"""Train with every parallel strategy, on one backend: python shm_training.py BACKEND FOLDER.
 
-Rank r saves the losses, gradients and parameters that it has seen, by way, to FOLDER/BACKENDr.pt.
+Rank r saves losses, gradients and parameters, by strategy, to FOLDER/BACKENDr.pt.
 """
 
 import os
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def model() -> nn.Sequential:
-    """Large enough for several buckets, and for tensors of several slots."""
+    """A model with several buckets, and with tensors that need several slots."""
     layers = [nn.Linear(20, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU()]
     return nn.Sequential(
         *layers, nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7)
@@ -61,7 +61,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: nn.Module, rank: int = RANK, optimizer=None) -> list[torch.Tensor]:
-    """The loss, all gradients and all parameters after each step."""
+    """Train; return the loss, all gradients and all parameters after each step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = []
     for step in range(STEPS):
@@ -85,14 +85,14 @@ def ddp(hook=None, state=None, **options) -> list:
     if hook:
         replica.register_comm_hook(state, hook)
     seen = train(replica)
-    if hook and options:  # gradients are views of DDP's buckets, which were moved into the heap
+    if hook and options:  # gradients are views of DDP's buckets, which moved into the heap
         replica(batch(0, RANK)[0]).sum().backward()
         assert all(shm.lies_in_heap(parameter.grad) for parameter in replica.parameters())
     return seen
 
 
 def power_sgd() -> list:
-    """Its futures call further collectives, and wait for them."""
+    """The callbacks of its futures call more collectives, and wait for them."""
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
     replica = DistributedDataParallel(model())
     replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -147,7 +147,7 @@ def pipeline() -> list:
 
 
 def checkpoint() -> list:
-    """Saved as shards, loaded by another model, at once and asynchronously."""
+    """Save shards, synchronously and asynchronously; load them into another model."""
     seen = []
     for asynchronous in (False, True):
         sharded, other = model(), model()
@@ -155,7 +155,7 @@ def checkpoint() -> list:
             fully_shard(one)
         path = FOLDER / f"checkpoint_{BACKEND}_{asynchronous}"
         state = {"model": sharded.state_dict(), "step": 3}
-        if asynchronous:  # with Gloo, a group of its own: it would disturb the training
+        if asynchronous:  # a separate Gloo group, so that it does not disturb the training
             group = dist.new_group()
             dcp.async_save(state, checkpoint_id=path, process_group=group).result()
         else:
@@ -178,7 +178,7 @@ WAYS = {
     "dtensors": dtensors,
     "checkpoint": checkpoint,
 }
-if SIZE == 2:  # two stages; and the widths divide by 2
+if SIZE == 2:  # two stages, and the widths divide by 2
     WAYS |= {"pipeline": pipeline, "tensor parallel": tensor_parallel}
 ON_SHM = {
     "ddp, hook": lambda: ddp(shm.ddp_hook),
