@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def draw(order: str, spans: dict[str, list[tuple]], width: int = 72) -> list[str]:
-    """A line per bucket. All orders to one scale: the width is the longest of them."""
+    """One line per bucket. All orders have one scale: `width` is the longest of them."""
     end = max(bucket[-1] for order in spans.values() for bucket in order)
     lines = [f"{order}, {1e3 * max(bucket[-1] for bucket in spans[order]):.1f} ms"]
     for i, bucket in enumerate(spans[order]):
