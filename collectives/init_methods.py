@@ -175,7 +175,7 @@ def show_second_group(board, rank: int, world_size: int, backend: str) -> None:
     store = dist.TCPStore(HOST, port, None, False)
     for name in ("first", "second"):
         # Without the prefix, a rank may read an address that another rank had in the first group,
-        # and fail to connect: this works in some runs and fails in others.
+        # and fail to connect: this works in some runs only.
         dist.init_process_group(
             backend, store=dist.PrefixStore(name, store), rank=rank, world_size=world_size
         )

@@ -39,7 +39,7 @@ class Recorder:
         """The time, after all computation of this rank so far has finished.
 
         Kernels run asynchronously: without the wait, the clock would show when they were launched.
-        The wait costs some overlap, so a recorded step is slower than others. Sends run on other
+        The wait costs some overlap, so a recorded step is slower. Sends run on other
         streams, and may still be in flight.
         """
         if self.device.type != "cpu":

@@ -30,8 +30,8 @@ tokens: in order, and balanced. Look at
 3. the bytes sent: they grow with T, while the work grows with T * T. So the longer the sequence,
    the better communication overlaps with computation.
 4. the memory: attention that stores all scores needs T * T of them. PyTorch's fused kernel does not
-   store them; a ring stores those of one block at a time. What is saved for backward is divided by
-   N, which makes long sequences possible.
+   store them; a ring stores those of one block at a time. The memory saved for backward is divided
+   by N, which makes long sequences possible.
 
 Shapes, besides those of model.py:    S = T / N  tokens of a sequence on one rank
                                       L          tokens of a chunk: S, or S / 2 if balanced

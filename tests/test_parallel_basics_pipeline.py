@@ -60,7 +60,7 @@ def wrong_times(schedule, p: int, m: int) -> list[str]:
         timelines = timelines_of.simulate(orders(schedule, p, m), seconds)
         measured = timelines_of.span(timelines), timelines_of.idle_share(timelines)
         if measured != pytest.approx(((m + p - 1) * (1 + backward), idle)):
-            found.append(f"a backward of {backward}: span and idle share are {measured}")
+            found.append(f"a backward of {backward}: span and bubble fraction are {measured}")
     return found if timelines_of.expected_idle(p, m) == idle else [*found, "expected_idle()"]
 
 
