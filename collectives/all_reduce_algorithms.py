@@ -1,14 +1,14 @@
-"""all_reduce out of nothing but sends and receives: five algorithms.
+"""Five all_reduce algorithms, written with sends and receives.
 
-Each takes a contiguous tensor and leaves in it the sum over the group, as dist.all_reduce does, and
-returns what this rank has sent. compare_all_reduce.py runs them side by side:
+Each one replaces a contiguous tensor by its sum over the group, as dist.all_reduce does, and
+returns how much this rank has sent. compare_all_reduce.py compares them:
 
     torchrun --standalone --nproc_per_node=4 collectives/compare_all_reduce.py
 
-    naive                       all to rank 0, and back: the busiest rank sends N-1 tensors
-    tree                        rank 0 again, but the others help to collect and to pass on
-    ring                        a chunk per step to the neighbour: the fewest bytes, many steps
-    recursive_doubling          all of it with one partner after another: few steps, many bytes
+    naive                       every rank to rank 0, and back: rank 0 sends N-1 tensors
+    tree                        to rank 0 and back through ranks in between, which add and pass on
+    ring                        one chunk per step to the neighbour: the fewest bytes, many steps
+    recursive_doubling          the full tensor, to one partner after another: few steps, many bytes
     recursive_halving_doubling  halves, quarters, ...: few bytes and few steps
 """
 
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from all_reduce_traffic import Traffic, bounds, halves, power_and_pairs, tree_neighbours
 
-PIECE_BYTES = 4 << 20  # the ring sends its chunks in pieces of about this size,
-PIECES_AHEAD = 4  # so many of them at a time
+PIECE_BYTES = 4 << 20  # the ring sends its chunks in pieces of about this size
+PIECES_AHEAD = 4  # the pieces that the ring has in flight at a time
 
 
 class Link:
@@ -34,10 +34,10 @@ class Link:
         self.sent = Counter()  # step -> bytes
 
     def start(self, step, send=None, to=None, receive=None, source=None) -> list:
-        """Start to send one tensor and to receive another. `to` and `source` count in the group.
+        """Start to send one tensor and to receive another. `to`, `source`: ranks in the group.
 
-        Both in one batch: on NCCL two ranks that first send to each other, then receive, would
-        wait for ever. Empty tensors are not sent: the other side knows the size as well.
+        Both are in one batch: on NCCL two ranks that first send to each other, then receive, would
+        wait for ever. Empty tensors are not sent: the peer knows the size, too.
         """
         transfers = []
         if send is not None and send.numel():
@@ -48,7 +48,7 @@ class Link:
         return dist.batch_isend_irecv(transfers) if transfers else []
 
     def transfer(self, send=None, to=None, receive=None, source=None) -> None:
-        """One whole step."""
+        """One full step: start the transfers and wait for them."""
         finish(self.start(len(self.sent), send, to, receive, source))
 
     def traffic(self) -> Traffic:
@@ -57,11 +57,11 @@ class Link:
 
 def finish(transfers: list) -> None:
     for transfer in transfers:
-        transfer.wait()  # on a GPU it is the stream that waits
+        transfer.wait()  # on a GPU the stream waits, not this thread
 
 
 def naive(tensor: torch.Tensor, group=None) -> Traffic:
-    """All send to rank 0, which adds, then sends the sum to all, one after another."""
+    """Every rank sends to rank 0, which adds up, then sends the sum to one rank after another."""
     link, flat = Link(group), flatten(tensor)
     if link.rank > 0:
         link.transfer(send=flat, to=0)
@@ -77,7 +77,7 @@ def naive(tensor: torch.Tensor, group=None) -> Traffic:
 
 
 def tree(tensor: torch.Tensor, group=None) -> Traffic:
-    """Up a binomial tree to rank 0, adding at every fork; then the sum down the same tree."""
+    """Add up a binomial tree to rank 0; then send the sum down that tree."""
     link, flat = Link(group), flatten(tensor)
     parent, children = tree_neighbours(link.rank, link.world_size)
     arrived = torch.empty_like(flat) if children else None
@@ -93,12 +93,12 @@ def tree(tensor: torch.Tensor, group=None) -> Traffic:
 
 
 def ring(tensor: torch.Tensor, group=None, steps: int | None = None) -> Traffic:
-    """Cut into a chunk per rank; in every step send one to the right and take one from the left.
+    """One chunk per rank; in each step send one chunk to the right, receive one from the left.
 
-    In the first N-1 steps what arrives is added, in the last N-1 it replaces. Chunks travel in
-    pieces, a few at a time: while one is added the next are on their way, and a piece that is
-    finished sets out on its next step without waiting for the rest of its chunk.
-    steps: stop after so many, to look at a tensor half-way.
+    In the first N-1 steps (reduce-scatter) the chunk that arrives is added, in the last N-1
+    (all-gather) it replaces. Chunks are sent in pieces, a few at a time: while one piece is added,
+    the next ones are in flight, and a finished piece starts its next step without waiting for the
+    rest of its chunk. steps: stop after this many steps, to look at a tensor half-way.
     """
     link, flat = Link(group), flatten(tensor)
     rank, world_size = link.rank, link.world_size
@@ -106,7 +106,7 @@ def ring(tensor: torch.Tensor, group=None, steps: int | None = None) -> Traffic:
     largest = math.ceil(len(flat) / world_size)
     pieces = max(1, largest * flat.element_size() // PIECE_BYTES)  # of each chunk
     chunks = [flat[a:b].tensor_split(pieces) for a, b in pairwise(bounds(len(flat), world_size))]
-    # What is to be added arrives in one of a few places, small enough to stay in the cache.
+    # Pieces to add arrive in a few buffers, which are small enough to stay in the cache.
     places = flat.new_empty(min(pieces, PIECES_AHEAD), math.ceil(largest / pieces))
     on_the_way = deque()
 
@@ -132,9 +132,9 @@ def ring(tensor: torch.Tensor, group=None, steps: int | None = None) -> Traffic:
 
 
 def recursive_doubling(tensor: torch.Tensor, group=None) -> Traffic:
-    """Swap everything with the rank whose number differs in one bit, add; then the next bit.
+    """Swap full tensors with the rank whose number differs in one bit, add; then the next bit.
 
-    After k steps a rank has the sum over 2^k ranks: few steps, each with the whole tensor.
+    After k steps a rank has the sum over 2^k ranks: few steps, each with the full tensor.
     """
 
     def double(link: Link, flat, arrived, index: int, members: list[int]) -> None:
@@ -148,7 +148,7 @@ def recursive_doubling(tensor: torch.Tensor, group=None) -> Traffic:
 
 def recursive_halving_doubling(tensor: torch.Tensor, group=None) -> Traffic:
     """Swap halves and add, then quarters, ... until each rank has one finished block. Then back:
-    swap blocks, then pairs of blocks, ... The ring's bytes in the steps of recursive doubling.
+    swap blocks, then pairs of blocks, ... It sends the ring's bytes in 2 log2(P) steps.
     """
 
     def halve_and_double(link: Link, flat, arrived, index: int, members: list[int]) -> None:
@@ -168,8 +168,8 @@ def recursive_halving_doubling(tensor: torch.Tensor, group=None) -> Traffic:
 
 
 def among_power_of_two(algorithm: Callable, tensor: torch.Tensor, group) -> Traffic:
-    """Run an algorithm that needs 2^k ranks. If there are more, the first ones form pairs: the even
-    rank adds its tensor to its neighbour's, stays out, and receives the result."""
+    """Run an algorithm that needs 2^k ranks. If there are more ranks, the first ones form pairs:
+    the even rank sends its tensor to its neighbour, which adds it, and later receives the sum."""
     link, flat = Link(group), flatten(tensor)
     _, pairs = power_and_pairs(link.world_size)
     members = [*range(1, 2 * pairs, 2), *range(2 * pairs, link.world_size)]

@@ -1,4 +1,4 @@
-"""What the algorithms of all_reduce_algorithms.py send, by formula; and who sends what to whom."""
+"""Formulas for the bytes and steps of the algorithms in all_reduce_algorithms.py."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,18 +13,19 @@ class Traffic:
 
 
 def expected_traffic(name: str, numel: int, itemsize: int, world_size: int, rank: int) -> Traffic:
-    """What rank `rank` of N = world_size sends, for S = numel * itemsize bytes. If all divides:
+    """What rank `rank` of N = world_size sends of S = numel * itemsize bytes, if N divides numel:
 
     naive                       rank 0: N-1 messages of S; every other rank: one of S
     tree                        S to the parent (rank 0 has none), S to each child
     ring                        2(N-1) messages of S/N
     recursive_doubling          log2(N) messages of S
     recursive_halving_doubling  S/2, S/4, ... S/N and back S/N, ... S/2: together 2(N-1)/N S
-    The last two between 2^k ranks; in each pair then the even rank sends one message of S, the odd
-    one more. Chunk i has the elements i*numel//N to (i+1)*numel//N; empty messages do not count.
+    The last two algorithms run between 2^k ranks. If there are more, then in each pair the even
+    rank sends one message of S, and the odd rank one more than stated.
+    Chunk i has the elements i*numel//N to (i+1)*numel//N; empty messages do not count.
     Sources: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of Collective Communication
     Operations in MPICH, IJHPCA 19(1), 2005 (recursive); P. Patarasuk, X. Yuan, Bandwidth optimal
-    all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009: ring; 2(N-1)/N S is least.
+    all-reduce algorithms for clusters of workstations, JPDC 69(2), 2009 (ring, minimal).
     """
     power, pairs = power_and_pairs(world_size)
     doublings, paired = power.bit_length() - 1, rank < 2 * pairs
@@ -50,11 +51,11 @@ def expected_traffic(name: str, numel: int, itemsize: int, world_size: int, rank
 
 
 def critical_path(name: str, numel: int, itemsize: int, world_size: int) -> Traffic:
-    """The longest chain of transfers that wait for each other: steps, and bytes one after another.
+    """The longest chain of transfers that wait for each other: its steps and its bytes.
 
     A rank sends and receives at the same time. With a start-up cost of alpha seconds per step and
     beta seconds per byte the algorithm takes at least steps * alpha + bytes * beta. N, S as above,
-    P = the largest power of two up to N. Exact where all divides, else to a few elements per step.
+    P = the largest power of two up to N. Exact if N and P divide numel, else to a few elements.
 
     naive                       2(N-1) steps of S: rank 0 receives and sends all of them
     tree                        2 ceil(log2 N) steps of S

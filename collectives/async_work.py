@@ -1,19 +1,19 @@
-r"""Start a collective, go on computing, wait later: Work handles, and what the overlap is worth.
+r"""async_op=True and Work handles: overlap communication with computation, and measure the gain.
 
     torchrun --standalone --nproc_per_node=2 collectives/async_work.py
     torchrun --standalone --nproc_per_node=2 collectives/async_work.py \
         --buckets 8 --megabytes 2 --repeats 9 --plot overlap.png
-    python collectives/async_work.py                # one rank: handles, but nothing to hide
+    python collectives/async_work.py                # one rank: handles, but nothing to overlap
 
 Look at
 
 1. the handle. async_op=True returns at once; until wait() has returned, no code may read or
    write the tensor. A chain of then() runs when the result is there; no thread waits for it.
-2. the timelines: the same computing and the same sending, in two orders. `-` begins where a
-   transfer was started and ends where it was complete.
-3. what bounds the gain. The first bucket must be computed before anything can travel, and the last
-   one travels alone. And over loopback the wire is the processor: a transfer is hidden only while
-   a core has nothing else to do. With a network card, or NCCL, something else does the work.
+2. the timelines: the same computation and the same transfers, in two orders. `-` begins when a
+   transfer is started and ends when it is complete.
+3. what bounds the gain. The first bucket must be computed before any transfer can start, and no
+   computation is left to overlap the last transfer. Over loopback the CPU copies the bytes, so a
+   transfer overlaps only while a core is idle. A network card or a GPU (NCCL) needs no core for it.
 """
 
 import os
@@ -40,7 +40,7 @@ ORDERS = ("compute", "communicate", "sequential", "overlapped")
 def main() -> None:
     args = parse_args()
     with distributed_worker(args.device) as worker:
-        # For messages between the CPUs while a collective is on its way in the default group.
+        # For messages between the CPUs while a collective is in flight in the default group.
         aside = dist.new_group(backend="gloo")
         facts = try_handle(worker.device, aside)
         print_by_rank(worker, f"1. all_reduce, rank {worker.world_size - 1} starts last", **facts)
@@ -60,10 +60,10 @@ def main() -> None:
 
 
 def try_handle(device: torch.device, aside=None) -> dict:
-    """What a Work handle says and gives, on this rank; every rank must call this.
+    """What a Work handle returns on this rank. Every rank must call this.
 
-    aside: a Gloo group of the same ranks. The last rank starts its part only when every other rank
-    has started its own and has asked whether it is complete: it cannot be.
+    aside: a Gloo group of the same ranks. The last rank starts its all_reduce only after every
+    other rank has started its own and has called is_completed(), which must be False then.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     last, gave_up = rank == world_size - 1, "-"
@@ -73,7 +73,7 @@ def try_handle(device: torch.device, aside=None) -> dict:
     work = dist.all_reduce(x, async_op=True)
     early = "-" if last else work.is_completed()
     if not last:
-        if device.type == "cpu":  # NCCL's wait(timeout) does not only give up: it ends the group
+        if device.type == "cpu":  # NCCL's wait(timeout) also ends the group when it gives up
             try:
                 work.wait(timeout=timedelta(milliseconds=50))
             except RuntimeError:
@@ -104,7 +104,7 @@ def try_handle(device: torch.device, aside=None) -> dict:
 
 
 class StopWatch:
-    """Reads the time where the work is done: the CPU's now, a GPU's when its stream gets there."""
+    """Takes times where the work is done: on a CPU now, on a GPU when its stream gets there."""
 
     def __init__(self, device: torch.device):
         self.device, self.on_gpu = device, device.type != "cpu"
@@ -121,7 +121,7 @@ class StopWatch:
     def at_end(self, work: dist.Work):
         if not self.on_gpu:
             return work.get_future().then(lambda _: time.perf_counter())
-        with self.side:  # this stream waits for the transfer, and only for it
+        with self.side:  # this stream waits for the transfer only
             work.wait()
             return self.now()
 
@@ -134,9 +134,9 @@ class StopWatch:
 
 
 def run_order(order: str, tensors: list, compute: Callable[[], object], group=None) -> list[tuple]:
-    """Compute and all-reduce bucket after bucket: what DDP's backward does, in small.
+    """Compute and all-reduce bucket after bucket, as DDP's backward does.
 
-    Returns per bucket (begin, end of computing, begin, end of its transfer) in seconds.
+    Returns per bucket (begin, end of computation, begin, end of transfer) in seconds.
     """
     watch, marks, works = StopWatch(tensors[0].device), [], []
     for tensor in tensors:
@@ -150,11 +150,11 @@ def run_order(order: str, tensors: list, compute: Callable[[], object], group=No
                 done = watch.at_end(work)
                 works.append(work)
             else:
-                work.wait()  # nothing else happens meanwhile
+                work.wait()  # exposed: no computation runs meanwhile
                 done = watch.now()
         marks.append((begin, end, started, done))
     for work in works:
-        work.wait()  # before anybody reads the tensors
+        work.wait()  # before any code reads the tensors
     return [tuple(watch.seconds(mark) for mark in bucket) for bucket in marks]
 
 
@@ -168,21 +168,21 @@ def balanced_compute(tensor: torch.Tensor, ratio: float, group=None) -> Callable
             torch.mm(a, a, out=out)
 
     def seconds(run: Callable, calls: int) -> float:
-        # Agreed between the ranks, or they would not compute equally long.
+        # All ranks get the same times, or they would not compute equally long.
         return statistics.median(time_calls(run, 5, calls, tensor.device, group))
 
     transfer = seconds(lambda: dist.all_reduce(tensor, group=group), 3)
     count = 20
-    for _ in range(2):  # once roughly, once with about as many as there will be
+    for _ in range(2):  # first a rough count, then a better one
         count = max(1, round(count * ratio * transfer / seconds(lambda c=count: products(c), 1)))
     return lambda: products(count)
 
 
 def measure_overlap(tensors: list, compute: Callable, repeats: int, group=None) -> dict:
-    """Seconds of the four ORDERS, taking turns, `repeats` samples each, of the slowest rank.
+    """Seconds of the four ORDERS on the slowest rank: `repeats` samples each, taken in turn.
 
-    Also "processor": of each order, the median of the processor seconds of all ranks together, and
-    "spans": run_order()'s of this rank, from its fastest repeat, which was disturbed least.
+    Also "processor": for each order, the median of the CPU seconds of all ranks together; and
+    "spans": for each order, what run_order() returned on this rank in its fastest repeat.
     """
     device = tensors[0].device
     taken, spans = {order: [] for order in ORDERS}, {}
@@ -208,7 +208,7 @@ def measure_overlap(tensors: list, compute: Callable, repeats: int, group=None) 
 
 
 def hidden(results: dict) -> list[float]:
-    """The part of the communication that the overlapped order hides, for each repeat."""
+    """The fraction of the communication that is overlapped, for each repeat."""
     names = ("sequential", "overlapped", "communicate")
     return [(s - o) / c for s, o, c in zip(*(results[n] for n in names), strict=True)]
 
@@ -218,10 +218,10 @@ def bounds(results: dict, buckets: int, cores: int) -> dict[str, float]:
     alone, sent = (statistics.median(results[name]) for name in ("compute", "communicate"))
     used = results["processor"]["compute"] + results["processor"]["communicate"]
     return {
-        "first bucket computed, last one sent, alone": max(
+        "first bucket computed, last one sent, without overlap": max(
             alone + sent / buckets, sent + alone / buckets
         ),
-        f"processor time of all ranks / {cores} cores": used / cores,
+        f"CPU time of all ranks / {cores} cores": used / cores,
     }
 
 
@@ -232,7 +232,7 @@ def report(results: dict, args, worker: Worker) -> None:
     print(f"\n2. {args.buckets} buckets of {args.megabytes:g} MiB; rank 0, # computes, - sends")
     for order in ("sequential", "overlapped"):
         print(*draw(order, results["spans"]), sep="\n")
-    print(f"\n3. ms of {args.repeats} repeats, taking turns")
+    print(f"\n3. ms per order: {args.repeats} repeats, taken in turn")
     rows = [
         [order, *(f"{1e3 * f(results[order]):.1f}" for f in (statistics.median, min, max))]
         for order in ORDERS
@@ -242,21 +242,21 @@ def report(results: dict, args, worker: Worker) -> None:
         return
     gains = [s / o for s, o in zip(results["sequential"], results["overlapped"], strict=True)]
     gain = [f"{f(gains):.2f}" for f in (statistics.median, min, max)]
-    print(f"sequential / overlapped, pair by pair: {gain[0]} ({gain[1]} ... {gain[2]})")
+    print(f"sequential / overlapped, per repeat: {gain[0]} ({gain[1]} ... {gain[2]})")
     covered = [f"{f(hidden(results)):.0%}" for f in (statistics.median, min, max)]
-    print(f"hidden of the communication: {covered[0]} ({covered[1]} ... {covered[2]})")
+    print(f"communication overlapped: {covered[0]} ({covered[1]} ... {covered[2]})")
     if worker.device.type == "cpu":
         alone, sent = (statistics.median(results[name]) for name in ("compute", "communicate"))
-        print("at most, since no order can take fewer ms than")
+        print("upper bounds, because no order can take fewer ms than")
         # macOS has no sched_getaffinity.
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         for name, seconds in bounds(results, args.buckets, cores).items():
             most = min(1, (alone + sent - seconds) / sent)
-            print(f"{1e3 * seconds:7.1f}, hiding {most:4.0%}: {name}")
+            print(f"{1e3 * seconds:7.1f}, overlapping {most:4.0%}: {name}")
 
 
 def parse_args():
-    parser = ArgumentParser(description="Work handles; communication hidden behind computing.")
+    parser = ArgumentParser(description="Work handles; communication overlapped with computation.")
     add = parser.add_argument
     add("--buckets", type=at_least(1), default=6, help="tensors to compute and all-reduce")
     add("--megabytes", type=between(0.001, 1000), default=4.0, help="size of each, in 2^20 bytes")
@@ -264,13 +264,13 @@ def parse_args():
         "--ratio",
         type=between(0.01, 100),
         default=1.0,
-        help="time to compute / time to communicate",
+        help="time of computation / time of communication",
     )
     add(
         "--repeats",
         type=at_least(1),
         default=5,
-        help="measurements of each time",
+        help="samples per order",
     )
     add("--plot", type=Path, metavar="FILE", help="save the timelines as a picture (PNG, PDF)")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)

@@ -1,23 +1,24 @@
-"""Collectives that gradients flow through: the backward of a collective is another collective.
+"""Collectives for autograd: the backward of a collective is another collective.
 
     torchrun --standalone --nproc_per_node=3 collectives/autograd_collectives.py
     torchrun --standalone --nproc_per_node=2 collectives/autograd_collectives.py --count 5
     python collectives/autograd_collectives.py              # a world of one: all are the identity
 
     forward                          backward
-    broadcast   one to all           reduce           what all got comes back to one, added
+    broadcast   one to all           reduce           all gradients to one, added
     reduce      all to one, added    broadcast
     all_reduce                       all_reduce
     all_gather                       reduce_scatter
     reduce_scatter                   all_gather
     all_to_all                       all_to_all       with the two lists of sizes swapped
 
-Why: each rank calls backward() on a loss of its own, and what we want is the gradient of the *sum*
-of all ranks' losses. Where my number went to all ranks, all of them send a gradient back, and these
-add up. (Do all ranks compute the same loss? Then that sum counts it once per rank: divide.)
+Why: each rank calls backward() on its own loss, and we want the gradient of the *sum* of all ranks'
+losses. If a number was sent to all ranks, every rank sends back a gradient, and these are added up.
+(If all ranks compute the same loss, the sum counts it once per rank: divide by the world size.)
 
-Look at each gradient against one process that holds all ranks' tensors, and against finite
-differences. Then at what plain `dist` calls do to a graph: they cut it, or worse, they do not.
+Look at how little each gradient differs from a single process that holds all ranks' tensors, and
+from finite differences. Then look at plain `dist` calls: they cut the graph, or they leave it
+uncut with a wrong gradient, which is worse.
 
 (torch.distributed.nn.functional has such functions, most of them deprecated since torch 2.13.)
 """
@@ -44,11 +45,11 @@ def main() -> None:
         show_plain_calls(worker)
 
 
-# Call them as AllReduce.apply(x, group). Each backward uses them again: second derivatives work.
+# Call them as AllReduce.apply(x, group). Each backward uses them, so second derivatives work.
 
 
 class Broadcast(torch.autograd.Function):
-    """Rank `src`'s tensor to everybody. The gradient goes to rank `src`; the others get zeros."""
+    """Every rank gets rank `src`'s tensor. Rank `src` gets the gradient; other ranks get zeros."""
 
     @staticmethod
     def forward(ctx, x, src=0, group=None):
@@ -63,7 +64,7 @@ class Broadcast(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """The sum to rank `dst`; the others get zeros, so that the result means the same everywhere."""
+    """Rank `dst` gets the sum; other ranks get zeros, so the result is defined on every rank."""
 
     @staticmethod
     def forward(ctx, x, dst=0, group=None):
@@ -78,7 +79,7 @@ class Reduce(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum to everybody. My number is in every rank's sum: all their gradients add up."""
+    """Every rank gets the sum. A number is in every rank's sum, so all gradients are added up."""
 
     @staticmethod
     def forward(ctx, x, group=None):
@@ -93,7 +94,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """All tensors, one after the other along dim 0, to everybody."""
+    """Every rank gets all tensors, concatenated along dim 0."""
 
     @staticmethod
     def forward(ctx, x, group=None):
@@ -108,7 +109,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Part i along dim 0 of the sum, to rank i."""
+    """Rank i gets part i of the sum, along dim 0."""
 
     @staticmethod
     def forward(ctx, x, group=None):
@@ -123,7 +124,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """send[i] rows to rank i; receive[i] rows come from it. What came, goes back as a gradient."""
+    """Send send[i] rows to rank i, receive receive[i] rows from it. Gradients go the other way."""
 
     @staticmethod
     def forward(ctx, x, send, receive, group=None):
@@ -137,7 +138,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-# The same in one process: `xs` holds every rank's tensor; returns what each rank gets.
+# The single-process reference: `xs` holds every rank's tensor; returns what each rank gets.
 
 
 def in_one_process(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -154,7 +155,7 @@ def in_one_process(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def split_sizes(rank: int, world_size: int, rows: int) -> list[int]:
-    """How many rows rank sends to 0, 1, ...: uneven, zeros among them, `rows` in all."""
+    """How many of its `rows` rows a rank sends to ranks 0, 1, ...: uneven, some of them zero."""
     weights = [(rank + 2 * to) % 3 for to in range(world_size)]
     sizes = [rows * w // max(sum(weights), 1) for w in weights]
     sizes[rank] += rows - sum(sizes)
@@ -178,13 +179,13 @@ COLLECTIVES = {
 
 
 def loss_of(y: torch.Tensor, rank: int) -> torch.Tensor:
-    """A loss in which every number counts differently on every rank."""
+    """A loss in which every number has a different weight on every rank."""
     weights = torch.linspace(1, 2, y.numel(), dtype=y.dtype, device=y.device) + rank
     return (weights * torch.sin(y.flatten())).sum()
 
 
 def inputs(world_size: int, count: int, device) -> list[torch.Tensor]:
-    """A float64 tensor per rank, known to all: count rows for each rank, of 2 columns."""
+    """One float64 tensor [count * world_size, 2] per rank; every rank knows all of them."""
     generator = torch.Generator().manual_seed(0)
     shape = (world_size, count * world_size, 2)
     return list(torch.randn(shape, generator=generator, dtype=torch.float64).to(device))
@@ -197,9 +198,9 @@ def expected_gradients(name: str, xs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def finite_differences(function: Callable, xs: list, group=None, step=1e-6) -> torch.Tensor:
-    """This rank's gradient of the sum of all ranks' losses: move each number of each rank a bit.
+    """This rank's gradient of the sum of all ranks' losses: move each number of each rank by step.
 
-    function: from this rank's tensor to its loss; a collective, so all ranks call it each time.
+    function: maps this rank's tensor to its loss; a collective, so all ranks call it each time.
     """
     rank, count = dist.get_rank(group), xs[0].numel()
     changes = xs[0].new_zeros(len(xs), count)
@@ -229,18 +230,19 @@ def show_gradients(args, worker: Worker) -> None:
         gradient, to_one_process, to_differences = largest.tolist()
         rows.append([name, f"{gradient:.3f}", f"{to_one_process:.0e}", f"{to_differences:.0e}"])
     if worker.is_main:
-        print("\nLargest gradient, and its largest difference on any rank (float64)")
-        print_table(["forward", "gradient", "to one process", "to finite differences"], rows)
+        print("\nLargest gradient on any rank, and its largest difference (float64)")
+        header = ["forward", "gradient", "from one process", "from finite differences"]
+        print_table(header, rows)
 
 
 def plain_all_reduce(y: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(y)  # in place, unseen by autograd: it still takes y for exp(x)
+    dist.all_reduce(y)  # in place, unseen by autograd, which still takes y for exp(x)
     return y
 
 
 def plain_all_gather(y: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(y) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, y)  # into new tensors, which know nothing of y
+    dist.all_gather(parts, y)  # into new tensors, which have no graph to y
     return torch.stack(parts).sum(0)
 
 
@@ -272,7 +274,7 @@ def show_plain_calls(worker: Worker) -> None:
 def parse_args():
     parser = ArgumentParser(description="Gradients through collectives, checked.")
     parser.add_argument(
-        "--count", type=at_least(1), default=1, help="rows of a tensor, times the ranks"
+        "--count", type=at_least(1), default=1, help="rows of each tensor, per rank"
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Backends: what this build has, what each can do here (tried, not quoted), which one to take.
+"""Backends (Gloo, NCCL, ...): which this build has, what each can do here, which one to use.
 
     torchrun --standalone --nproc_per_node=2 collectives/backends.py
     python collectives/backends.py                     # a world of one: no send and receive
@@ -6,10 +6,10 @@
 A backend is the library that moves the bytes. Look at
 
 1. what this build of PyTorch contains, and what works on this machine.
-2. the table of operations: each one was called on every rank and its result compared. With a GPU
-   per rank the table has three columns: Gloo on CPU tensors, Gloo on GPU tensors, NCCL.
-3. one group with one backend per device: the device of the tensor decides who carries it.
-4. the guide: which one for me.
+2. the table of operations: the script calls each one on every rank and checks its result. With one
+   GPU per rank the table has three columns: Gloo on CPU tensors, Gloo on GPU tensors, NCCL.
+3. one group with one backend per device: the tensor's device chooses the backend.
+4. the guide: which backend for which tensors.
 """
 
 from datetime import timedelta
@@ -36,7 +36,8 @@ def main() -> None:
         show_backends(worker, status)
         show_operations(worker)
         show_one_backend_per_device(worker)
-        show(worker, "4. Which one for me?", ["tensors", "backend", "here"], guide(status))
+        header = ["tensors", "backend", "here"]
+        show(worker, "4. Which backend for which tensors?", header, guide(status))
 
 
 def show_backends(worker: Worker, status: dict[str, str]) -> None:
@@ -79,7 +80,7 @@ def show_operations(worker: Worker) -> None:
 
 def try_operations(device, group) -> dict[str, str]:
     """Call every operation on tensors of `device`: name -> "yes", or what went wrong."""
-    # An error here is raised by every rank alike, before anything is sent: nobody is left waiting.
+    # Every rank raises such an error before it sends anything, so no rank is left waiting.
     mine = {}
     for name, run in operations(device, group).items():
         alone = dist.get_world_size(group) == 1 and name in BETWEEN_TWO
@@ -92,7 +93,7 @@ def try_operations(device, group) -> dict[str, str]:
 
 
 def operations(device, group) -> dict:
-    """name -> a function that calls it and returns whether this rank's result is right."""
+    """name -> a function that calls the operation and returns whether its result is right."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     number = partial(torch.tensor, device=device)
     everyone = [float(r + 1) for r in range(n)]  # rank r starts with r + 1
@@ -172,7 +173,7 @@ def operations(device, group) -> dict:
             work.wait()
         return x.item() == left + 1
 
-    def any_source():  # the receiver first: a sender without one would wait
+    def any_source():  # start the receive first: a send without a receiver would wait
         x, error = number([0.0]), None
         try:
             work = dist.irecv(x, None, group=group) if rank == 0 else None
@@ -197,7 +198,7 @@ def operations(device, group) -> dict:
         return dist.get_world_size(dist.split_group(group, [list(range(n))])) == n
 
     def premul_sum():
-        # The factor can be given in no public way.
+        # There is no public way to give the factor.
         return all_reduce(2 * sum(everyone), dist._make_nccl_premul_sum(2.0))
 
     total, average = sum(everyone), sum(everyone) / n
@@ -244,8 +245,8 @@ def show_one_backend_per_device(worker: Worker) -> None:
         if worker.device.type == "cuda":
             on_gpu = attempt(lambda group=group: add_one(worker.device, group))
         rows.append([backend, dist.get_backend_config(group), on_cpu, on_gpu])
-    header = ["asked for", "get_backend_config", "CPU tensor", "GPU tensor"]
-    show(worker, "3. One group, one backend per device: all_reduce of", header, rows)
+    header = ["backend=", "get_backend_config", "all_reduce of a CPU tensor", "of a GPU tensor"]
+    show(worker, "3. One group, one backend per device", header, rows)
 
 
 def add_one(device, group) -> bool:
@@ -255,7 +256,7 @@ def add_one(device, group) -> bool:
 
 
 def guide(status: dict[str, str]) -> list[list[str]]:
-    """Rows of (where my tensors are, the backend to ask for, whether it works here)."""
+    """Rows of (where the tensors are, the backend to use, whether it works here)."""
     both = next((status[b] for b in ("gloo", "nccl") if status[b] != "yes"), "yes")
     return [
         ["on the CPU", "gloo", status["gloo"]],
@@ -273,7 +274,7 @@ def show(worker: Worker, title: str, header: list[str], rows: list[list]) -> Non
 
 
 def parse_args():
-    parser = ArgumentParser(description="Which backends there are, and what each can do.")
+    parser = ArgumentParser(description="Which backends this build has, and what each can do.")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-r"""What each byte costs: time and bandwidth of every collective, and of our own all-reduces.
+r"""Measure collectives over message sizes: time, algbw, busbw; also our own all_reduces.
 
     torchrun --standalone --nproc_per_node=2 collectives/bandwidth.py
     torchrun --standalone --nproc_per_node=2 collectives/bandwidth.py --verify --output-dir runs/bw
@@ -7,15 +7,15 @@ r"""What each byte costs: time and bandwidth of every collective, and of our own
 
 Look at
 
-1. alpha: what a call costs before the first byte. Up to `half at` bytes a call is mostly alpha, and
-   many small calls cost as much as many large ones.
-2. algbw = bytes / time. It falls when ranks are added even if the network is fully used, since an
+1. alpha: the time of a call before its first byte. Up to `half at` bytes a call is mostly alpha,
+   and a small call takes as long as a larger one.
+2. algbw = bytes / time. It falls when ranks are added even if the network is fully used, because an
    all-reduce moves 2 (N-1) / N bytes per byte. busbw corrects for that: it is what one rank sends
    and receives per second, and the only number to compare with the limits in the last lines.
-3. the spread (min, max). Compare two medians only where it does not cover their difference.
+3. the spread (min, max). Two medians differ only if their difference is larger than the spread.
 
---verify compares every value at every size with a plain sum. --output-dir keeps every sample, and a
-log-log plot. Bytes and busbw are those of nccl-tests, so that the columns can be compared:
+--verify compares every value at every size with a plain sum. --output-dir saves every sample and a
+log-log plot. Bytes and busbw are defined as in nccl-tests, so you can compare the columns:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
@@ -87,7 +87,7 @@ def sizes_between(least: int, most: int, factor: float, unit: int) -> list[int]:
 
 
 def works_here(operation: str, worker: Worker) -> bool:
-    """Whether this backend has the operation; says so if not. One small call, on every rank."""
+    """Whether this backend has the operation; prints if not. Makes a small call on every rank."""
     if operation == "send_recv" and worker.world_size == 1:
         return False  # there is no second rank
     x = torch.zeros(worker.world_size, device=worker.device)
@@ -96,14 +96,14 @@ def works_here(operation: str, worker: Worker) -> bool:
     except (RuntimeError, NotImplementedError) as error:
         if "not support" not in str(error):
             raise
-        if worker.is_main:  # the backend refuses on every rank alike
+        if worker.is_main:  # every rank gets this error
             print(f"{operation} is missing here: {str(error).splitlines()[0]}")
         return False
     return True
 
 
 def errors_of(operation: str, nbytes: int, worker: Worker) -> list[str]:
-    """Call once with known values: what is wrong on any rank; the same list on all ranks."""
+    """Call once with known values: the errors of all ranks, as one list on every rank."""
     x = pattern(worker.rank, nbytes // 4, worker.device)
     case = prepare(operation, x, torch.zeros_like(x))
     case.run()
@@ -118,13 +118,13 @@ def errors_of(operation: str, nbytes: int, worker: Worker) -> list[str]:
 
 
 def measure(operation: str, nbytes: int, repeats: int, values: str, worker: Worker) -> Measurement:
-    # Zeros, because numbers that are all-reduced again and again would grow. Filled, because
-    # pages that have not been written yet are one shared page of memory.
+    # Zeros, because other numbers would grow with each all_reduce. fill_ writes every page: all
+    # pages that were never written share one page of memory, and would be read too fast.
     x = torch.empty(nbytes // 4, device=worker.device).fill_(0)
     y = torch.empty_like(x).fill_(0)
-    if worker.device.type == "cpu":  # several small ones: the barrier's end is not sharp
+    if worker.device.type == "cpu":  # several small calls: ranks leave a barrier at different times
         calls = max(1, min(10, 2**18 // nbytes))
-    else:  # as nccl-tests: one launch would be a large share of a sample
+    else:  # as in nccl-tests: one launch would be a large part of a sample
         calls = 20
     seconds = time_calls(prepare(operation, x, y).run, repeats, calls, worker.device)
     algbw = nbytes / statistics.median(seconds)
@@ -165,14 +165,15 @@ def parse_args():
         choices=OPERATIONS,
         default=OPERATIONS,
         metavar="NAME",
-        help=names,
+        help=f"operations to measure: {names} (default: all)",
     )
-    add("--min-bytes", type=number_of_bytes, default="4K", help="K, M, G are powers of 1024")
+    size_help = "smallest message; K, M, G are powers of 1024"
+    add("--min-bytes", type=number_of_bytes, default="4K", help=size_help)
     add("--max-bytes", type=number_of_bytes, default="16M", help="largest message")
-    add("--factor", type=between(1.1, 1024), default=8.0, help="from one size to the next")
+    add("--factor", type=between(1.1, 1024), default=8.0, help="multiply the size by X each time")
     add("--repeats", type=at_least(1), default=5, help="samples per size")
-    add("--verify", action="store_true", help="compare the values at each size")
-    add("--output-dir", type=Path, help="write metrics.jsonl and bandwidth.png there")
+    add("--verify", action="store_true", help="check the values at each size")
+    add("--output-dir", type=Path, help="write metrics.jsonl and bandwidth.png to PATH")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.min_bytes > args.max_bytes:

@@ -1,4 +1,4 @@
-"""One call of every operation that bandwidth.py measures, and the values that it must give."""
+"""The operations that bandwidth.py measures: one call of each, and its expected result."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,8 +35,8 @@ class Case(NamedTuple):
 def prepare(operation: str, x: torch.Tensor, y: torch.Tensor, group=None) -> Case:
     """One call of `operation`, which reads x and writes into x or y.
 
-    x, y: float32 [S], where the size of the group divides S. S is what all ranks together
-    contribute to (all_)gather, or receive from scatter and reduce_scatter; else what each rank has.
+    x, y: float32 [S], where the size of the group divides S. For gather and all_gather S counts the
+    inputs of all ranks, for scatter and reduce_scatter the outputs of all ranks, else one rank's x.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     part_of_x, part_of_y = x[: len(x) // world_size], y[: len(y) // world_size]
@@ -76,9 +76,9 @@ def prepare(operation: str, x: torch.Tensor, y: torch.Tensor, group=None) -> Cas
 
 
 def expected_result(operation: str, numel: int, device=None, group=None) -> torch.Tensor | None:
-    """What this rank must have after the call, if each began with x = pattern(rank, numel).
+    """This rank's result if every rank began with x = pattern(rank, numel).
 
-    None where it receives nothing.
+    None if this rank receives nothing.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     inputs = [pattern(r, numel, device) for r in range(world_size)]
@@ -98,7 +98,7 @@ def expected_result(operation: str, numel: int, device=None, group=None) -> torc
             return inputs[rank - 1]
         case "reduce":
             return sum(inputs) if rank == 0 else None
-    return sum(inputs)  # all_reduce: torch's, and all of ours
+    return sum(inputs)  # all_reduce: torch's and our own
 
 
 def first_error(result: torch.Tensor, expected: torch.Tensor | None) -> str | None:

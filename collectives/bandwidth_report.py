@@ -1,4 +1,4 @@
-"""What bandwidth.py has measured: as tables, as JSON lines, as a picture."""
+"""Report the measurements of bandwidth.py: tables, JSON lines, a plot."""
 
 import json
 import statistics
@@ -31,7 +31,7 @@ class Fit:
     fit: str  # the operation
     alpha: float  # seconds
     beta: float  # seconds per byte
-    worst_error: float  # the largest difference of the line to a median, as a part of that median
+    worst_error: float  # the largest relative difference between the line and a median
     best_busbw: float  # bytes per second
 
 
@@ -72,7 +72,7 @@ def median_min_max(samples: list[float]) -> tuple[float, float, float]:
 
 
 def save(measurements: list[Measurement], fits: list[Fit], limits: dict, folder: Path) -> None:
-    """metrics.jsonl: a line per measurement, fit and limit; seconds and bytes."""
+    """metrics.jsonl: one line per measurement, fit and limit, in seconds and bytes."""
     lines = [asdict(record) for record in (*measurements, *fits)]
     lines += [{"limit": name, "bytes_per_second": rates} for name, rates in limits.items()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -81,7 +81,7 @@ def save(measurements: list[Measurement], fits: list[Fit], limits: dict, folder:
 
 
 def plot(measurements: list[Measurement], limits: dict, path: Path) -> None:
-    """busbw over bytes with the spread of the samples; collectives left, all-reduces right."""
+    """Plot busbw over bytes with the spread of the samples; collectives left, all_reduces right."""
     import matplotlib
 
     matplotlib.use("Agg")  # no window, no display needed

@@ -1,4 +1,4 @@
-"""Every collective: who holds what before, and who holds what after.
+"""Every collective of torch.distributed: what each rank holds before and after.
 
     torchrun --standalone --nproc_per_node=3 collectives/collectives.py
     torchrun --standalone --nproc_per_node=4 collectives/collectives.py --only all_to_all_single
@@ -8,9 +8,9 @@ Each number shows where it comes from: rank r begins with 10 r, 10 r + 1, and so
 rank. Look at the duals: scatter undoes gather, reduce_scatter is to all_gather what reduce is to
 broadcast, and an all_reduce is a reduce_scatter followed by an all_gather.
 
-Every function here takes this rank's tensors and returns this rank's result; its input stays as it
-was. `src` and `dst` count within the group (`group_src=`), which is what one wants in a subgroup;
-the `src=` of torch.distributed counts over the whole job.
+Every function here takes this rank's tensors, leaves them unchanged, and returns this rank's
+result. `src` and `dst` are ranks within the group (`group_src=`), which is what you want in a
+subgroup; the `src=` of torch.distributed is a global rank.
 """
 
 import time
@@ -33,11 +33,11 @@ def main() -> None:
             EXAMPLES[name](worker)
 
 
-# One to all, all to one. `x` is this rank's tensor, of the same shape and dtype on every rank.
+# One to all, all to one. `x`: this rank's tensor, with one shape and dtype on all ranks.
 
 
 def broadcast(x: torch.Tensor, src: int = 0, group=None) -> torch.Tensor:
-    """Everybody gets the tensor of rank `src`."""
+    """Every rank gets the tensor of rank `src`."""
     y = x.clone()  # dist.broadcast writes into what it is given
     dist.broadcast(y, group_src=src, group=group)
     return y
@@ -52,7 +52,7 @@ def scatter(parts: list[torch.Tensor] | None, like: torch.Tensor, src: int = 0, 
 
 
 def gather(x: torch.Tensor, dst: int = 0, group=None) -> list[torch.Tensor] | None:
-    """Rank `dst` gets a list of all tensors, the others None."""
+    """Rank `dst` gets a list of all tensors, every other rank None."""
     mine = dist.get_rank(group) == dst
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))] if mine else None
     dist.gather(x.contiguous(), parts, group_dst=dst, group=group)
@@ -60,9 +60,9 @@ def gather(x: torch.Tensor, dst: int = 0, group=None) -> list[torch.Tensor] | No
 
 
 def reduce(x: torch.Tensor, dst: int = 0, op=dist.ReduceOp.SUM, group=None) -> torch.Tensor | None:
-    """Rank `dst` gets the sum (or what `op` says), the others None.
+    """Rank `dst` gets the sum (or what `op` says), every other rank None.
 
-    On the others, dist.reduce leaves something unspecified in the tensor. Gloo: partial sums.
+    On every other rank, dist.reduce leaves unspecified numbers in the tensor (Gloo: partial sums).
     """
     y = x.clone()
     dist.reduce(y, group_dst=dst, op=op, group=group)
@@ -73,30 +73,30 @@ def reduce(x: torch.Tensor, dst: int = 0, op=dist.ReduceOp.SUM, group=None) -> t
 
 
 def all_reduce(x: torch.Tensor, op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
-    """Everybody gets the sum (or what `op` says)."""
+    """Every rank gets the sum (or what `op` says)."""
     y = x.clone()
     dist.all_reduce(y, op=op, group=group)
     return y
 
 
 def all_gather(x: torch.Tensor, group=None) -> list[torch.Tensor]:
-    """Everybody gets a list of all tensors."""
+    """Every rank gets a list of all tensors."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
     return parts
 
 
 def all_gather_single(x: torch.Tensor, group=None) -> torch.Tensor:
-    """Everybody gets all tensors one after the other along dim 0 of one tensor."""
+    """Every rank gets all tensors, concatenated along dim 0."""
     y = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
     new_names.all_gather_single(y, x.contiguous(), group=group)
     return y
 
 
 def all_gather_uneven(x: torch.Tensor, group=None) -> list[torch.Tensor]:
-    """all_gather of tensors that differ along dim 0: pad to the longest, gather, cut.
+    """all_gather of tensors that differ along dim 0: pad to the longest, gather, trim.
 
-    NCCL takes a list of different shapes (as a series of broadcasts), Gloo refuses it.
+    NCCL takes a list of different shapes (as a series of broadcasts). Gloo refuses it.
     """
     lengths = all_gather(torch.tensor(len(x), device=x.device), group)
     padded = x.new_zeros(int(max(lengths)), *x.shape[1:])
@@ -106,23 +106,23 @@ def all_gather_uneven(x: torch.Tensor, group=None) -> list[torch.Tensor]:
 
 
 def reduce_scatter(parts: list[torch.Tensor], op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
-    """Rank i gets the sum of everybody's part i."""
+    """Rank i gets the sum of all ranks' part i."""
     y = torch.empty_like(parts[dist.get_rank(group)])
     dist.reduce_scatter(y, parts, op=op, group=group)
     return y
 
 
 def reduce_scatter_single(x: torch.Tensor, op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
-    """The same where the parts lie one after the other along dim 0 of `x`."""
+    """reduce_scatter of parts that are concatenated along dim 0 of `x`."""
     y = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
     new_names.reduce_scatter_single(y, x.contiguous(), op=op, group=group)
     return y
 
 
 def all_to_all(parts: list[torch.Tensor], group=None) -> list[torch.Tensor]:
-    """Rank i gets part i of everybody: a transposition of the table of ranks and parts.
+    """Rank i gets part i of every rank: this transposes the table of ranks and parts.
 
-    Parts of different shapes: NCCL takes them, Gloo does not. Use all_to_all_uneven.
+    NCCL takes parts of different shapes, Gloo does not. Use all_to_all_uneven for them.
     """
     received = [torch.empty_like(part) for part in parts]
     try:
@@ -135,17 +135,18 @@ def all_to_all(parts: list[torch.Tensor], group=None) -> list[torch.Tensor]:
 
 
 def all_to_all_single(x: torch.Tensor, group=None) -> torch.Tensor:
-    """The same where the parts lie one after the other along dim 0 of `x`, all of one length."""
+    """all_to_all of equally long parts that are concatenated along dim 0 of `x`."""
     y = torch.empty_like(x)
     dist.all_to_all_single(y, x.contiguous(), group=group)
     return y
 
 
 def all_to_all_uneven(x: torch.Tensor, send: list[int], group=None):
-    """The first send[0] rows of `x` go to rank 0, the next send[1] to rank 1, and so on.
+    """Send the first send[0] rows of `x` to rank 0, the next send[1] to rank 1, and so on.
 
-    Returns the rows received, in the order of the ranks, and how many came from each. Nobody knows
-    in advance how much it will get: the numbers travel first. (Tokens on their way to experts.)
+    Returns the rows received, in rank order, and how many came from each rank. A rank does not know
+    in advance how many rows it will get, so the counts are sent first. (MoE layers do this with
+    tokens.)
     """
     counts = all_to_all_single(torch.tensor(send, device=x.device), group)
     receive = counts.tolist()
@@ -155,7 +156,7 @@ def all_to_all_uneven(x: torch.Tensor, send: list[int], group=None):
 
 
 def barrier(group=None) -> float:
-    """Nobody leaves before all have come. Returns the seconds that this rank waited."""
+    """Wait until every rank has called this. Returns the seconds that this rank waited."""
     started = time.perf_counter()
     # NCCL's barrier is an all_reduce queued on the GPU; dist.barrier also waits for that.
     dist.barrier(group)
@@ -179,7 +180,7 @@ def plain(result):
 
 
 def example(what: str, function: Callable, split: bool = False) -> Callable:
-    """An entry of EXAMPLES: the function's input and result as a table. split: a list goes in."""
+    """An entry of EXAMPLES: a table of the function's input and result. split: input is a list."""
 
     def show(worker: Worker) -> None:
         x = numbered(worker)
@@ -200,7 +201,7 @@ def show_all_gather_uneven(worker: Worker) -> None:
         answer = str(error).splitlines()[0].rpartition("::")[2]
     if worker.is_main:
         print(f"\ndist.all_gather of 1, 2, ... numbers, {dist.get_backend()}: {answer}")
-    what = "all_gather_uneven: the same, padded to the longest and cut again"
+    what = "all_gather_uneven: padded to the longest, gathered, trimmed"
     print_by_rank(worker, what, before=plain(x), after=plain(all_gather_uneven(x)))
 
 
@@ -222,8 +223,8 @@ def show_barrier(worker: Worker) -> None:
     dist.barrier()  # start together
     time.sleep(0.1 * worker.rank)
     waited = f"{barrier():.2f}"
-    title = "barrier: nobody leaves before the last one has come"
-    print_by_rank(worker, title, comes_after_s=f"{0.1 * worker.rank:.2f}", waits_s=waited)
+    title = "barrier: every rank waits for the last one"
+    print_by_rank(worker, title, arrives_after_s=f"{0.1 * worker.rank:.2f}", waits_s=waited)
 
 
 def show_identity(worker: Worker) -> None:
@@ -236,25 +237,32 @@ def show_identity(worker: Worker) -> None:
 
 
 EXAMPLES = {
-    "broadcast": example("broadcast: rank 0's tensor, to everybody", broadcast),
+    "broadcast": example("broadcast: rank 0's tensor, to every rank", broadcast),
     "scatter": example(
         "scatter: part i of rank 0, to rank i", lambda p: scatter(p, p[0]), split=True
     ),
     "gather": example("gather: all tensors, to rank 0", gather),
-    "all_gather": example("all_gather: all tensors, to everybody, as a list", all_gather),
-    "all_gather_single": example("all_gather_single: the same in one tensor", all_gather_single),
+    "all_gather": example("all_gather: all tensors, to every rank, as a list", all_gather),
+    "all_gather_single": example(
+        "all_gather_single: all tensors, to every rank, as one tensor", all_gather_single
+    ),
     "all_gather_uneven": show_all_gather_uneven,
     "reduce": example("reduce: the sum of all tensors, to rank 0", reduce),
-    "all_reduce": example("all_reduce: the sum of all tensors, to everybody", all_reduce),
+    "all_reduce": example("all_reduce: the sum of all tensors, to every rank", all_reduce),
     "reduce_scatter": example(
-        "reduce_scatter: part i of the sum, to rank i; the parts in a list", reduce_scatter, True
+        "reduce_scatter: part i of the sum, to rank i; input: a list", reduce_scatter, True
     ),
     "reduce_scatter_single": example(
-        "reduce_scatter_single: the same, the parts in one tensor", reduce_scatter_single
+        "reduce_scatter_single: part i of the sum, to rank i; input: one tensor",
+        reduce_scatter_single,
     ),
     "identity": show_identity,
-    "all_to_all": example("all_to_all: everybody's part i, to rank i", all_to_all, split=True),
-    "all_to_all_single": example("all_to_all_single: the same in one tensor", all_to_all_single),
+    "all_to_all": example(
+        "all_to_all: every rank's part i, to rank i; input: a list", all_to_all, split=True
+    ),
+    "all_to_all_single": example(
+        "all_to_all_single: every rank's part i, to rank i; input: one tensor", all_to_all_single
+    ),
     "all_to_all_uneven": show_all_to_all_uneven,
     "barrier": show_barrier,
 }
@@ -262,7 +270,7 @@ EXAMPLES = {
 
 def parse_args():
     parser = ArgumentParser(description="Every collective, before and after.")
-    parser.add_argument("--only", choices=list(EXAMPLES), help="one of them; default: all")
+    parser.add_argument("--only", choices=list(EXAMPLES), help="print only this one (default: all)")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

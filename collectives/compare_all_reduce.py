@@ -1,4 +1,4 @@
-"""Our five all_reduces, run next to dist.all_reduce: what they send, and that they are right.
+"""Compare our five all_reduce algorithms with dist.all_reduce: results, bytes and steps.
 
     torchrun --standalone --nproc_per_node=2 collectives/compare_all_reduce.py
     torchrun --standalone --nproc_per_node=4 collectives/compare_all_reduce.py
@@ -6,10 +6,11 @@
 
 The algorithms themselves are in all_reduce_algorithms.py. Look at
 
-1. the ring, step by step: a number says how many ranks' values are in it. After N-1 steps each of
-   the N ranks holds one finished part; the other N-1 steps pass the finished parts around.
-2. the algorithms: each gives dist.all_reduce's sum, and the same bits on every rank. A small tensor
-   takes as long as its steps, a large one as its bytes that cross one after another.
+1. the ring, step by step: a number says how many ranks' values are added up in an element. After
+   N-1 steps (reduce-scatter) each of the N ranks holds one finished chunk; N-1 more steps
+   (all-gather) pass the finished chunks around.
+2. the algorithms: each gives dist.all_reduce's sum, with the same bits on every rank. The steps of
+   the critical path determine the time of a small tensor, its bytes that of a large one.
 3. bytes and steps that every rank sent, counted while sending, next to the formula.
 """
 
@@ -77,10 +78,10 @@ def compare(numel: int, worker: Worker) -> None:
             details.append([name, rank, sent.steps, formula.steps, sent.bytes, formula.bytes])
     if worker.is_main:
         print(f"\n2. The algorithms, for {numel:,} float32: S = {own.nbytes:,} bytes.")
-        print("Steps and bytes in turn (by formula): those that wait for each other")
-        header = ["steps in turn", "bytes in turn / S", "difference to all_reduce", "same bits"]
+        print("Critical path: the longest chain of transfers that wait for each other, by formula")
+        header = ["critical path: steps", "bytes / S", "difference from all_reduce", "same bits"]
         print_table(["algorithm", *header], summary)
-        print("\n3. What each rank sent, counted and by the formula")
+        print("\n3. What each rank sent: counted, and by formula")
         print_table(["algorithm", "rank", "steps", "formula", "bytes", "formula"], details)
 
 

@@ -1,4 +1,4 @@
-"""A stop-watch for collectives, and what its numbers are compared with: formulas and limits."""
+"""Time collectives; formulas (busbw, alpha and beta) and machine limits to compare with."""
 
 import os
 import socket
@@ -13,14 +13,14 @@ from runtime import Worker
 
 
 def time_calls(run: Callable, repeats: int, calls: int, device, group=None) -> list[float]:
-    """Seconds per call: `repeats` samples of `calls` calls in a row, after one that warms up.
+    """Seconds per call: `repeats` samples of `calls` calls in a row, after one warm-up sample.
 
-    Of each sample the slowest rank's: an operation is over when its last rank is.
+    Each sample is that of the slowest rank: an operation ends when its last rank ends.
     """
     samples = []
     for _ in range(repeats + 1):
-        synchronize(device)  # or this sample would pay for what was queued before it
-        dist.barrier(group=group)  # start together, or a rank's time would hold another's delay
+        synchronize(device)  # or this sample would include kernels queued before it
+        dist.barrier(group=group)  # or a rank's time would include another rank's late start
         started = time.perf_counter()
         for _ in range(calls):
             run()
@@ -32,7 +32,7 @@ def time_calls(run: Callable, repeats: int, calls: int, device, group=None) -> l
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was told: calls return before the work is done."""
+    """Wait until a GPU has done all queued work: calls return before the work is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -44,16 +44,16 @@ def bus_factor(operation: str, world_size: int) -> float:
     """
     n = world_size
     if operation in ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"):
-        return (n - 1) / n  # a rank has its own part already; `bytes` count all parts together
+        return (n - 1) / n  # a rank has its own part already; bytes counts the parts of all ranks
     if operation in ("broadcast", "reduce", "send_recv"):
-        return 1.0  # all bytes have to leave the root, or arrive there
-    return 2 * (n - 1) / n  # all_reduce is a reduce_scatter, then an all_gather; ours are too
+        return 1.0  # all bytes leave the root, or arrive there
+    return 2 * (n - 1) / n  # all_reduce: a reduce_scatter, then an all_gather; also for ours
 
 
 def fit_alpha_beta(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
     """(alpha, beta) of seconds = alpha + beta * bytes, both 0 or more.
 
-    Least squares of the relative errors: the plain ones would be those of the largest size alone.
+    Least squares of the relative errors: the largest size would dominate absolute errors.
     """
     s, t = (torch.tensor(v, dtype=torch.float64) for v in (sizes, seconds))
     columns = torch.stack([1 / t, s / t], dim=1)
@@ -66,7 +66,7 @@ def fit_alpha_beta(sizes: list[float], seconds: list[float]) -> tuple[float, flo
 
 
 def measure_limits(nbytes: int, repeats: int, worker: Worker) -> dict[str, list[float]]:
-    """Bytes per second of one rank, per repeat. All ranks at once, as in a collective."""
+    """Bytes per second of one rank, one value per repeat. All ranks run at once."""
     source = torch.ones(nbytes // 4, device=worker.device)
     target = torch.ones_like(source)
     copy = partial(target.copy_, source)
@@ -79,7 +79,7 @@ def measure_limits(nbytes: int, repeats: int, worker: Worker) -> dict[str, list[
 
         def stream(sends: bool, receives: bool) -> None:
             sender = threading.Thread(target=to_next.sendall, args=(message,))
-            if sends:  # in a thread of its own, since this one may have to receive meanwhile
+            if sends:  # in its own thread, because this one may have to receive meanwhile
                 sender.start()
             missing = memoryview(space)
             while receives and missing:
@@ -100,7 +100,7 @@ def measure_limits(nbytes: int, repeats: int, worker: Worker) -> dict[str, list[
 
 
 def connect_ring(worker: Worker) -> tuple[socket.socket, socket.socket]:
-    """Plain TCP, as Gloo uses it, to the next rank and from the previous one."""
+    """Plain TCP connections, as in Gloo, to the next rank and from the previous one."""
     one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     host = "127.0.0.1" if one_node else socket.gethostname()
     with socket.create_server((host, 0)) as server:

@@ -1,14 +1,14 @@
-"""A job to practise on: logs of each rank, a debugger on one rank, memory that runs out on one.
+"""Practise debugging a distributed job: one log per rank, pdb on one rank, out of memory.
 
     torchrun --standalone --nproc_per_node=2 collectives/debugging.py
     torchrun --standalone --nproc_per_node=2 collectives/debugging.py --breakpoint-on=1
     torchrun --standalone --nproc_per_node=2 collectives/debugging.py --fill-memory-on=1  # status 1
     python collectives/debugging.py                                    # a world of one
 
-Each step is one all_reduce and takes 0.1 s; the two faults happen in step 3. The README's section
-"Running and debugging a job" uses this script. Look at
+Each step is one all_reduce and takes 0.1 s; both flags act in step 3. debugging.md uses this
+script. Look at
 
-1. --breakpoint-on: the prompt belongs to one rank, and the other ranks wait for it in a barrier.
+1. --breakpoint-on: one rank shows the pdb prompt, and the other ranks wait for it in a barrier.
 2. --fill-memory-on: that rank raises, and the other ranks report that a connection is closed. The
    last lines of torchrun name the rank that failed first.
 """
@@ -53,7 +53,7 @@ def train_step(step: int, worker: Worker, args) -> None:
 
 
 def parse_args():
-    parser = ArgumentParser(description="A job to practise on: logs, a debugger, full memory.")
+    parser = ArgumentParser(description="Practise debugging a job: logs, pdb, out of memory.")
     parser.add_argument(
         "--steps", type=at_least(1), default=20, help="number of steps (default: 20)"
     )

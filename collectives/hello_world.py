@@ -1,4 +1,4 @@
-r"""Hello from every rank: who am I, how many are we, where do I run?
+r"""Hello world: every rank prints its rank, local rank, world size, backend, host and device.
 
     torchrun --standalone --nproc_per_node=2 collectives/hello_world.py
     torchrun --standalone --nproc_per_node=8 collectives/hello_world.py --device cpu
@@ -10,10 +10,10 @@ r"""Hello from every rank: who am I, how many are we, where do I run?
 
 Look at
 
-1. the greetings: one program, as many lines as ranks, in an order that changes from run to run.
-2. the table: the same facts, gathered and printed by rank 0 alone. The rank counts over all nodes,
-   the local rank on one node: it chooses the GPU.
-3. the last line: the ranks really are connected, for they can add up a number.
+1. the greetings: one line per rank, in an order that changes from run to run.
+2. the table: rank 0 gathers one row per rank and prints it. The rank counts over all nodes, the
+   local rank on one node. The local rank chooses the GPU.
+3. the last line: an all_reduce adds up the ranks, so the ranks are connected.
 """
 
 import os
@@ -31,10 +31,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def main() -> None:
     args = parse_args()
     with distributed_worker(args.device) as worker:
-        # This line runs in every process. Nothing orders the processes, nor therefore the lines.
+        # Every process runs this line. Nothing orders the processes, so nothing orders the lines.
         print(f"hello from rank {worker.rank} of {worker.world_size}", flush=True)
-        dist.barrier()  # returns when every rank has come here: all greetings are out
-        print_by_rank(worker, "The same, in order", **identity(worker))
+        dist.barrier()  # returns when every rank has called it: all greetings are printed
+        print_by_rank(worker, "One row per rank, in order", **identity(worker))
         total = sum_over_ranks(worker.rank, worker.device)
         if worker.is_main:
             n = worker.world_size

@@ -2,17 +2,17 @@
 
     torchrun --standalone --nproc_per_node=2 collectives/init_methods.py
     torchrun --standalone --nproc_per_node=4 collectives/init_methods.py --timeout 2
-    python collectives/init_methods.py                   # a world of one, in which rank 1 is missed
+    python collectives/init_methods.py                   # a world of one; rank 1 is missing
 
-Every rank must learn its rank, the number of ranks, and where the others are. A store (a small
-table of keys and values) holds the last; the methods differ in how the store is found. This script
-joins and leaves by itself, several times in one process, without `distributed_worker`. Look at
+Every rank must learn its rank, the number of ranks, and the addresses of the other ranks. A store
+(a small key-value table) holds the addresses; the methods differ in how a rank finds the store.
+This script joins and leaves several times in one process, without `distributed_worker`. Look at
 
 1. four methods, one group after the other: is_initialized() before and after, get_backend(), and a
    sum that shows that the ranks are connected.
 2. a second group after destroy_process_group(), on the same store: why it needs a prefix.
 3. the time-out of a group: the default, and a collective that one rank skips.
-4. one rank never comes: what each method says, and a roll call that names the missing rank.
+4. one rank never joins: the error of each method, and a barrier that names the missing rank.
 """
 
 import json
@@ -39,7 +39,7 @@ HOST = os.environ.get("MASTER_ADDR", "127.0.0.1")  # where rank 0 runs
 def main() -> None:
     args = parse_args()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    board = open_board()  # so that the ranks can agree on ports and folders before they are a group
+    board = open_board()  # so that the ranks can agree on ports and folders without a group
     device = choose_device(args.device, board, rank, world_size)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
@@ -51,7 +51,7 @@ def main() -> None:
     show_second_group(board, rank, world_size, backend)
     show_timeout(board, rank, world_size, timeout)
     show_missing_rank(board, rank, world_size, timeout)
-    meet(board, "end", world_size)  # nobody takes a store away that another rank still reads
+    meet(board, "end", world_size)  # no rank closes a store that another rank still reads
 
 
 def open_board() -> dist.Store:
@@ -71,12 +71,12 @@ def meet(board: dist.Store, name: str, world_size: int) -> None:
     board.wait([f"{name}/open"], timedelta(minutes=2))
 
 
-# Each method as a function: what to pass to init_process_group, beside the backend and a time-out.
-# `keep` holds what must live as long as the group.
+# Each method as a function: what to pass to init_process_group besides the backend and a time-out.
+# `keep` holds objects that must live as long as the group.
 
 
 def by_environment(board, rank, world_size, keep) -> dict:
-    # torchrun sets these four, and more. Here we play the launcher, to join more than once.
+    # torchrun sets these four, and more. Here the script sets them, to join more than once.
     port = serve(board, rank, keep)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
@@ -89,7 +89,7 @@ def by_tcp(board, rank, world_size, keep) -> dict:
 
 
 def by_file(board, rank, world_size, keep) -> dict:
-    # A file that all ranks can see and that does not exist yet: an old one holds old addresses.
+    # A file that all ranks can see and that does not exist yet: an old file holds old addresses.
     if rank == 0:
         keep.append(tempfile.TemporaryDirectory())
         board.set("folder", keep[-1].name)
@@ -98,7 +98,7 @@ def by_file(board, rank, world_size, keep) -> dict:
 
 
 def by_store(board, rank, world_size, keep) -> dict:
-    # Any store that all ranks reach. The prefix keeps this group's keys apart from all others.
+    # Any store that all ranks reach. The prefix separates this group's keys from all other keys.
     return {"store": dist.PrefixStore("group", board), "rank": rank, "world_size": world_size}
 
 
@@ -108,9 +108,9 @@ METHODS = {"env://": by_environment, "tcp://": by_tcp, "file://": by_file, "stor
 def serve(board: dist.Store, rank: int, keep: list) -> int:
     """The number of a port on which rank 0 serves a store; the same on every rank.
 
-    A number picked in advance may be taken. Port 0 lets the system choose, and the server stays
-    open until the group is left. multi_tenant: init_process_group on rank 0 opens a server too, at
-    this port, and shares this one.
+    A port picked in advance may be in use. Port 0 lets the system choose, and the server stays
+    open until the ranks leave the group. multi_tenant: init_process_group on rank 0 also opens a
+    server at this port, and shares this one.
     """
     if rank == 0:
         keep.append(dist.TCPStore(HOST, 0, None, True, wait_for_workers=False, multi_tenant=True))
@@ -119,9 +119,9 @@ def serve(board: dist.Store, rank: int, keep: list) -> int:
 
 
 def join(method: str, board, rank: int, world_size: int, declared: int, timeout, backend) -> dict:
-    """Join a group of `declared` ranks, of which `world_size` come, add up 1 from each, leave.
+    """Join a group of `declared` ranks, of which `world_size` join, add up 1 from each, leave.
 
-    Returns what was seen. board: with a prefix of its own in every call.
+    Returns what this rank saw. board: a store with a new prefix in every call.
     """
     seen, keep, started = {"before": dist.is_initialized(), "error": ""}, [], time.perf_counter()
     # torchrun sets this variable to True: rank 0 then expects the agent's store at the address that
@@ -150,7 +150,7 @@ def add_up() -> int:
 
 
 def leave(board, world_size: int) -> None:
-    meet(board, "leave", world_size)  # on the board, which works also where the group does not
+    meet(board, "leave", world_size)  # on the board, which works even if the group does not
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -174,8 +174,8 @@ def show_second_group(board, rank: int, world_size: int, backend: str) -> None:
     port = serve(board, rank, keep)
     store = dist.TCPStore(HOST, port, None, False)
     for name in ("first", "second"):
-        # Without the prefix, a rank may read the address at which another one was in the first
-        # group, and call there in vain: it works or fails from one run to the next.
+        # Without the prefix, a rank may read an address that another rank had in the first group,
+        # and fail to connect: this works in some runs only.
         dist.init_process_group(
             backend, store=dist.PrefixStore(name, store), rank=rank, world_size=world_size
         )
@@ -189,7 +189,7 @@ def show_second_group(board, rank: int, world_size: int, backend: str) -> None:
     if rank == 0:
         print("\n2. Two groups in one process, on one store")
         print_table(["group", "sum", "keys in the store after destroy"], lines)
-        print(f"A second one without destroy: {twice}")
+        print(f"A second group without destroy: {twice}")
     leave(dist.PrefixStore("end", board), world_size)
 
 
@@ -218,7 +218,7 @@ def show_missing_rank(board, rank: int, world_size: int, timeout: timedelta) -> 
     rows = []
     for method in ("tcp://", "file://", "store"):  # env:// is tcp:// with the address elsewhere
         place = dist.PrefixStore(f"4/{method}", board)
-        # Gloo again: NCCL first looks for the others in the first collective.
+        # Gloo again: NCCL connects only in the first collective.
         seen = join(method, place, rank, world_size, world_size + 1, timeout, "gloo")
         said = collect(place, rank, world_size, [f"{seen['seconds']:.1f}", seen["error"]])
         rows += [[method, r, *said[r]] for r in sorted({0, world_size - 1})]
@@ -228,15 +228,15 @@ def show_missing_rank(board, rank: int, world_size: int, timeout: timedelta) -> 
     except TimeoutError as error:
         rows.append(["roll call", "all", f"{timeout.total_seconds():.1f}", str(error)])
     if rank == 0:
-        print(f"\n4. {world_size + 1} ranks are declared, and rank {world_size} never comes")
+        print(f"\n4. {world_size + 1} ranks are declared, and rank {world_size} never joins")
         print_table(["method", "rank", "after s", "said"], rows)
 
 
 def roll_call(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Wait until all ranks are there. Raises TimeoutError that says how many came, and who did not.
+    """A barrier on a store, before init_process_group: wait until all ranks have arrived.
 
-    Call it on a store before init_process_group. One key per rank, because a plain counter could
-    say how many are missing but not who.
+    Raises TimeoutError with the number of ranks that arrived and the missing ranks. It uses one key
+    per rank: a plain counter would say how many ranks are missing, but not which.
     """
     keys = [f"here/{r}" for r in range(world_size)]
     store.set(keys[rank], "")
@@ -249,7 +249,7 @@ def roll_call(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
 
 
 def collect(board, rank: int, world_size: int, row: list) -> list[list]:
-    """Every rank's row, in rank order, by way of the board: it needs no process group."""
+    """Every rank's row, in rank order, gathered on the board, without a process group."""
     board.set(f"row/{rank}", json.dumps(row))
     return [json.loads(board.get(f"row/{r}")) for r in range(world_size)]  # get waits for the key
 
@@ -260,9 +260,9 @@ def reason(error: Exception) -> str:
 
 
 def parse_args():
-    parser = ArgumentParser(description="Join and leave a process group in every way there is.")
+    parser = ArgumentParser(description="Join and leave a process group with every init method.")
     add = parser.add_argument
-    add("--timeout", type=above(0), default=0.5, help="seconds until a missing rank is given up")
+    add("--timeout", type=above(0), default=0.5, help="wait X seconds for a missing rank")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

@@ -1,16 +1,18 @@
-"""Python objects instead of tensors: what can be sent, what it costs, and why it is dangerous.
+"""Object collectives (all_gather_object, ...): what they send, what they cost, their danger.
 
     torchrun --standalone --nproc_per_node=2 collectives/object_collectives.py
     torchrun --standalone --nproc_per_node=4 collectives/object_collectives.py --repeats 50
     python collectives/object_collectives.py                  # a world of one
 
-1. Any object that pickle can write travels: broadcast_object_list, scatter_object_list,
+1. They send any object that pickle can write: broadcast_object_list, scatter_object_list,
    gather_object, all_gather_object, send_object_list, recv_object_list.
-2. The cost: an object becomes bytes, their number travels first, then the bytes, padded to the
-   longest of all ranks. Look at the collectives and bytes per call, and at the time.
+2. The cost: pickle turns an object into bytes. One collective sends their number, the next one the
+   bytes, padded to the longest object of all ranks. Look at the collectives and bytes per call, and
+   at the time.
 3. The danger: unpickling runs code that the *sender* chose. Here it only sets an environment
-   variable in the receiver, and the object that arrives looks innocent. Everybody who can connect
-   to your job can do that. Last comes the safe way: JSON and tensors, which are only data.
+   variable in the receiver, and the object that arrives looks innocent. Any process that can
+   connect to your job can do that. The last table shows the safe way: JSON and tensors are only
+   data.
 """
 
 import io
@@ -46,7 +48,7 @@ def show_objects(worker: Worker) -> None:
     rank, world_size = worker.rank, worker.world_size
     mine = {"rank": rank, "loss": 0.5 * rank}
 
-    settings = [{"lr": 0.1}, "digits"] if rank == 0 else [None, None]  # as long as rank 0's list
+    settings = [{"lr": 0.1}, "digits"] if rank == 0 else [None, None]  # two items, like rank 0's
     dist.broadcast_object_list(settings, group_src=0)
 
     parts = [("shard", r) for r in range(world_size)] if rank == 0 else None
@@ -110,7 +112,7 @@ def as_object(x) -> list:
 
 
 def cost(call: Callable, repeats: int, device: torch.device) -> tuple[int, int, float]:
-    """Collectives per call, bytes that this rank receives per call, median of milliseconds."""
+    """Collectives per call, bytes that this rank receives per call, median milliseconds."""
     with CountCollectives() as count:
         call()
     seconds = time_calls(call, repeats, 1, device)
@@ -126,13 +128,13 @@ def show_cost(args, worker: Worker) -> None:
         for way, (calls, size, ms) in (("tensor", tensor), ("object", thing)):
             what, ratio = f"{count:,} x float32", f"{ms / tensor[2]:.1f}"
             rows.append([what, way, calls, f"{size:,}", f"{ms:.2f}", ratio])
-    # The longest object sets the length of all: one long message makes every message long.
+    # All objects are padded to the longest one: one long message makes every message long.
     text = "x" * (1_000_000 if worker.is_main else 1)
     calls, size, ms = cost(lambda: as_object(text), args.repeats, worker.device)
-    rows.append(["text: 1 MB, others 1 byte", "object", calls, f"{size:,}", f"{ms:.2f}", ""])
+    rows.append(["text: 1 MB on rank 0, or 1 B", "object", calls, f"{size:,}", f"{ms:.2f}", ""])
     if worker.is_main:
         print(f"\n2. all_gather on {worker.world_size} ranks, median of {args.repeats}")
-        header = ["each rank sends", "as", "collectives", "bytes received", "ms", "to tensor"]
+        header = ["each rank sends", "as", "collectives", "bytes received", "ms", "ms / tensor's"]
         print_table(header, rows)
 
 
@@ -140,10 +142,10 @@ def show_cost(args, worker: Worker) -> None:
 
 
 class Innocent:
-    """Becomes, when unpickled, the settings it carries, after it has run code of the sender's.
+    """Unpickling this runs code of the sender, then returns the settings that it carries.
 
-    pickle asks an object how to rebuild it: by which function, with which arguments. It calls that
-    function in the receiver, whatever it is. Here eval, on a text that the sender wrote.
+    pickle asks an object by which function and with which arguments to rebuild it, and calls that
+    function in the receiver, whatever it is. Here it is eval, with a text that the sender wrote.
     """
 
     def __init__(self, settings: dict):
@@ -156,10 +158,10 @@ class Innocent:
 
 
 def broadcast_json(value, src: int = 0, group=None, device="cpu"):
-    """Rank `src`'s value, made of dicts, lists, strings, numbers, None, to everybody: only data.
+    """Send rank `src`'s value to every rank as JSON: dicts, lists, strings, numbers, None.
 
-    What objects cannot do either: let one rank fix the length, so that the others need no room
-    for it. Hence the length first.
+    Rank `src` sends the length first, so the other ranks need not know it. (broadcast_object_list
+    needs a list of the right length on every rank.)
     """
     data = torch.empty(0, dtype=torch.uint8, device=device)
     if dist.get_rank(group) == src:
@@ -199,9 +201,9 @@ def show_danger(worker: Worker) -> None:
 
 
 def safe_load(thing):
-    """To a file and back, as a checkpoint that a stranger wrote: tensors and plain containers only.
+    """Save and load `thing` like an untrusted checkpoint: tensors and plain containers only.
 
-    Raises pickle.UnpicklingError for anything else. Works for bytes from a peer as well.
+    Raises pickle.UnpicklingError for anything else. Works for bytes from a peer, too.
     """
     file = io.BytesIO()
     torch.save(thing, file)
@@ -211,7 +213,7 @@ def safe_load(thing):
 
 def parse_args():
     parser = ArgumentParser(description="Object collectives: use, cost, danger.")
-    parser.add_argument("--repeats", type=at_least(1), default=10, help="of each timing")
+    parser.add_argument("--repeats", type=at_least(1), default=10, help="samples per timing")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

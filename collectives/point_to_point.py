@@ -1,4 +1,4 @@
-"""One rank sends, another receives: send, isend, tags, batches; the deadlock; a ring; a halo.
+"""Point-to-point: send, recv, isend, tags, batches; a deadlock and three cures; a ring; a halo.
 
     torchrun --standalone --nproc_per_node=2 collectives/point_to_point.py
     torchrun --standalone --nproc_per_node=3 collectives/point_to_point.py --cells 100 --steps 500
@@ -6,15 +6,16 @@
 
 Look at
 
-1. send and recv: a value that passes every rank in turn.
-2. the deadlock: all send first and receive then. A send ends when the receiver takes the message,
-   so all wait for ever; here --timeout seconds. Three ways to write it right follow.
-3. isend: the tensor still belongs to the transfer after the call. Whoever changes it too early
-   sends the changed values.
-4. tags, and a receive from whoever comes first. NCCL has neither: use another group, of Gloo.
-5. a ring shift: N of them bring every value home.
-6. a halo exchange: each rank computes a part of a rod that cools, and asks its neighbours for one
-   cell per side and step. Every bit is that of one process, also where cells do not divide.
+1. send and recv: a value that passes through every rank in turn.
+2. the deadlock: every rank first sends, then receives. A send ends when its receiver takes the
+   message, so every rank waits for ever (here: for --timeout seconds). Three cures follow.
+3. isend: the transfer still reads the tensor after the call has returned. If a rank changes the
+   tensor before wait(), it sends the changed values.
+4. tags, and a receive from any source. NCCL has neither: make a second group, with Gloo.
+5. a ring shift: after N shifts every value is back on its own rank.
+6. a halo exchange: each rank computes one piece of a cooling rod, and receives one cell per side
+   and step from its neighbours. The result has the bits of a single-process run, also where the
+   number of ranks does not divide the number of cells.
 """
 
 import math
@@ -37,7 +38,7 @@ def main() -> None:
             raise UserError("needs 2 ranks or more: torchrun --standalone --nproc_per_node=2 ...")
         if args.cells < worker.world_size:
             raise UserError(f"--cells {args.cells} leaves some of {worker.world_size} ranks none")
-        # For what NCCL lacks (tags, any source), and what must fail without ending the process.
+        # For tags and any source, which NCCL lacks, and for errors that must not end the process.
         gloo = dist.new_group(backend="gloo")
         show_pass_along(worker)
         show_deadlock_and_cures(args.timeout, gloo, worker)
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def neighbours(group=None) -> tuple[int, int]:
-    """The ranks, counted in the group, to the left and to the right of this one in a ring."""
+    """The left and the right neighbour of this rank in a ring (ranks within the group)."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     return (rank - 1) % world_size, (rank + 1) % world_size
 
@@ -61,16 +62,16 @@ def show_pass_along(worker: Worker) -> None:
     value += worker.rank
     if worker.rank < worker.world_size - 1:
         dist.send(value, dst=worker.rank + 1)  # waits until the message is taken
-    title = "1. send and recv: a value goes from rank to rank, each adds its number"
-    print_by_rank(worker, title, starts_from=received, hands_on=int(value))
+    title = "1. send and recv: a value goes from rank to rank; each rank adds its number"
+    print_by_rank(worker, title, starts_from=received, passes_on=int(value))
 
 
 def send_first(outgoing, incoming, group=None, timeout: float = 1.0) -> None:
-    """The mistake: all send first, and nobody is left to receive. dist.send is isend and wait, too,
-    but waits as long as the group allows: 30 minutes if nobody has said otherwise."""
+    """The mistake: every rank sends first, so no rank receives. dist.send is also isend and wait,
+    but waits for the time-out of the group: 30 minutes by default."""
     left, right = neighbours(group)
     work = dist.isend(outgoing, group=group, group_dst=right)
-    work.wait(timedelta(seconds=timeout))  # raises, and then the group is beyond use
+    work.wait(timedelta(seconds=timeout))  # raises; the group cannot be used after that
     dist.recv(incoming, group=group, group_src=left)
 
 
@@ -95,7 +96,7 @@ def do_not_wait(outgoing, incoming, group=None) -> None:
 
 
 def batch(outgoing, incoming, group=None) -> None:
-    """Cure 3: hand both over together, in any order. The one to use: NCCL runs a batch as one
+    """Cure 3: start both in one batch, in any order. Use this one: NCCL runs a batch as one
     operation, while single sends and receives run one after another on its stream."""
     left, right = neighbours(group)
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=right)
@@ -111,7 +112,7 @@ def show_deadlock_and_cures(timeout: float, gloo, worker: Worker) -> None:
             outgoing = torch.full((numel,), float(worker.rank))
             incoming = torch.full_like(outgoing, -1)
             group, limit = gloo, {}
-            if way is send_first:  # every attempt ruins its group
+            if way is send_first:  # each attempt breaks its group
                 group, limit = dist.new_group(backend="gloo"), {"timeout": timeout}
             dist.barrier()
             started = time.perf_counter()
@@ -138,7 +139,7 @@ def show_early_change(gloo, worker: Worker) -> None:
         work = dist.isend(tensor, 1, group=gloo)
         tensor.fill_(-1)
         done = work.is_completed()
-    dist.barrier()  # only now rank 1 asks for the message
+    dist.barrier()  # rank 1 receives only after this
     if worker.rank == 0:
         work.wait()  # from here on the tensor is ours again
     elif worker.rank == 1:
@@ -148,14 +149,14 @@ def show_early_change(gloo, worker: Worker) -> None:
 
 
 def receive_tagged(tag: int, source: int, group=None) -> float:
-    """The number sent with this tag, whatever was sent before it."""
+    """The number sent with this tag, even if other tags were sent before it."""
     number = torch.empty(1)
     dist.recv(number, source, group=group, tag=tag)
     return number.item()
 
 
 def receive_from_anyone(count: int, group=None) -> dict[int, float]:
-    """`count` numbers in the order in which they come; recv returns the (global) sender."""
+    """`count` numbers by sender, in order of arrival; recv returns the sender's global rank."""
     number, received = torch.empty(1), {}
     for _ in range(count):
         sender = dist.recv(number, group=group)  # no source is named
@@ -173,14 +174,14 @@ def show_tags_and_any_source(gloo, worker: Worker) -> None:
     else:
         if worker.rank == 1:
             tagged = [receive_tagged(tag, 0, gloo) for tag in (8, 7)]
-        # The last rank sends first; each waits for a sign of the next one, so that the order is
-        # the same in every run. Usually nobody knows it.
+        # The last rank sends first, and each rank waits for a message from the next one. So the
+        # order is the same in every run; usually it is unknown.
         if worker.rank < worker.world_size - 1:
             dist.recv(torch.empty(1), worker.rank + 1, group=gloo)
         dist.send(torch.tensor([100.0 * worker.rank]), 0, group=gloo)
         if worker.rank > 1:
             dist.send(torch.empty(1), worker.rank - 1, group=gloo)
-    title = "4. Tags 7, 8 sent in this order, received as 8, 7; a receive from anyone (Gloo only)"
+    title = "4. Tags 7, 8 sent in this order, received as 8, 7; a receive from any source (Gloo)"
     print_by_rank(worker, title, received_by_tag=tagged, sender_and_number=anyone)
 
 
@@ -204,11 +205,11 @@ def show_ring_shift(worker: Worker) -> None:
 def heat(cells: torch.Tensor, steps: int, left=None, right=None, group=None) -> torch.Tensor:
     """Cool a rod between two walls of temperature 0: the heat equation, explicit steps, 1-D.
 
-    cells: this rank's part of the rod. left, right: the ranks (in the group) that hold the parts
-    beside it; None is a wall, so without both this is the single process. Every step a cell moves
-    a quarter of its distance to each neighbour: u += (u_left - 2 u + u_right) / 4.
+    cells: this rank's piece of the rod. left, right: the ranks (in the group) that hold the pieces
+    next to it, or None at a wall; both None is the single-process run. In each step a cell moves
+    by a quarter of its difference to each neighbour: u += (u_left - 2 u + u_right) / 4.
     """
-    padded = cells.new_zeros(len(cells) + 2)  # our cells, and one more per side: the halo
+    padded = cells.new_zeros(len(cells) + 2)  # this rank's cells, and one halo cell per side
     padded[1:-1] = cells
     for _ in range(steps):
         exchange_halo(padded, left, right, group)
@@ -217,7 +218,7 @@ def heat(cells: torch.Tensor, steps: int, left=None, right=None, group=None) -> 
 
 
 def exchange_halo(padded: torch.Tensor, left, right, group=None) -> None:
-    """Send the outermost cells of our own, fill the halo with the neighbours' outermost ones."""
+    """Send this rank's outermost cells; receive the neighbours' outermost cells into the halo."""
     transfers = []
     for peer, own, halo in ((left, padded[1:2], padded[:1]), (right, padded[-2:-1], padded[-1:])):
         if peer is not None:
@@ -232,7 +233,7 @@ def part_of(rod: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 
 def collect(part: torch.Tensor, rod: torch.Tensor, worker: Worker) -> None:
-    """Bring all parts, which may differ in length, into `rod` on rank 0."""
+    """Gather all pieces, which may differ in length, into `rod` on rank 0."""
     if worker.rank > 0:
         dist.send(part, 0)
         return
@@ -257,15 +258,15 @@ def show_heat(count: int, steps: int, worker: Worker) -> None:
         # A sine keeps its shape: each step multiplies it by the same number below one.
         exact = start * math.cos(math.pi / (2 * (count + 1))) ** (2 * steps)
         print(f"same bits as one process: {'yes' if torch.equal(rod, alone) else 'NO'}")
-        print(f"largest difference to the formula: {(rod - exact).abs().max().item():.1e}")
+        print(f"largest difference from the formula: {(rod - exact).abs().max().item():.1e}")
 
 
 def parse_args():
     parser = ArgumentParser(description="Point-to-point communication, from send to halo exchange.")
     add = parser.add_argument
-    add("--timeout", type=above(0), default=1.0, help="seconds until the deadlock is given up")
-    add("--cells", type=at_least(1), default=101, help="of the rod, over all ranks")
-    add("--steps", type=at_least(1), default=1000, help="of the heat equation")
+    add("--timeout", type=above(0), default=1.0, help="end the deadlock after X seconds")
+    add("--cells", type=at_least(1), default=101, help="cells of the rod, over all ranks")
+    add("--steps", type=at_least(1), default=1000, help="time steps of the heat equation")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

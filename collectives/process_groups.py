@@ -1,17 +1,17 @@
-"""Process groups: collectives among some of the ranks, here the rows and columns of a grid.
+"""Process groups (new_group): collectives among some of the ranks, such as rows of a grid.
 
     torchrun --standalone --nproc_per_node=4 collectives/process_groups.py
     torchrun --standalone --nproc_per_node=6 collectives/process_groups.py --columns 3
     python collectives/process_groups.py                       # a grid of one by one
 
-Tensor parallel ranks talk along a row, data parallel ranks along a column: such grids are made of
-groups. Look at
+Tensor-parallel ranks communicate along a row, data-parallel ranks along a column. Each row and each
+column is a group. Look at
 
 1. the grid: every rank is in two groups and has a rank in each. The sums stay within the group.
-2. ready-made ways to the same groups, and which of them this backend lacks.
-3. global ranks and group ranks: `src=` counts in the world, `group_src=` in the group.
+2. the calls that make such groups, and which of them this backend lacks.
+3. global ranks and group ranks: `src=` takes a global rank, `group_src=` a rank in the group.
 4. a backend and a time-out per group.
-5. the rule that EVERY rank must make EVERY group, in the same order: one rank leaves one out.
+5. the rule that EVERY rank must make EVERY group, in the same order: here one rank skips a group.
 """
 
 import os
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def make_grid(world_size: int, columns: int | None = None) -> torch.Tensor:
-    """The ranks 0 ... world_size - 1 row by row; by default as close to a square as they divide.
+    """The ranks 0 ... world_size - 1 row by row; by default as close to a square as possible.
 
     Returns int64 [rows, columns]. Raises ValueError if `columns` does not divide the world size.
     """
@@ -60,20 +60,20 @@ def make_grid(world_size: int, columns: int | None = None) -> torch.Tensor:
 def groups_of(lists: list[list[int]], **options):
     """Make one group for each list of ranks; return the one that this rank is in, or None.
 
-    Every rank must call this with the same lists: new_group is a call of the whole world, also for
-    ranks outside the group. They agree on the group's name by counting the calls.
+    Every rank must call this with the same lists: new_group must be called by every rank of the
+    job, also by ranks outside the group. The ranks agree on a group's name by counting their calls.
     """
     mine = None
     for ranks in lists:
         group = dist.new_group(ranks, **options)
-        if dist.get_rank() in ranks:  # others get GroupMember.NON_GROUP_MEMBER
+        if dist.get_rank() in ranks:  # other ranks get GroupMember.NON_GROUP_MEMBER
             mine = group
     return mine
 
 
 def sum_in(group, value: float, device) -> float:
     x = torch.tensor(float(value), device=device)
-    dist.all_reduce(x, group=group)  # adds up over the group, not over the world
+    dist.all_reduce(x, group=group)  # adds up over the group, not over all ranks
     return x.item()
 
 
@@ -97,7 +97,7 @@ def show_grid(grid: torch.Tensor, worker: Worker) -> None:
 def show_ranks(worker: Worker) -> None:
     ranks = list(range(worker.world_size // 2, worker.world_size))
     group = groups_of([ranks])
-    if group is None:  # what new_group returned is no group: a collective on it warns, does nothing
+    if group is None:  # NON_GROUP_MEMBER: a collective on it warns and does nothing
         said = ["outside", "-", "-", "-"]
     else:
         first = dist.get_global_rank(group, 0)  # get_group_rank goes the other way
@@ -123,7 +123,7 @@ def broadcast_rank(group, device, **source) -> str:
 
 def show_backends(worker: Worker) -> None:
     rows = [["the world", dist.get_backend(), dist.get_backend_config()]]
-    # For control messages on the CPU beside NCCL; impatient, because they should be quick.
+    # Gloo: for control messages on the CPU next to NCCL; a short time-out, as they are quick.
     for options in ({"backend": "gloo", "timeout": timedelta(seconds=20)}, {"backend": "nccl"}):
         said = ", ".join(f"{name}={value}" for name, value in options.items())
         try:
@@ -151,14 +151,14 @@ def show_ready_made(grid: torch.Tensor, worker: Worker) -> None:
     for name, make in ways.items():
         try:
             group = make()
-            lines.append(dist.get_process_group_ranks(group) if group else "not in it")
+            lines.append(dist.get_process_group_ranks(group) if group else "not a member")
         except RuntimeError as error:
             lines.append("missing")
             missing.append(f"{name} is missing on {dist.get_backend()}: {error}")
     everyone = [None] * worker.world_size
     dist.gather_object(lines, everyone if worker.is_main else None)
     if worker.is_main:
-        print("\n2. Ready-made groups: those of the first and of the last rank")
+        print("\n2. Calls that make groups: the group of the first and of the last rank")
         rows = list(zip(ways, everyone[0], everyone[-1], strict=True))
         print_table(["made by", "rank 0", f"rank {worker.world_size - 1}"], rows)
         for reason in missing:
@@ -166,7 +166,7 @@ def show_ready_made(grid: torch.Tensor, worker: Worker) -> None:
 
 
 def mesh_group(grid: torch.Tensor, axis: str, worker: Worker):
-    """A mesh makes the groups of all its axes, and finds them by name."""
+    """The group of this rank along one axis of a mesh, which makes the groups of all its axes."""
     mesh = init_device_mesh(
         worker.device.type, tuple(grid.shape), mesh_dim_names=("row_index", "column_index")
     )
@@ -175,12 +175,12 @@ def mesh_group(grid: torch.Tensor, axis: str, worker: Worker):
 
 
 def members_alone(ranks: list[int]):
-    """A group that its members make alone: ranks outside of it need not call.
+    """A group that only its members make: ranks outside of it need not call.
 
-    But let every rank make as many groups as any other, as here one per row. The group's name is
-    made of its members and of how many groups this rank has made (torch 2.15) or is in (2.13):
-    where that differs, ranks wait for each other until the time-out. In 2.15 such a call counts for
-    the next new_group of all ranks, too: who was no member would be one behind, for good.
+    But let every rank make equally many groups, as here one per row. The group's name consists of
+    its members and of how many groups this rank has made (torch 2.15) or is in (2.13). If that
+    number differs, the ranks wait for each other until the time-out. In 2.15 such a call also
+    counts for the next new_group of all ranks: a rank that was not a member stays one call behind.
     """
     if dist.get_rank() not in ranks:
         return None
@@ -193,17 +193,17 @@ def show_missing_rank(timeout: float, worker: Worker) -> None:
     started = time.perf_counter()
     said = "makes no group" if worker.rank == last else try_new_group(timeout)
     seconds = time.perf_counter() - started
-    dist.barrier()  # the world itself is unharmed
+    dist.barrier()  # the default group still works
     print_by_rank(
         worker,
-        f"5. Rank {last} leaves out a new_group, time-out {timeout:g} s",
+        f"5. Rank {last} skips a new_group, time-out {timeout:g} s",
         after_s=f"{seconds:.1f}",
         said=said,
     )
     if worker.is_main and last > 0:
-        print(f"The last number of the key is the group rank that nobody has met: {last}.")
+        print(f"The last number of the key is the group rank that never connected: {last}.")
         # A new_group by all ranks would now fail as well.
-        print(f"Groups are found by counting the calls: rank {last} is one behind, for good.")
+        print(f"Ranks find groups by counting their calls: rank {last} stays one call behind.")
 
 
 def try_new_group(timeout: float, **options) -> str:
@@ -220,8 +220,8 @@ def try_new_group(timeout: float, **options) -> str:
 def parse_args():
     parser = ArgumentParser(description="Groups of ranks: rows and columns of a grid.")
     add = parser.add_argument
-    add("--columns", type=at_least(1), help="of the grid; default: as square as possible")
-    add("--timeout", type=above(0), default=0.5, help="seconds until the missing rank is given up")
+    add("--columns", type=at_least(1), help="columns of the grid (default: as square as possible)")
+    add("--timeout", type=above(0), default=0.5, help="wait X seconds for the missing rank")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

@@ -1,14 +1,14 @@
-"""The operations of a reduction: what each gives, on this backend, and why float sums differ.
+"""ReduceOp, from SUM to PREMUL_SUM: what each gives on this backend, and why float sums differ.
 
     torchrun --standalone --nproc_per_node=3 collectives/reduce_ops.py
     torchrun --standalone --nproc_per_node=2 collectives/reduce_ops.py --device cpu
     python collectives/reduce_ops.py                   # a world of one: only the simulated ranks
 
-1. Every operation is tried on every kind of number, so the table shows what this backend does, not
-   what its manual says. Gloo and NCCL lack different ones; the alternatives are tried as well.
-2. Sums of floats. A sum of three or more depends on the order, and each all-reduce algorithm has an
-   order of its own. Look at how many of 100,000 sums differ, and by how little; then at the sum
-   that loses everything. Inside one job all ranks get the same bits, which is what training needs.
+1. Every operation is tried on every dtype, so the table shows what this backend does, not what its
+   manual says. Gloo and NCCL lack different operations; the script also tries the alternatives.
+2. Sums of floats. A sum of three or more numbers depends on their order, and each all-reduce
+   algorithm adds in its own order. Look at how many of 100,000 sums differ, and by how little; then
+   at the sum that loses everything. All ranks of one job get the same bits, as training needs.
 """
 
 import math
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def reduce_op(name: str, factor: float = 0.5):
-    """SUM and the others by name. PREMUL_SUM carries a factor: each rank's numbers times that."""
+    """The ReduceOp of this name. PREMUL_SUM multiplies each rank's numbers by `factor` first."""
     if name == "PREMUL_SUM":
         # There is no public name for the one way to give ReduceOp.PREMUL_SUM its factor.
         return dist._make_nccl_premul_sum(factor)
@@ -50,8 +50,7 @@ def reduce_op(name: str, factor: float = 0.5):
 def try_op(name: str, x: torch.Tensor, group=None) -> torch.Tensor | str:
     """all_reduce of a copy of `x`: the result, or the backend's refusal.
 
-    A refusal comes on every rank alike, before or after the numbers have travelled, and harms
-    neither the group nor the next collective.
+    Every rank gets the refusal, before or after the numbers are sent. The group still works.
     """
     y = x.clone()
     try:
@@ -66,7 +65,7 @@ def sample(rank: int, dtype: torch.dtype, device="cpu") -> torch.Tensor:
     return torch.tensor([rank + 1, 6, 2 ** min(rank, 7), rank % 2], device=device).to(dtype)
 
 
-# What to do where an operation is missing. Each takes x, any dtype unless the name says otherwise.
+# Alternatives where a backend lacks an operation. x: any dtype unless the name says otherwise.
 
 
 def average_integers(x: torch.Tensor, group=None) -> torch.Tensor:
@@ -77,7 +76,7 @@ def average_integers(x: torch.Tensor, group=None) -> torch.Tensor:
 
 
 def premul_sum(x: torch.Tensor, factor: float, group=None) -> torch.Tensor:
-    """PREMUL_SUM: multiply, then sum. (NCCL does both in one kernel: one pass over memory less.)"""
+    """PREMUL_SUM: multiply, then sum. (NCCL does both in one kernel, one pass over memory.)"""
     y = x * factor
     dist.all_reduce(y, group=group)
     return y
@@ -121,7 +120,7 @@ def print_ops(worker: Worker) -> None:
         print_table(["op", *(str(dtype).removeprefix("torch.") for dtype in DTYPES)], rows)
         for i, note in enumerate(notes):
             print(f"({i + 1}) {note}")
-        print("bool: SUM is OR, PRODUCT is AND. Alternatives, for where an operation is missing:")
+        print("bool: SUM is OR, PRODUCT is AND. Alternatives where an operation is missing:")
         print_table(["how", "after"], [[k, v] for k, v in other.items()])
 
 
@@ -129,7 +128,7 @@ def print_ops(worker: Worker) -> None:
 
 
 def in_rank_order(values: torch.Tensor) -> torch.Tensor:
-    """((x0 + x1) + x2) + ...: all to one, added as they stand in the list."""
+    """((x0 + x1) + x2) + ...: one rank adds all rows in rank order."""
     total = values[0].clone()
     for row in values[1:]:
         total += row
@@ -146,9 +145,9 @@ def as_tree(values: torch.Tensor) -> torch.Tensor:
 
 
 def as_ring(values: torch.Tensor) -> torch.Tensor:
-    """The ring's order: piece i of the tensor starts at rank i and goes round once.
+    """The ring's order: piece i of the tensor starts at rank i and goes around the ring once.
 
-    So equal numbers at two places of one tensor may have different sums.
+    So equal numbers at two positions of one tensor may have different sums.
     """
     world_size = len(values)
     pieces = values.tensor_split(world_size, dim=1)
@@ -164,7 +163,7 @@ ORDERS = {"in rank order": in_rank_order, "tree": as_tree, "ring": as_ring}
 
 
 def print_how_many_differ() -> None:
-    print("\n2. The same 100,000 float32 sums in another order of additions (simulated ranks)")
+    print("\n2. 100,000 float32 sums, added in other orders (simulated ranks)")
     rows = []
     for world_size in (2, 3, 4, 8, 64):
         values = random_values(world_size)
@@ -173,7 +172,7 @@ def print_how_many_differ() -> None:
         shares = [f"{(differences > 0).float().mean():.1%}" for differences in (ring, tree)]
         largest = (torch.maximum(ring, tree) / values.abs().sum(0)).max()
         rows.append([world_size, *shares, f"{largest:.1e}"])
-    header = ["ranks", "ring differs in", "tree differs in", "at most, of the sum of |x|"]
+    header = ["ranks", "ring differs in", "tree differs in", "largest difference / sum of |x|"]
     print_table(header, rows)
     print(f"(Two ranks: a + b is b + a. float32 rounds by up to {2**-24:.1e} per addition.)")
 
@@ -181,14 +180,14 @@ def print_how_many_differ() -> None:
 def print_one_that_differs() -> None:
     values = random_values(4)
     k = int((as_ring(values) != in_rank_order(values)).nonzero()[0])  # the first such sum
-    print("\none of them: " + " + ".join(f"({v:.9g})" for v in values[:, k].tolist()))
+    print("\na sum that differs: " + " + ".join(f"({v:.9g})" for v in values[:, k].tolist()))
     cancelling = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])  # 1e8 + 1 is 1e8 in float32
     rows = [
         [name, f"{order(values)[k]:.9g}", order(cancelling).item()]
         for name, order in ORDERS.items()
     ]
     exact = math.fsum(values[:, k].double().tolist())
-    rows.append(["exactly", f"{exact:.12g}", 2.0])
+    rows.append(["exact", f"{exact:.12g}", 2.0])
     print_table(["4 ranks", "sum", "1e8 + 1 - 1e8 + 1"], rows)
 
 
@@ -208,8 +207,8 @@ def print_sums_of_this_backend(worker: Worker) -> None:
             differing = (total.cpu() != order(values)).float().mean().item()
             print(f"differs from {name:14}{differing:7.1%}")
         differing = (total != in_two_calls).float().mean().item()
-        print(f"cut into two all_reduces   {differing:7.1%} of the sums are other ones")
-        print(f"all ranks have the same bits: {same_on_all_ranks}; a second time: {same_again}")
+        print(f"in two all_reduces, {differing:.1%} of the sums differ from those in one")
+        print(f"same bits on all ranks: {same_on_all_ranks}; in a second call: {same_again}")
 
 
 def reduced(x: torch.Tensor) -> torch.Tensor:

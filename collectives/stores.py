@@ -1,15 +1,15 @@
-"""Stores: the small shared table through which ranks find each other, and what one can build on it.
+"""Stores (TCPStore, FileStore, ...): key-value tables through which ranks find each other.
 
     torchrun --standalone --nproc_per_node=2 collectives/stores.py
     torchrun --standalone --nproc_per_node=4 collectives/stores.py --tasks 40
     python collectives/stores.py                       # a world of one
 
-A store maps keys to bytes. It needs no process group: groups are made with its help. It is for
-addresses and decisions, not for tensors: all goes through one server. Look at
+A store maps keys to bytes. It needs no process group; ranks use it to make one. Use it for
+addresses and decisions, not for tensors: everything goes through one server. Look at
 1. every operation on every kind of store.
-2. who sees what: a HashStore lives in one process, a PrefixStore gives a store a name space.
+2. which rank sees which keys: a HashStore lives in one process, a PrefixStore adds a namespace.
 3. counting by get and set loses updates: all ranks read before any rank writes. add and
-   compare_set read and write in one step, but compare_set needs values that are signed. (append
+   compare_set read and write in one step, but compare_set needs values that name the rank. (append
    is one step on a TCPStore, but a get and a set on a FileStore.)
 4. a barrier, a leader election and a work queue, each in a few lines, on each kind of store.
 """
@@ -20,7 +20,7 @@ import time
 from datetime import timedelta
 from functools import partial
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # section 1 waits in vain for a key
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # section 1 waits for a missing key
 
 import torch.distributed as dist
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
@@ -39,7 +39,7 @@ def main() -> None:
         stores = open_stores(folder, worker)
         show_operations(stores, worker)
         show_who_sees_what(stores, worker)
-        stores.pop("HashStore")  # the others would wait for ever
+        stores.pop("HashStore")  # not shared: every other rank would wait for ever
         show_lost_updates(stores, worker)
         show_recipes(stores, args.tasks, worker)
 
@@ -48,14 +48,14 @@ def main() -> None:
 
 
 def barrier(store, world_size: int, name: str = "barrier", timeout: timedelta = PATIENCE) -> None:
-    """Return once `world_size` ranks have called this; may be used again.
+    """Return when `world_size` ranks have called this. You can use it again.
 
-    Raises TimeoutError that says how many arrived; `name` cannot be used after that.
+    Raises TimeoutError with the number of ranks that arrived; `name` cannot be used after that.
     """
     arrival = store.add(f"{name}/arrived", 1)  # every rank gets a number of its own
     turn = (arrival - 1) // world_size  # how many times this barrier has opened before
-    if arrival == (turn + 1) * world_size:  # the last one opens
-        # All have arrived here, so all have left the turn before: nobody waits for its key now.
+    if arrival == (turn + 1) * world_size:  # the last rank opens
+        # All ranks have arrived here, so all have left the turn before: no rank waits for its key.
         store.delete_key(f"{name}/open {turn - 1}")
         store.set(f"{name}/open {turn}", "")
     try:
@@ -66,25 +66,25 @@ def barrier(store, world_size: int, name: str = "barrier", timeout: timedelta = 
 
 
 def elect(store, rank: int, name: str = "leader") -> int:
-    """Agree on one of the ranks that call this: the first one. Every caller gets the same rank."""
-    # "Set it if it is not set": only one caller can find the key unset. Gives the value after that.
+    """Agree on the first rank that calls this. Every caller gets the same rank."""
+    # "Set it if it is not set": only one caller finds the key unset. Returns the value after that.
     return int(store.compare_set(name, "", str(rank)))
 
 
 def depose(store, rank: int, old: int, name: str = "leader") -> int:
-    """Take the place of the leader `old`, if nobody was faster. Returns the leader of now."""
+    """Replace the leader `old`, unless another rank was faster. Returns the current leader."""
     # Returns `old` also if there is no leader at all: compare_set does not tell the two apart.
     return int(store.compare_set(name, str(old), str(rank)))
 
 
 def put(store, task: bytes, queue: str = "tasks") -> None:
-    store.set(f"{queue}/{store.add(f'{queue}/put', 1)}", task)  # nobody else gets this place
+    store.set(f"{queue}/{store.add(f'{queue}/put', 1)}", task)  # no other put gets this place
 
 
 def take(store, queue: str = "tasks", timeout: timedelta = PATIENCE) -> bytes | None:
-    """The next task, which nobody else gets; None when the queue is closed. Waits for a task.
+    """The next task, which no other rank gets; None when the queue is closed. Waits for a task.
 
-    A rank that dies takes its task to the grave: if that matters, note what is done, put the rest.
+    The task of a rank that dies is lost. If that matters, record finished tasks and put the rest.
     """
     key = f"{queue}/{store.add(f'{queue}/taken', 1)}"
     store.wait([key], timeout)  # the place may be given out before its task is written
@@ -94,7 +94,7 @@ def take(store, queue: str = "tasks", timeout: timedelta = PATIENCE) -> bytes | 
 
 
 def close(store, takers: int, queue: str = "tasks") -> None:
-    """Tell that many takers that no task follows. Call it once, after the last put."""
+    """Tell `takers` ranks that no task follows. Call it once, after the last put."""
     for _ in range(takers):
         put(store, END, queue)
 
@@ -103,7 +103,7 @@ def close(store, takers: int, queue: str = "tasks") -> None:
 
 
 def count_by_get_and_set(store, key: str, meet=lambda: None) -> None:
-    """Wrong: what others write between our get and our set is lost."""
+    """Wrong: what another rank writes between this get and this set is lost."""
     value = int(store.get(key))
     meet()
     store.set(key, str(value + 1))
@@ -111,14 +111,14 @@ def count_by_get_and_set(store, key: str, meet=lambda: None) -> None:
 
 def count_by_add(store, key: str, meet=lambda: None) -> None:
     meet()
-    store.add(key, 1)  # the server reads and writes: nothing comes in between
+    store.add(key, 1)  # the server reads and writes in one step
 
 
 def count_by_compare_set(store, key: str, meet=lambda: None, sign: str = "") -> None:
     """For values of any kind: write only if the value is still the one that was read.
 
-    Wrong without a `sign` of the caller's own. compare_set returns the value that it leaves behind:
-    if two want to write the same, both find what they wanted, and both believe that they wrote it.
+    Wrong without a `sign` that only this caller uses. compare_set returns the value in the store:
+    if two callers want to write equal values, both read theirs, and both believe that they wrote.
     """
     value = store.get(key).decode()
     meet()
@@ -127,21 +127,21 @@ def count_by_compare_set(store, key: str, meet=lambda: None, sign: str = "") -> 
         found = store.compare_set(key, value, wanted).decode()
         if found == wanted:
             return
-        value = found  # another rank was faster: once more
+        value = found  # another rank was faster: try again
 
 
 def open_stores(folder: str, worker: Worker) -> dict:
-    """One store of each kind, shared by all ranks where its kind can be."""
+    """One store of each kind, shared by all ranks if its kind can be shared."""
     server = None
     if worker.is_main:  # port 0: any free one
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = [(server.port, folder) if worker.is_main else None]
     dist.broadcast_object_list(where, src=0)
-    port, folder = where[0]  # of rank 0, for all
+    port, folder = where[0]  # rank 0's, on every rank
     tcp = server or dist.TCPStore("127.0.0.1", port, is_master=False)
     file = dist.FileStore(os.path.join(folder, "store"), worker.world_size)
     return {
-        "TCPStore": tcp,  # a server in one process, all others are its clients
+        "TCPStore": tcp,  # a server in one process; the other processes are its clients
         "FileStore": file,  # a file that all ranks can see
         "HashStore": dist.HashStore(),  # a dictionary of this process, for its threads
         "PrefixStore": dist.PrefixStore("mine", tcp),  # writes "mine/..." into another store
@@ -152,13 +152,13 @@ def show_operations(stores: dict, worker: Worker) -> None:
     if worker.is_main:
         columns = {name: try_operations(store) for name, store in stores.items()}
         rows = [[call, *(said[call] for said in columns.values())] for call in columns["TCPStore"]]
-        print("\n1. What the calls return, one after the other, on rank 0")
+        print("\n1. What the calls return, one after another, on rank 0")
         print_table(["call", *columns], rows)
-    dist.barrier()  # before others write into the stores
+    dist.barrier()  # before other ranks write into the stores
 
 
 def try_operations(store) -> dict[str, str]:
-    """Every operation, in an order in which one shows what the one before has done."""
+    """Every operation; each one shows what the one before has done."""
     soon = timedelta(seconds=0.1)
 
     def append_and_get() -> bytes:
@@ -205,7 +205,7 @@ def show_who_sees_what(stores: dict, worker: Worker) -> None:
     seen = {}
     for store in stores.values():
         store.set(f"seen/{worker.rank}", "")
-    dist.barrier()  # all have written
+    dist.barrier()  # all ranks have written
     for name, store in stores.items():
         seen[name] = sum(store.check([f"seen/{r}"]) for r in range(worker.world_size))
     seen["TCPStore,_key_mine/seen/0"] = stores["TCPStore"].check(["mine/seen/0"])
@@ -217,7 +217,7 @@ def show_lost_updates(stores: dict, worker: Worker) -> None:
         "get, set": count_by_get_and_set,
         "add": count_by_add,
         "compare_set": count_by_compare_set,
-        "compare_set, signed": partial(count_by_compare_set, sign=f"by rank {worker.rank}"),
+        "compare_set with rank": partial(count_by_compare_set, sign=f"by rank {worker.rank}"),
     }
     rows = []
     for way, count in ways.items():
@@ -226,14 +226,14 @@ def show_lost_updates(stores: dict, worker: Worker) -> None:
             if worker.is_main:
                 store.set(f"count/{way}", "0")
             barrier(store, worker.world_size, f"start {way}")
-            # A barrier between reading and writing makes sure of what is else a matter of luck.
+            # A barrier between reading and writing forces the race, which else needs bad luck.
             meet = partial(barrier, store, worker.world_size, f"read {way}")
             count(store, f"count/{way}", meet)
             barrier(store, worker.world_size, f"end {way}")
             row.append(int(store.get(f"count/{way}").split()[0]))
         rows.append(row)
     if worker.is_main:
-        print(f"\n3. {worker.world_size} rank(s) add 1 to 0, and all read before any writes")
+        print(f"\n3. {worker.world_size} rank(s) add 1 to 0; all ranks read before any rank writes")
         print_table(["by", *stores], rows)
 
 
@@ -245,7 +245,7 @@ def show_recipes(stores: dict, tasks: int, worker: Worker) -> None:
         microseconds = (time.perf_counter() - started) / 20 * 1e6
         leader = elect(store, worker.rank)
         barrier(store, worker.world_size)
-        # The leader has "died": all others want its place, and one of them gets it.
+        # The leader has "died": all other ranks want its place, and one of them gets it.
         second = leader if worker.rank == leader else depose(store, worker.rank, leader)
         if worker.is_main:
             for number in range(tasks):
@@ -274,7 +274,7 @@ def show_recipes(stores: dict, tasks: int, worker: Worker) -> None:
 def parse_args():
     parser = ArgumentParser(description="The key-value stores of torch.distributed.")
     add = parser.add_argument
-    add("--tasks", type=at_least(0), default=20, help="in the work queue")
+    add("--tasks", type=at_least(0), default=20, help="tasks in the work queue")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

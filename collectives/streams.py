@@ -5,24 +5,24 @@ r"""CUDA streams and memory: events, prefetch, forgotten waits, out of memory, a
     EMULATED_GPUS=1 .venv-emulated/bin/python collectives/streams.py    # then on emulated GPUs
 
 A GPU executes kernels in streams, which are queues. Python only puts kernels into a queue. The
-kernels of one stream run in order. Nothing orders the kernels of two streams but events: one stream
-records an event, the other waits for it. NCCL and FSDP communicate in streams of their own, so
-distributed code can make each mistake that is shown here.
+kernels of one stream run in order. Only events order the kernels of two streams: one stream records
+an event, the other waits for it. NCCL and FSDP communicate in their own streams, so distributed
+code can make each of these mistakes.
 
 Look at
 
 1. five programs, each with one line and without it. Without the line, the GPU may read memory
-   too early, or give it away too early: a race. A real GPU then computes wrong numbers whenever
-   the other stream is late: on an H100, in each of the five (benchmarks/results/gpu.md).
-   The emulated GPU knows which order the program asks for. It raises an error at the first access
-   that nothing orders, and delays each copy that does not block until the program waits for it.
+   too early, or reuse it too early: a race. A real GPU then computes wrong numbers whenever the
+   other stream is late: on an H100, in each of the five (benchmarks/results/gpu.md).
+   The emulated GPU knows the order that the program asks for. It raises an error at the first
+   unordered access, and delays each non-blocking copy until the program waits for it.
 2. prefetch. A side stream copies the next batch while the current stream computes.
 3. out of memory. The allocation fails, and the program goes on.
 4. the memory of one training step. Activations grow in forward and shrink in backward, while
    gradients grow; AdamW's first step adds two tensors per parameter, which stay.
 
 The emulated GPU executes each kernel as it is queued. So it shows orders and bytes, but no overlap,
-no speed, and no numbers that come and go with the timing.
+no speed, and no numbers that depend on timing.
 """
 
 import textwrap
@@ -62,7 +62,7 @@ def print_wrapped(text: str) -> None:
 
 
 def outcome(program, size: int, with_line: bool) -> str:
-    """Whether a program that should return 2s does, or the error of a GPU that checks."""
+    """Run a program that should return 2s: are they right, or the error of an emulated GPU."""
     torch.cuda.synchronize()
     try:
         numbers = program(size, with_line)
@@ -96,7 +96,7 @@ def wait_after(size: int, with_line: bool) -> torch.Tensor:
 
 
 def record_stream(size: int, with_line: bool) -> torch.Tensor:
-    """A side stream still reads a tensor when Python deletes it, and its memory is given away."""
+    """A side stream still reads a tensor when Python deletes it, and its memory is reused."""
     side = torch.cuda.Stream()
     x = torch.full((size, size), 2.0, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
@@ -104,7 +104,7 @@ def record_stream(size: int, with_line: bool) -> torch.Tensor:
         slow_twos(size)
         y = x.clone()
     if with_line:
-        x.record_stream(side)  # the allocator waits for `side` before it gives the memory away
+        x.record_stream(side)  # the allocator waits for `side` before it reuses the memory
     del x
     torch.full((size, size), 7.0, device="cuda")  # takes the memory of x, if that is free
     torch.cuda.synchronize()
@@ -112,7 +112,7 @@ def record_stream(size: int, with_line: bool) -> torch.Tensor:
 
 
 def read_copy(size: int, with_line: bool) -> torch.Tensor:
-    """The CPU reads a copy that does not block."""
+    """The CPU reads the result of a non-blocking copy."""
     copy = torch.zeros(size, size).pin_memory()
     copy.copy_(slow_twos(size), non_blocking=True)
     if with_line:
@@ -131,7 +131,7 @@ def refill_buffer(size: int, with_line: bool) -> torch.Tensor:
     return on_gpu
 
 
-PROGRAMS = {  # name -> (program, the line that it has or has not)
+PROGRAMS = {  # name -> (program, the line that it runs with and without)
     "use on a side stream": (wait_before, "side.wait_stream(current)"),
     "use on this stream": (wait_after, "current.wait_stream(side)"),
     "delete while it is read": (record_stream, "x.record_stream(side)"),
@@ -141,7 +141,7 @@ PROGRAMS = {  # name -> (program, the line that it has or has not)
 
 
 def slow_twos(size: int) -> torch.Tensor:
-    """A matrix of 0, then other work, so that the program is ahead of the GPU, then the 0 are 2."""
+    """A matrix of zeros; then other work, which lets Python run ahead; then the zeros become 2."""
     x = torch.zeros(size, size, device="cuda")
     eye = torch.eye(size, device="cuda")
     for _ in range(20):
@@ -153,7 +153,7 @@ def slow_twos(size: int) -> torch.Tensor:
 
 
 def prefetch(size: int, batches: int) -> list[tuple]:
-    """For each batch (begin, end of computing, begin, end of copying the next), in seconds."""
+    """For each batch (begin, end of computation, begin, end of the next copy), in seconds."""
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     host = torch.ones(size, size).pin_memory()
     weight = torch.eye(size, device="cuda")
@@ -192,8 +192,8 @@ def out_of_memory() -> str:
         torch.empty(total + 1, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError as error:
         said = str(error).splitlines()[0]
-    assert torch.cuda.memory_allocated() == before  # the failed allocation has cost nothing
-    return f"{said} Allocated, as before: {before / MIB:.2f} MiB"
+    assert torch.cuda.memory_allocated() == before  # the failed allocation holds no memory
+    return f"{said} Still allocated: {before / MIB:.2f} MiB"
 
 
 # ---- 4. memory of a step
@@ -202,8 +202,8 @@ def out_of_memory() -> str:
 def memory_timeline(size: int, layers: int = 4) -> list[tuple[str, int]]:
     """(what has happened, bytes allocated then) in the first training step of an MLP.
 
-    size: width of the layers and rows of the batch, so that a weight, a batch of activations and a
-    gradient are equally large: 4 size^2 bytes.
+    size: width of the layers and rows of the batch, so a weight, a batch of activations and a
+    gradient have 4 size^2 bytes each.
     """
     moments, before = [], torch.cuda.memory_allocated()
 
@@ -218,7 +218,7 @@ def memory_timeline(size: int, layers: int = 4) -> list[tuple[str, int]]:
     x = torch.ones(size, size, device="cuda")
     note("batch")
     for i, layer in enumerate(model):
-        x = torch.tanh(layer(x))  # tanh keeps its output, which the next layer keeps as its input
+        x = torch.tanh(layer(x))  # tanh saves its output, which the next layer saves as its input
         note(f"forward {i}")
     loss = x.sum()
     del x  # else it would live as long as the loss

@@ -1,4 +1,4 @@
-"""Each rank has its own view: gather one row per rank, and let rank 0 print them as one table."""
+"""Print one table with one row per rank: rank 0 gathers the rows and prints them."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ def print_by_rank(worker: Worker, title: str, **columns) -> None:
     """Print a table with one line per rank and one column per keyword.
 
     columns: this rank's values: tensors (any shape), numbers, strings. Every rank must call this,
-    with the same keywords: it is a collective. Values are turned into text before they travel.
+    with the same keywords: it is a collective. Values are turned into text before they are sent.
     """
     row = [str(worker.rank), *(as_text(value) for value in columns.values())]
     rows = [None] * worker.world_size if worker.is_main else None

@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps for backward, counted by the hooks that it calls for what it saves."""
+"""Count the bytes that autograd saves for backward (saved_tensors_hooks)."""
 
 import weakref
 
@@ -7,9 +7,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Activations:
-    """Used around forwards: `with activations.hooks():`. Call note() when they may be the most.
+    """Use it around forwards: `with activations.hooks():`. Call note() where the peak may be.
 
-    Each piece of memory counts once, and the parameters of `models` do not count.
+    Each storage counts once; the parameters of `models` do not count.
     """
 
     def __init__(self, *models: nn.Module):

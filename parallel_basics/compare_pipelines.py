@@ -1,4 +1,4 @@
-"""What both pipeline files need to compare themselves with one process, and to measure."""
+"""For the pipeline scripts: compare with single-process training, measure time and memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,23 +24,23 @@ class Run:
     """A schedule on this rank."""
 
     models: list[nn.Module]  # this rank's stages
-    step: Callable[..., Tensor]  # (inputs, targets, recorder=None) -> loss, 0 but on the last stage
+    step: Callable[..., Tensor]  # (inputs, targets, recorder=None) -> loss; 0 but on the last stage
 
 
 def text_batch(step: int, batch_size: int, length: int, device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (B, T), bytes of this directory's model.py: the same on every rank."""
+    """Inputs and targets (B, T): bytes of this directory's model.py, equal on every rank."""
     text = torch.tensor(list(Path(__file__).with_name("model.py").read_bytes()))
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length, (batch_size, 1), generator=generator)
     windows = text[starts + torch.arange(length + 1)].to(device)
-    # Contiguous: the pipelines of torch 2.11 refuse micro-batches that are windows of more.
+    # Contiguous: the pipelines of torch 2.11 refuse micro-batches that are views of longer rows.
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def compare_with_one_process(
     runs: dict[tuple[str, int], Run], config: GPTConfig, args, batch_size: int, worker: Worker
 ) -> None:
-    """Train all runs, and one process, with the same batches; print the differences."""
+    """Train all runs and the single-process baseline on the same batches; print the differences."""
     one = OneProcess(config, args.optimizer, args.seed, worker.device)
     optimizers = []
     for run in runs.values():
@@ -55,14 +55,14 @@ def compare_with_one_process(
             loss = run.step(x_BT, y_BT)
             optimizer.step()
             row.copy_(row.maximum(one.differences(run.models, loss)))
-    say(f"\nlargest difference to one process, in {args.steps} steps with {args.optimizer}")
+    say(f"\nlargest difference from one process, in {args.steps} steps with {args.optimizer}")
     say(f"{'schedule':22} micro-batches       loss   gradient  parameter")
     for (name, microbatches), row in zip(runs, max_diff.tolist(), strict=True):
         say(f"{name:22} {microbatches:13}" + "".join(f"{value:11.1e}" for value in row))
 
 
 class OneProcess:
-    """The whole model, trained on the whole batch, on every rank: what a pipeline must equal."""
+    """The single-process baseline: the full model, trained on the full batch, on every rank."""
 
     def __init__(self, config: GPTConfig, optimizer: str, seed: int, device: torch.device):
         self.model = initialize(GPT(config).to(device), seed)
@@ -78,7 +78,7 @@ class OneProcess:
     def differences(self, models: list[nn.Module], loss: Tensor) -> Tensor:
         """Largest difference over all ranks of loss, gradient and parameter, after the step.
 
-        models: this rank's stages. loss: what they returned, 0 where the last stage is not.
+        models: this rank's stages. loss: what they returned, 0 without the last stage.
         """
         loss = loss.detach().clone()
         dist.all_reduce(loss)
@@ -96,18 +96,18 @@ class OneProcess:
 
 
 def kept_at_most(run: Run, x_BT: Tensor, y_BT: Tensor) -> int:
-    """Bytes that autograd keeps on this rank in a step, at most."""
+    """Peak of the bytes that autograd saves for backward on this rank in a step."""
     activations = Activations(*run.models)
     run.step(x_BT, y_BT, Recorder(x_BT.device, activations))
     return activations.most
 
 
 def quickest(run: Run, x_BT: Tensor, y_BT: Tensor, steps: int = 3) -> list[list[tuple]]:
-    """The timelines of all ranks in the quickest of some steps.
+    """The timelines of all ranks in the fastest of `steps` steps.
 
     Other programs on the machine make a step longer, never shorter.
     """
-    run.step(x_BT, y_BT)  # in a first step torch's stages tell each other shapes
+    run.step(x_BT, y_BT)  # in the first step torch's stages send each other shapes
     of_steps = []
     for _ in range(steps):
         dist.barrier()
@@ -118,7 +118,7 @@ def quickest(run: Run, x_BT: Tensor, y_BT: Tensor, steps: int = 3) -> list[list[
 
 
 def gather(thing) -> list:
-    """What each rank passes, in rank order, on all ranks."""
+    """What each rank passed, in rank order, on every rank."""
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, thing)
     return of_ranks
@@ -131,16 +131,21 @@ def say(text: str) -> None:
 
 
 def read_arguments(description: str, counts: str, steps: int):
-    """The flags of both scripts. counts: the default of --microbatches, in words."""
+    """The flags of both scripts. counts: the default of --microbatches, as text."""
     parser = ArgumentParser(description=description)
     add = parser.add_argument
-    add("--microbatches", type=at_least(1), nargs="+", help=f"several counts; default: {counts}")
-    add("--batch-size", type=at_least(1), help="sequences; default: 4 per rank")
-    add("--layers", type=at_least(1), help="blocks of the GPT; default: 2 per rank")
+    add(
+        "--microbatches",
+        type=at_least(1),
+        nargs="+",
+        help=f"numbers to compare (default: {counts})",
+    )
+    add("--batch-size", type=at_least(1), help="sequences per step (default: 4 per rank)")
+    add("--layers", type=at_least(1), help="blocks of the GPT (default: 2 per rank)")
     add("--dim", type=at_least(1), default=64, help="width of the GPT, a multiple of its 4 heads")
-    add("--length", type=at_least(1), default=64, help="tokens of a sequence")
-    add("--steps", type=at_least(1), default=steps, help="optimizer steps that are compared")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    add("--length", type=at_least(1), default=64, help="tokens per sequence")
+    add("--steps", type=at_least(1), default=steps, help="optimizer steps to compare")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="for all runs")
     add("--seed", type=int, default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The comparison that ring_attention.py runs: training, differences, what attention costs."""
+"""For ring_attention.py: compare with single-process training, count FLOPs, bytes and memory."""
 
 from collections.abc import Callable
 
@@ -22,20 +22,20 @@ def build(args, device: torch.device) -> GPT:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                # As it begins, a GPT looks at all tokens about alike: a mistake in attention would
-                # hardly show. With larger weights it looks at some.
+                # An untrained GPT attends to all tokens about equally, so a mistake in attention
+                # would hardly show. With larger weights it attends to some tokens.
                 parameter.mul_(5)
     return model
 
 
 def make_batches(args, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets (B, T) of each step: whole sequences."""
+    """Inputs and targets (B, T) of each step: full sequences."""
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
     for _ in range(args.steps):
         shape = (args.batch_size, args.length + 1)
         tokens = torch.randint(256, shape, generator=generator).to(device)
-        # Shifted before the tokens are dealt out: the target of a rank's last token is elsewhere.
+        # Shift before sharding the tokens: the target of a rank's last token is on another rank.
         batches.append((tokens[:, :-1], tokens[:, 1:]))
     return batches
 
@@ -49,15 +49,15 @@ def train(
 ) -> list[dict]:
     """Per step, by name: the loss, and every gradient and parameter after it.
 
-    sum_gradients: (model, group), called after backward, if each rank of `group` has some of the
-        tokens; None if this rank has all of them.
+    sum_gradients: (model, group), called after backward, if the tokens are sharded over `group`;
+        None if this rank has all tokens.
     """
     optim = OPTIMIZERS[optimizer](model.parameters())
     ranks = dist.get_world_size(group) if sum_gradients else 1
     steps = []
     for x, y in batches:
         optim.zero_grad()
-        # This rank's summand of the mean over all tokens: all ranks have equally many.
+        # This rank's summand of the mean over all tokens: every rank has equally many tokens.
         loss = cross_entropy(model(x), y) / ranks
         loss.backward()
         loss = loss.detach()
@@ -72,9 +72,9 @@ def train(
 
 
 def differences(steps: list[dict], expected: list[dict]) -> list[float]:
-    """Largest difference, of all steps, of the loss, of a gradient, and of a parameter.
+    """The largest difference of a loss, a gradient and a parameter in any step.
 
-    A gradient's is divided by its largest number: those of query and key are small.
+    A gradient's difference is divided by its largest number: those of query and key are small.
     """
     max_diff = {"loss": 0.0, "gradient": 0.0, "value": 0.0}
     for step, expected_step in zip(steps, expected, strict=True):
@@ -90,9 +90,9 @@ def differences(steps: list[dict], expected: list[dict]) -> list[float]:
 
 
 def measure(attention: Callable, args, ranks: int, device: torch.device) -> dict:
-    """What a forward and backward of `attention(q, k, v)` computes, sends and keeps on this rank.
+    """What forward and backward of `attention(q, k, v)` compute, send and save on this rank.
 
-    ranks: over which the tokens of the sequences are spread.
+    ranks: the number of ranks over which the sequences are sharded.
     """
     shape = (args.batch_size, args.heads, args.length // ranks, args.dim // args.heads)
     q, k, v = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
@@ -122,7 +122,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def count_one_process(args, device: torch.device) -> dict[str, dict]:
-    """Attention to whole sequences, with all scores written down, and without."""
+    """Attention over full sequences, with all scores in memory, and by a fused kernel."""
 
     def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -134,8 +134,8 @@ def count_one_process(args, device: torch.device) -> dict[str, dict]:
 
 
 class Watch(TorchDispatchMode):
-    """Counts, in a `with` block, matrix products' FLOPs, messages and their bytes; and notes the
-    size of the largest tensor that an operation returns."""
+    """Counts, in a `with` block, the FLOPs of matrix products, messages and their bytes, and finds
+    the size of the largest tensor that an operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -155,16 +155,17 @@ class Watch(TorchDispatchMode):
 
 
 def expected_flops(args, rank: int, ranks: int, balanced: bool) -> int:
-    """7 products of a block: 2 in forward, 5 in backward; blocks on the diagonal are whole."""
+    """7 products per block: 2 in forward, 5 in backward; blocks on the diagonal count in full."""
     block = args.length // (2 * ranks if balanced else ranks)
     blocks = 2 * ranks + 1 if balanced else rank + 1
     return 7 * 2 * args.batch_size * args.dim * block**2 * blocks
 
 
 def expected_bytes(args, ranks: int) -> tuple[int, int]:
-    """Sent by a rank in forward and backward, in float32.
+    """Bytes that a rank sends in forward and in backward, in float32.
 
-    Keys and values take N - 1 steps to be everywhere; their gradients one more, to come home.
+    Keys and values take N - 1 steps around the ring; their gradients take N, to return to their
+    own rank.
     """
     kv = 2 * 4 * args.batch_size * args.length // ranks * args.dim
     if ranks == 1:
@@ -179,15 +180,15 @@ def report(args, layouts: dict[str, bool], of_ranks: list[tuple[dict, dict]]) ->
     """layouts: name -> is it balanced. of_ranks: each rank's differences and counts, by layout."""
     ranks = len(of_ranks)
     print(
-        f"{args.batch_size} sequences of {args.length} tokens, {args.length // ranks} of each on a "
+        f"{args.batch_size} sequences of {args.length} tokens, {args.length // ranks} of each per "
         f"rank; {args.steps} steps with {args.optimizer}\n"
     )
-    print("largest difference to one process       loss   gradient  parameter")
+    print("largest difference from one process     loss   gradient  parameter")
     for name in layouts:
         max_diff = torch.tensor([max_diff[name] for max_diff, _ in of_ranks]).amax(0)
         print(f"tokens {name:27}" + "".join(f"{value:11.1e}" for value in max_diff.tolist()))
 
-    print("\nattention of one layer, forward and backward: million FLOPs, counted and by formula")
+    print("\nattention of one layer, forward and backward: million FLOP, counted and by formula")
     print(" " * 12 + "".join(f"{'tokens ' + name:>20}" for name in layouts))
     flops = {name: [counts[name]["flops"] for _, counts in of_ranks] for name in layouts}
     for rank in range(ranks):
@@ -202,13 +203,13 @@ def report(args, layouts: dict[str, bool], of_ranks: list[tuple[dict, dict]]) ->
     print(row.rstrip())
 
     _, counts = of_ranks[0]
-    print("\nsent by a rank             messages    counted    formula")
+    print("\nbytes sent per rank        messages    counted    formula")
     formulas = expected_bytes(args, ranks)
     for i, phase in enumerate(("forward", "backward")):
         sends, sent = counts["balanced"]["sends"][i], counts["balanced"]["sent"][i]
         print(f"{phase:27}{sends:8}{sent:11,}{formulas[i]:11,}")
 
-    print("\nmemory, bytes             largest tensor   kept for backward")
+    print("\nmemory, bytes             largest tensor  saved for backward")
     for name in ("softmax(q k) v", "fused kernel", *layouts):
         title = f"ring, {name}" if name in layouts else f"1 rank, {name}"
         print(f"{title:26}{counts[name]['largest']:14,}{counts[name]['kept']:20,}")
@@ -217,12 +218,12 @@ def report(args, layouts: dict[str, bool], of_ranks: list[tuple[dict, dict]]) ->
 def read_arguments():
     parser = ArgumentParser(description="Context parallelism by hand, compared with one process.")
     parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
-    parser.add_argument("--length", type=at_least(1), default=512, help="tokens of a sequence")
-    parser.add_argument("--batch-size", type=at_least(1), default=2, help="sequences")
+    parser.add_argument("--length", type=at_least(1), default=512, help="tokens per sequence")
+    parser.add_argument("--batch-size", type=at_least(1), default=2, help="sequences per step")
     parser.add_argument("--layers", type=at_least(1), default=2, help="transformer blocks")
     parser.add_argument("--heads", type=at_least(1), default=4, help="attention heads")
     parser.add_argument("--dim", type=at_least(1), default=64, help="width: a multiple of --heads")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of all runs")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="for all runs")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()

@@ -1,6 +1,7 @@
-"""A GPT for a rank that has some tokens of every sequence: what ring_attention.py is put into.
+"""Context parallelism in a GPT: a model for a rank that has some tokens of every sequence.
 
-All in a GPT but attention (norms, MLP, loss) looks at one token at a time, and stays as it is.
+Attention is the only layer that mixes tokens. Norms, MLP and loss work on one token at a time, and
+stay as they are. ring_attention.py provides the attention.
 
     S  tokens of a sequence on one rank; the other letters as in model.py
 """
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 def spread_tokens(model: GPT, attention: Callable, positions_of: Callable) -> GPT:
     """Change and return `model`: it then maps a rank's tokens (B, S) to their logits (B, S, V).
 
-    attention: (q, k, v), (B, H, S, D) each, of this rank's tokens -> what these see of all tokens.
-    positions_of: (S, device) -> the positions (S) of this rank's tokens in the whole sequence.
+    attention: (q, k, v), (B, H, S, D) each, of this rank's tokens -> their attention to all tokens.
+    positions_of: (S, device) -> the positions (S) of this rank's tokens in the full sequence.
     """
     for block in model.blocks.values():
         block.attention = ContextParallelAttention(block.attention, attention)
@@ -48,10 +49,10 @@ class ContextParallelAttention(Attention):
 
 
 def sum_gradients(model: nn.Module, group=None) -> None:
-    """Add every parameter's gradient over the ranks: each knows what its own tokens contribute.
+    """Sum every parameter's gradient over the ranks: each rank has that of its own tokens.
 
-    For parameters this is data parallelism: DDP's or FSDP's averaging does it as well, with each
-    rank's mean loss. Here a rank's loss is divided by N beforehand.
+    For parameters this is data parallelism: the averaging of DDP or FSDP does it, too, with each
+    rank's mean loss. Here a rank's loss is divided by N before backward.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])

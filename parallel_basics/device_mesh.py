@@ -1,21 +1,21 @@
-"""DeviceMesh: coordinates for the ranks of a job, and along each axis a group of ranks.
+"""DeviceMesh: coordinates for the ranks of a job, and a group of ranks along each axis.
 
     python parallel_basics/device_mesh.py
     torchrun --standalone --nproc_per_node=4 parallel_basics/device_mesh.py
     torchrun --standalone --nproc_per_node=8 parallel_basics/device_mesh.py
     torchrun --standalone --nproc_per_node=6 parallel_basics/device_mesh.py --shape 3 2
 
-Strategies are combined by giving each an axis. A rank then belongs to one group per axis: with the
-ranks of its row it computes one layer, say, and with those of its column it averages gradients.
+To combine strategies, give each one an axis. A rank then belongs to one group per axis: it computes
+a layer with the ranks of its row, say, and averages gradients with the ranks of its column.
 
-Nothing here is drawn from the mesh's own table. Each rank tells its coordinate, and finds the other
-members of a group by an all_gather in it. Look at
+The pictures do not use the mesh's own table. Each rank reports its coordinate, and finds the other
+members of its groups by an all_gather in each group. Look at
 
-1. the order: the last axis has neighbours, whose numbers differ by 1, the first has those that are
-   furthest apart. torchrun numbers the ranks node by node, so the axis that sends most comes last.
-2. a slice, mesh["tp"]: the same line of code gives each rank the group that it is in.
-3. flattening: two axes as one, for what all of their ranks do together. Averaging the loss does not
-   care which of two axes cut the batch.
+1. the order: rank numbers on the last axis differ by 1, those on the first axis differ most.
+   torchrun numbers the ranks node by node, so the axis that communicates most comes last.
+2. a slice, mesh["tp"]: one line of code gives each rank the group that it is in.
+3. flattening: two axes as one, for collectives over all of their ranks, such as the average of the
+   loss when both axes shard the batch.
 """
 
 import math
@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
-# By number of axes. Data parallelism comes first: it talks once a step. Tensor parallelism talks
-# several times a layer, and wants the fastest links.
+# By number of axes. Data parallelism comes first: it communicates once per step. Tensor parallelism
+# communicates several times per layer and needs the fastest links.
 NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
 
 
@@ -44,9 +44,9 @@ def main() -> None:
 
 
 def make_mesh(device: str, shape: Sequence[int], names: Sequence[str], ranks: int) -> DeviceMesh:
-    """A mesh of all ranks, which are laid out in it row by row. Every rank must call this.
+    """A mesh of all ranks, row by row. Every rank must call this.
 
-    It makes the process groups: one per line of each axis, of which a rank keeps those it is in.
+    It makes the process groups, one per line of each axis; a rank keeps those that it is in.
     """
     if math.prod(shape) != ranks:
         product = " x ".join(map(str, shape))
@@ -55,10 +55,10 @@ def make_mesh(device: str, shape: Sequence[int], names: Sequence[str], ranks: in
 
 
 def flatten(mesh: DeviceMesh, first: str, second: str, name: str) -> DeviceMesh:
-    """The two neighbouring axes of `mesh`, a mesh of all ranks, as one axis called `name`.
+    """Two neighbouring axes of `mesh`, a mesh of all ranks, as one axis called `name`.
 
-    Ranks are laid out row by row, so that the mesh with the two sizes multiplied has those ranks
-    in a line. (DeviceMesh has a method for this that is not public.) Every rank must call this.
+    Ranks are in row-major order, so a mesh with the product of the two sizes has the ranks of both
+    axes in a line. (DeviceMesh's own method for this is not public.) Every rank must call this.
     """
     names, shape = list(mesh.mesh_dim_names), list(mesh.shape)
     i = names.index(first)
@@ -69,11 +69,11 @@ def flatten(mesh: DeviceMesh, first: str, second: str, name: str) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, tuple(shape), mesh_dim_names=tuple(names))[name]
 
 
-# ---- what a rank finds out about a mesh
+# ---- what a rank reports about a mesh
 
 
 def members(mesh: DeviceMesh) -> Tensor:
-    """The ranks of `mesh`, in its shape, as the ranks themselves say: gathered axis by axis."""
+    """The ranks of `mesh`, in its shape, gathered from the ranks axis by axis."""
     ranks = torch.tensor(dist.get_rank(), device=mesh.device_type)
     for axis in reversed(range(mesh.ndim)):
         of_group = [torch.empty_like(ranks) for _ in range(mesh.size(axis))]
@@ -125,9 +125,7 @@ def show(args, worker: Worker) -> None:
     of_ranks = [None] * worker.world_size
     dist.all_gather_object(of_ranks, views(mesh))
     if worker.is_main:
-        print(
-            "\nthe last mesh, as each rank sees it: who is in the slice, and the sum of these ranks"
-        )
+        print("\nthe last mesh on each rank: the ranks of each slice, and their sum by all_reduce")
         print(views_table(of_ranks))
 
 
@@ -141,12 +139,12 @@ def balanced_shape(ranks: int, axes: int) -> tuple[int, ...]:
     shape = [1] * axes
     for factor in reversed(factors):
         shape[0] *= factor
-        shape.sort()  # the next factor goes to the axis that is the smallest now
+        shape.sort()  # the next factor goes to the smallest axis
     return tuple(shape)
 
 
 def ranks_per_node(args, ranks: int) -> int:
-    """As the job is; on one machine we pretend that it is two, if they get two ranks or more."""
+    """Ranks per node of this job; one machine with 4 ranks or more is drawn as two nodes."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     pretend = ranks // 2 if here == ranks and ranks > 2 and ranks % 2 == 0 else here
     return args.ranks_per_node or pretend
@@ -159,10 +157,11 @@ def parse_args():
         "--shape",
         type=at_least(1),
         nargs="+",
-        help="one mesh only, of these sizes",
+        help="sizes of the axes of one mesh (default: meshes of 1, 2 and 3 axes)",
     )
-    add("--names", nargs="+", help="of the axes")
-    add("--ranks-per-node", type=at_least(1), help="default: as it is")
+    add("--names", nargs="+", help="names of the axes of --shape (default: dp, tp, ...)")
+    per_node = "ranks per node in the picture (default: as torchrun started them, or half)"
+    add("--ranks-per-node", type=at_least(1), help=per_node)
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.names and not args.shape:

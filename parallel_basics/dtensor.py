@@ -1,23 +1,24 @@
-"""DTensor: one tensor on many ranks. What a change of placement costs, what operators imply.
+"""DTensor: one tensor on many ranks. What redistribute and each operator send, counted.
 
     python parallel_basics/dtensor.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/dtensor.py
     torchrun --standalone --nproc_per_node=4 parallel_basics/dtensor.py --sizes 64 1024 768
 
-A DTensor has the shape of the whole tensor, a mesh, and a placement for each axis of the mesh:
+A DTensor has the shape of the full tensor, a mesh, and a placement for each axis of the mesh:
 
-    R         Replicate()           every rank has the whole
+    R         Replicate()           every rank has the full tensor
     S0, S1    Shard(0), Shard(1)    every rank has some of the rows, or some of the columns
     P         Partial()             every rank has a summand: their sum is the tensor
 
-Where operators can compute with what each rank has, they do. Where they cannot, DTensor first
-redistributes inputs: collectives that nobody has written. Look at
+An operator computes on the local tensors if it can. If it cannot, DTensor first redistributes the
+inputs, by collectives that your code does not show. Look at
 
-1. redistribute: each change of placement is one collective, and backward is its mirror image.
-2. matmul: six rules need no communication (dtensor_costs.py); for other pairs DTensor goes to the
-   rule that it holds for cheapest. Try other --sizes. S1 times S0 is free, and leaves a sum undone.
-3. other operators: what is linear takes a P as it is, and what is not waits for an all_reduce, even
-   where a reduce_scatter would do: DTensor looks at one operator at a time.
+1. redistribute: each change of placement is one collective, and backward reverses it.
+2. matmul: six rules need no communication (dtensor_costs.py); for other pairs DTensor redistributes
+   to the rule that it estimates to be cheapest. Try other --sizes. S1 times S0 sends nothing, and
+   its result is Partial.
+3. other operators: a linear operator takes a P as it is. Any other operator needs an all_reduce
+   first, even where a reduce_scatter would do: DTensor looks at one operator at a time.
 
 What DTensor chooses depends on the version of torch: "counted" is what it did in this run. How
 placements make a model data parallel, FSDP or tensor parallel: dtensor_strategies.py.
@@ -53,12 +54,12 @@ def main() -> None:
 
 
 def place(tensor: Tensor, name: str, mesh: DeviceMesh) -> DTensor:
-    """`tensor`, the same on every rank, as a DTensor. Nothing is sent."""
+    """`tensor`, which is equal on every rank, as a DTensor. Nothing is sent."""
     tensor = tensor.to(mesh.device_type)
     if name != "P":
-        # Each rank keeps its part. (Else rank 0's tensor would be sent: src_data_rank=0.)
+        # Each rank keeps its shard. (By default, src_data_rank=0, rank 0 would send its tensor.)
         return distribute_tensor(tensor, mesh, [PLACEMENTS[name]], src_data_rank=None)
-    # A DTensor of what a rank has: here random summands, of which the last makes the sum right.
+    # A DTensor from local tensors: random summands, and a last one that makes the sum right.
     generator = torch.Generator().manual_seed(tensor.numel())
     summands = torch.randn((mesh.size() - 1, *tensor.shape), generator=generator).to(tensor.device)
     summands = torch.cat([summands, (tensor - summands.sum(0))[None]])
@@ -66,7 +67,7 @@ def place(tensor: Tensor, name: str, mesh: DeviceMesh) -> DTensor:
 
 
 def show(args, worker: Worker) -> None:
-    # It would say on each rank that Gloo has no all_to_all for it: the table shows that.
+    # Each rank would warn that Gloo has no all_to_all for DTensor; the table shows that.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     rows, inner, _ = args.sizes
@@ -77,7 +78,7 @@ def show(args, worker: Worker) -> None:
     }
     if worker.is_main:
         x, y = (f"{a} x {b}: {4 * a * b:,} bytes" for a, b in pairwise(args.sizes))
-        print(f"x is {x}; y is {y}. Bytes are those that a rank sends in a ring.")
+        print(f"x is {x}; y is {y}. Counted and formula: bytes sent per rank, in a ring.")
         for title, table in tables.items():
             print(f"\n{title}")
             print_table(table)
@@ -87,7 +88,7 @@ def show(args, worker: Worker) -> None:
 
 
 def redistributions(mesh: DeviceMesh, shape: tuple[int, int]) -> list[dict]:
-    """A row for each change of placement (to Partial there is none, and redistribute() refuses)."""
+    """One row per change of placement (redistribute() refuses a change to Partial)."""
     x_full = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     ones = torch.ones(shape)
     table = []
@@ -126,7 +127,7 @@ def verdict(right: bool) -> str:
 
 
 def products(mesh: DeviceMesh, sizes: tuple[int, int, int]) -> list[dict]:
-    """A row for each pair of placements of x and y: what x @ y sends."""
+    """One row per pair of placements of x and y: what x @ y sends."""
     rows, inner, columns = sizes
     generator = torch.Generator().manual_seed(0)
     x_full = torch.randn(rows, inner, generator=generator)
@@ -148,7 +149,7 @@ def products(mesh: DeviceMesh, sizes: tuple[int, int, int]) -> list[dict]:
                 "collective": traffic,
                 "counted": traffic.bytes,
                 "formula": formula,
-                # Entries are sums of `inner` products of size 1, and here of larger summands.
+                # Each element is a sum of `inner` products of about 1; summands of a P are larger.
                 "values": verdict(close(z, expected, tolerance=1e-4 * inner**0.5)),
             }
         )
@@ -157,7 +158,7 @@ def products(mesh: DeviceMesh, sizes: tuple[int, int, int]) -> list[dict]:
 
 # ---- 3. other operators
 
-# Operator, placements of its inputs, what it is expected to send for the last input.
+# Operator, placements of its inputs, the collective that it should call for the last input.
 OPERATORS = [
     ("2 * x", "P", None),
     ("x + y", "P P", None),
@@ -204,7 +205,7 @@ def operators(mesh: DeviceMesh, shape: tuple[int, int]) -> list[dict]:
         if collective == "all_to_all" and mesh.device_type == "cpu":
             collective = "all_gather"
         if operator == "x.mean()" and shape[0] % mesh.size():
-            collective = "all_gather"  # the mean of means is the mean only if all parts are equal
+            collective = "all_gather"  # the mean of means is the mean only of equal shards
         table.append(
             {
                 "operator": operator,
@@ -213,7 +214,7 @@ def operators(mesh: DeviceMesh, shape: tuple[int, int]) -> list[dict]:
                 "collective": traffic,
                 "counted": traffic.bytes,
                 "formula": bytes_sent(collective, shape, mesh.size(), *names),
-                # The sum of all is large, and rounded in proportion.
+                # A sum of all elements is large, and its rounding error grows with it.
                 "values": verdict(close(result, expected, 1e-4 * max(1, expected.abs().max()))),
             }
         )

@@ -1,8 +1,7 @@
-"""What DTensor sends: counted as it happens, by formula, and in tables.
+"""Count what DTensor sends, compute it by formula, and print tables.
 
 A placement is named R (Replicate), S0 or S1 (Shard of that dim) or P (Partial: a sum over ranks).
-Everything here is about meshes with one axis. Bytes are those that one rank sends if a collective
-runs as a ring.
+All meshes here have one axis. Bytes are those that one rank sends if a collective runs as a ring.
 """
 
 import math
@@ -15,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode  # sees the tensors that are sent
 
 PLACEMENTS = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
-COLLECTIVES = {  # as PyTorch's operators are called
+COLLECTIVES = {  # names of PyTorch's operators -> names in the tables
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
@@ -24,7 +23,7 @@ COLLECTIVES = {  # as PyTorch's operators are called
 
 
 def name_of(tensor: DTensor) -> str:
-    """Its placement on the one axis of its mesh: R, S0, P, P(avg) and so on."""
+    """The name of a tensor's placement on the one axis of its mesh: R, S0, P, P(avg), ..."""
     (placement,) = tensor.placements
     if isinstance(placement, Partial):
         kind = placement.reduce_op
@@ -37,8 +36,8 @@ def name_of(tensor: DTensor) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    calls: dict[str, int]  # collective -> how often
-    bytes: int  # that this rank sends
+    calls: dict[str, int]  # collective -> number of calls
+    bytes: int  # bytes that this rank sends
 
     def __str__(self) -> str:
         several = {c: f"{n} {c}" if n > 1 else c for c, n in self.calls.items()}
@@ -46,7 +45,7 @@ class Traffic:
 
 
 def measure(mesh: DeviceMesh, function, *args) -> tuple:
-    """Call `function(*args)`; return what it returns, and the traffic on the axis of `mesh`."""
+    """Call `function(*args)`; return its result, and the traffic on the axis of `mesh`."""
     with CountBytes(mesh.size()) as count, CommDebugMode() as comm:
         result = function(*args)
     counts = {operator.__name__: n for operator, n in comm.get_comm_counts().items() if n}
@@ -55,7 +54,7 @@ def measure(mesh: DeviceMesh, function, *args) -> tuple:
 
 
 class CountBytes(TorchDispatchMode):
-    """Sees each operator that a rank runs on its own tensors, collectives among them."""
+    """Sees each operator that a rank runs on its local tensors, collectives included."""
 
     def __init__(self, ranks: int):
         super().__init__()
@@ -63,12 +62,12 @@ class CountBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # DTensor takes it apart into local operators, which come here
+            return NotImplemented  # DTensor turns it into local operators, which come here
         result = function(*args, **(kwargs or {}))
         collective = COLLECTIVES.get(function.overloadpacket.__name__)
         if collective:
             passes = 2 if collective == "all_reduce" else 1  # a reduce_scatter and an all_gather
-            nbytes = max(args[0].nbytes, result.nbytes)  # of the whole tensor
+            nbytes = max(args[0].nbytes, result.nbytes)  # of the full tensor
             self.bytes += round(passes * (self.ranks - 1) / self.ranks * nbytes)
         return result
 
@@ -77,20 +76,20 @@ class CountBytes(TorchDispatchMode):
 
 
 def collective_for(source: str, target: str, device: str = "cuda") -> str | None:
-    """What leads from one placement to another; None: each rank can do it on its own."""
+    """The collective that changes one placement into another; None: no rank sends anything."""
     if source == target or source == "R":
-        return None  # every rank takes its part of the whole
+        return None  # every rank takes its shard of the full tensor
     if source == "P":
         return "all_reduce" if target == "R" else "reduce_scatter"
     if target == "R" or device == "cpu":
-        return "all_gather"  # on CPU instead of an all_to_all: then each rank takes its part
+        return "all_gather"  # on CPU instead of an all_to_all; then each rank takes its shard
     return "all_to_all"
 
 
 def bytes_sent(collective: str | None, shape, ranks: int, *placements: str) -> int:
-    """By one of `ranks` ranks, for a float32 tensor of `shape`.
+    """Bytes that one of `ranks` ranks sends, for a float32 tensor of `shape`.
 
-    placements: before and after: each dim that one of them shards is padded to a multiple of ranks.
+    placements: before and after. Each dim that one of them shards is padded to a multiple of ranks.
     """
     if collective is None:
         return 0
@@ -102,16 +101,16 @@ def bytes_sent(collective: str | None, shape, ranks: int, *placements: str) -> i
     nbytes = 4 * math.prod(sizes)
     if collective == "all_reduce":
         return round(2 * (ranks - 1) / ranks * nbytes)
-    if collective == "all_to_all":  # each rank begins with 1 / ranks, and keeps its own part of it
+    if collective == "all_to_all":  # each rank has 1 / ranks of the tensor, and keeps its own part
         return round((ranks - 1) / ranks**2 * nbytes)
     return round((ranks - 1) / ranks * nbytes)  # all_gather, reduce_scatter
 
 
-# Placements of x and y with which each rank can compute alone, and the placement of x @ y.
+# Placements of x and y that need no communication, and the placement of x @ y.
 MATMUL_RULES = [
     ("R", "R", "R"),
     ("S0", "R", "S0"),  # some rows of x give these rows of the product
-    ("R", "S1", "S1"),  # likewise columns of y
+    ("R", "S1", "S1"),  # some columns of y give these columns of the product
     ("S1", "S0", "P"),  # some columns of x with the matching rows of y give a summand
     ("P", "R", "P"),  # a summand of x gives a summand of the product
     ("R", "P", "P"),
@@ -119,7 +118,7 @@ MATMUL_RULES = [
 
 
 def matmul_plan(x: str, y: str, sizes: tuple[int, int, int], mesh: DeviceMesh) -> list[tuple]:
-    """How x and y are best brought to one of the rules: [(source, target, shape)], what moves.
+    """The cheapest way to one of the rules: [(source, target, shape)] of what is redistributed.
 
     sizes: (rows of x, columns of x, columns of y).
     """
@@ -134,7 +133,7 @@ def matmul_plan(x: str, y: str, sizes: tuple[int, int, int], mesh: DeviceMesh) -
 
 
 def microseconds(source: str, target: str, shape, mesh: DeviceMesh) -> float:
-    """DTensor's estimate. It knows NVLink and Ethernet, and takes each CPU for a machine."""
+    """DTensor's estimate. It knows NVLink and Ethernet, and treats each CPU as one machine."""
     local = mesh.device_type == "cuda" and mesh.size() <= torch.cuda.device_count()
     per_hop, bytes_per_microsecond = (0.6, 87.7e3) if local else (2.7, 0.22 * 87.7e3)
     collective = collective_for(source, target)

@@ -1,4 +1,4 @@
-"""Data parallel, FSDP, tensor parallel: two lines of a model, and how its tensors are placed.
+"""Data parallelism, FSDP and tensor parallelism as DTensor placements of one two-line model.
 
     python parallel_basics/dtensor_strategies.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/dtensor_strategies.py
@@ -6,11 +6,11 @@
 
     mean((relu(x @ W1) @ W2 - targets) ** 2)
 
-The model never changes. A strategy is one letter for each tensor: R, every rank has the whole; S0
-or S1, every rank has some of the rows or columns. DTensor finds the collectives (dtensor.py).
+The model never changes. A strategy is one placement per tensor: R, every rank has the full tensor;
+S0 or S1, every rank has some of the rows or columns. DTensor finds the collectives (dtensor.py).
 
-Look at what each strategy sends, counted and by formula; at two ways to place the same tensors
-badly, which send more, and are right all the same; at the differences to one process: rounding.
+Look at what each strategy sends, counted and by formula; at two bad placements, which send more but
+give the right result; and at the differences from one process, which are rounding.
 """
 
 import logging
@@ -35,18 +35,18 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Strategy:
-    x: str  # how the tokens are placed, and the targets
-    weights: tuple[str, str]  # how W1 and W2 are
-    gather: bool = False  # compute with gathered weights, whatever a rank keeps
-    finish: bool = False  # redistribute what the second layer returns: R
+    x: str  # placement of the tokens and of the targets
+    weights: tuple[str, str]  # placements of W1 and W2
+    gather: bool = False  # all-gather the weights before use, as FSDP does
+    finish: bool = False  # redistribute the output of the second layer to R
 
 
 STRATEGIES = {
     "data parallel": Strategy("S0", ("R", "R")),
     "FSDP": Strategy("S0", ("S0", "S0"), gather=True),
     "tensor parallel": Strategy("R", ("S1", "S0"), finish=True),
-    "  sum left undone": Strategy("R", ("S1", "S0")),
-    "  cut the wrong way": Strategy("R", ("S0", "S1")),
+    "  output left Partial": Strategy("R", ("S1", "S0")),
+    "  wrong shard dims": Strategy("R", ("S0", "S1")),
 }
 
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class Model:
-    """The tensors, placed by `strategy` on `mesh`; without a mesh one process has them all."""
+    """The tensors, placed by `strategy` on `mesh`; without a mesh: the single-process baseline."""
 
     def __init__(self, strategy: Strategy, mesh: DeviceMesh | None):
         self.strategy, self.mesh = strategy, mesh
@@ -88,7 +88,7 @@ class Model:
         return (y - self.targets).square().mean()
 
     def finish_gradients(self) -> None:
-        """Place a gradient as its weight is: where it is a sum over ranks, the sum is due now."""
+        """Give each gradient the placement of its weight: this reduces a Partial gradient."""
         if self.mesh is not None:
             for weight in (self.w1, self.w2):
                 weight.grad = weight.grad.redistribute(self.mesh, weight.placements)
@@ -99,7 +99,7 @@ def train(
 ) -> tuple[list[dict[str, Tensor]], dict[str, Traffic]]:
     """Returns (per step {name: full tensor}, {phase: traffic of the last step}).
 
-    mesh: None is one process that has everything.
+    mesh: None for the single-process baseline.
     """
     model = Model(strategy, mesh)
     optim = OPTIMIZERS[optimizer]([model.w1, model.w2])
@@ -140,28 +140,28 @@ def differences(history: list[dict], expected: list[dict]) -> dict[str, float]:
 
 
 def strategy_bytes(name: str, ranks: int) -> int:
-    """What a rank sends in one step, by formula."""
+    """Bytes that a rank sends in one step, by formula."""
     w1, w2, hidden, y = (DIM, HIDDEN), (HIDDEN, DIM), (TOKENS, HIDDEN), (TOKENS, DIM)
-    if name == "FSDP":  # weights gathered, gradients scattered: an all_reduce in two halves
+    if name == "FSDP":  # weights all-gathered, gradients reduce-scattered: an all_reduce's halves
         sent = sum(2 * bytes_sent("all_gather", shape, ranks, "S0") for shape in (w1, w2))
     else:
         reduced = {
             "data parallel": (w1, w2),  # their gradients
             "tensor parallel": (y,),
-            # A square needs the sum. Autograd keeps its input as it was: backward sums it again.
-            "  sum left undone": (y, y),
-            "  cut the wrong way": (hidden, hidden),  # before the relu, and in its backward
+            # A square needs the sum. Autograd saves its Partial input, so backward sums it again.
+            "  output left Partial": (y, y),
+            "  wrong shard dims": (hidden, hidden),  # before the relu, and in its backward
         }
         sent = sum(bytes_sent("all_reduce", shape, ranks) for shape in reduced[name])
-    dim_of_cut = {"data parallel": 0, "FSDP": 0, "  cut the wrong way": 1}.get(name)
-    if dim_of_cut is not None and y[dim_of_cut] % ranks:
-        # The mean of means is the mean of equal parts only: these are gathered.
-        sent += bytes_sent("all_gather", y, ranks, f"S{dim_of_cut}")
+    shard_dim = {"data parallel": 0, "FSDP": 0, "  wrong shard dims": 1}.get(name)
+    if shard_dim is not None and y[shard_dim] % ranks:
+        # The mean of means is the mean only of equal shards: unequal ones are all-gathered.
+        sent += bytes_sent("all_gather", y, ranks, f"S{shard_dim}")
     return sent
 
 
 def compare(optimizer: str, worker: Worker) -> None:
-    # It would say on each rank that Gloo has no all_to_all for it.
+    # Each rank would warn that Gloo has no all_to_all for DTensor.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     expected, _ = train(None, STRATEGIES["data parallel"], optimizer)
@@ -177,13 +177,13 @@ def compare(optimizer: str, worker: Worker) -> None:
         table.append(row)
     if worker.is_main:
         print(f"mean((relu(x @ W1) @ W2 - targets) ** 2), {TOKENS} tokens; one step of training")
-        print("(the last three columns: largest differences to one process in 5 steps)")
+        print("counted, formula: bytes sent per rank; then largest differences from one process")
         print_table(table)
 
 
 def parse_args():
-    parser = ArgumentParser(description="Strategies as placements, counted and compared.")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    parser = ArgumentParser(description="Parallel strategies as DTensor placements.")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="for all runs")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

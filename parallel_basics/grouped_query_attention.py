@@ -13,13 +13,14 @@ query heads need:
     query heads       0 1    2 3    4 5    6 7
     key/value head      0      0      1      1
 
-Ranks 0 and 1 have the same rows of the key and value matrices. In backward each finds the gradient
-of its own query heads only, so the ranks that share a head sum these gradients (`sum_shared`).
+Ranks 0 and 1 hold the same rows of the key and value matrices. In backward each rank computes only
+the gradient of its own query heads, so the ranks that share a head sum these gradients
+(`sum_shared`).
 
-Look at the error of ColwiseParallel. Then look at the differences to one process, which are
+Look at the error of ColwiseParallel. Then look at the differences from one process, which are
 rounding. Without the sum the first loss is right and the gradients are wrong.
 
-    B, T, C  batch, tokens, width     H  query heads on this rank     K  key/value heads on it
+    B, T, C  batch, tokens, width     H  query heads, K  key/value heads on this rank
     D        numbers per head
 """
 
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 class GroupedQueryAttention(nn.Module):
-    """(B, T, C) -> (B, T, C), causal. It computes as many heads as its weights have rows for."""
+    """(B, T, C) -> (B, T, C), causal. The rows of its weights determine the number of heads."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int):
         super().__init__()
@@ -84,28 +85,28 @@ def check(heads: int, kv_heads: int, ranks: int) -> None:
 
 
 def shard_attention(attention: GroupedQueryAttention, kv_heads: int) -> None:
-    """Leave this rank its heads. The weights have their values, the same ones on every rank."""
+    """Keep only this rank's heads. Before, the weights are full and equal on every rank."""
     for name, linear in attention.named_children():
         linear.weight = nn.Parameter(local_part(f"{name}.weight", linear.weight, kv_heads))
-    # Every rank has the same input; the gradient of the input is the sum over the ranks' heads.
+    # Every rank has the same input; the gradient of the input is the sum over all ranks' heads.
     attention.register_forward_pre_hook(lambda module, inputs: CopyToRanks.apply(inputs[0]))
-    # Each rank has the part of the output that its heads contribute.
+    # Each rank's output is a summand, from its own heads.
     attention.register_forward_hook(lambda module, inputs, y: ReduceFromRanks.apply(y))
 
 
 def local_part(name: str, tensor: Tensor, kv_heads: int) -> Tensor:
-    """This rank's part of a parameter or gradient of the whole model."""
+    """This rank's shard of a parameter or gradient of the full model."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if name.endswith(("key.weight", "value.weight")):
-        # Several heads; or one head, which neighbouring ranks hold as well (see `copies_of`).
+        # Several heads, or one head, which neighbouring ranks also hold (see `copies_of`).
         heads_D = tensor.detach().chunk(kv_heads)
         first = rank * kv_heads // ranks
         return torch.cat(heads_D[first : first + max(1, kv_heads // ranks)])
     if name.endswith("query.weight"):
         return tensor.detach().chunk(ranks)[rank].clone()
-    if name.endswith("out.weight"):  # the inputs that come from this rank's heads
+    if name.endswith("out.weight"):  # row-parallel: the inputs that come from this rank's heads
         return tensor.detach().chunk(ranks, dim=1)[rank].clone()
-    return tensor.detach()  # every rank has all of it
+    return tensor.detach()  # replicated
 
 
 def copies_of(kv_heads: int) -> int:
@@ -120,9 +121,9 @@ def sum_shared(attention: GroupedQueryAttention, sharers) -> None:
 
 
 def gradient_norm(model: nn.Module, kv_heads: int) -> Tensor:
-    """The norm of all gradients of the whole model, the same on every rank.
+    """The norm of all gradients of the full model, equal on every rank.
 
-    All ranks' squares are added, so those of a parameter that n ranks hold are divided by n.
+    The squares of all ranks are added, so those of a parameter that n ranks hold are divided by n.
     """
     ranks, squares = dist.get_world_size(), torch.zeros((), device=next(model.parameters()).device)
     for name, parameter in model.named_parameters():
@@ -166,7 +167,7 @@ class ReduceFromRanks(torch.autograd.Function):
 
 
 class Decoder(nn.Module):
-    """Tokens (B, T) -> logits (B, T, WORDS): one attention layer; all else is on every rank."""
+    """Tokens (B, T) -> logits (B, T, WORDS): one attention layer; other layers are replicated."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int):
         super().__init__()
@@ -186,9 +187,9 @@ def build(args, kv_heads: int, device: torch.device) -> Decoder:
 
 
 def train(args, kv_heads: int, device, sharded: bool = True, shared: bool = True) -> list[dict]:
-    """Per step: loss, norm, gradients and the parameters after it, of what this rank holds.
+    """Per step: loss, norm, and this rank's gradients and parameters after the step.
 
-    sharded=False: one process. shared=False: the gradients of shared heads are not summed.
+    sharded=False: the single-process baseline. shared=False: do not sum gradients of shared heads.
     """
     model = build(args, kv_heads, device)
     if sharded:
@@ -228,7 +229,9 @@ def compare(args, worker: Worker) -> None:
                 row = differences(steps, expected, kv_heads, worker.device)
                 rows.append((kv_heads, copies_of(kv_heads), shared, row))
     if worker.is_main:
-        print(f"\n{args.heads} query heads, {args.steps} steps: largest difference to one process")
+        print(
+            f"\n{args.heads} query heads, {args.steps} steps, largest difference from one process"
+        )
         print(
             "kv heads  ranks per kv head  gradients     first loss       norm   gradient  parameter"
         )
@@ -253,7 +256,7 @@ def try_colwise(model: Decoder, worker: Worker) -> str:
 
 
 def differences(steps: list[dict], expected: list[dict], kv_heads: int, device) -> list[float]:
-    """Of the first loss, and of all norms, gradients and parameters, over all ranks."""
+    """Largest differences, over all ranks: first loss, all norms, gradients, parameters."""
     worst = torch.zeros(4, device=device)
     worst[0] = (steps[0]["loss"] - expected[0]["loss"]).abs()
     for step, one in zip(steps, expected, strict=True):
@@ -282,7 +285,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), default=4, help="sequences per step (default: 4)")
     add("--length", type=at_least(1), default=16, help="tokens per sequence (default: 16)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="sgd has momentum (default: sgd)")
-    add("--seed", type=int, default=0, help="of the first values and the data (default: 0)")
+    add("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % args.heads:

@@ -1,10 +1,10 @@
-"""Device meshes as text, drawn from what the ranks say. Used by device_mesh.py."""
+"""Draw device meshes as text, from what the ranks report. Used by device_mesh.py."""
 
 from collections.abc import Sequence
 
 
 def draw(ranks: list[dict], names: Sequence[str]) -> str:
-    """The mesh as text: the last axis to the right, the one before it down, others in blocks."""
+    """The mesh as text: the last axis across, the one before it down, all other axes as blocks."""
     rank_at = {rank["coordinate"]: i for i, rank in enumerate(ranks)}
     sizes = [i + 1 for i in max(rank_at)]  # of the last coordinate on each axis
     titles = [f"{name} {size}" for name, size in zip(names, sizes, strict=True)]
@@ -27,7 +27,7 @@ def draw(ranks: list[dict], names: Sequence[str]) -> str:
 
 
 def groups_table(ranks: list[dict], names: Sequence[str], per_node: int) -> str:
-    """The groups along each axis, how far apart neighbours are, whether they leave a node."""
+    """The groups along each axis, the stride of their ranks, and whether they cross nodes."""
     width = max(map(len, ("axis", *names))) + 2
     rows = []
     for axis, name in enumerate(names):
@@ -36,9 +36,9 @@ def groups_table(ranks: list[dict], names: Sequence[str], per_node: int) -> str:
         inside = all(len({rank // per_node for rank in group}) == 1 for group in groups)
         text = " | ".join(" ".join(map(str, group)) for group in groups)
         rows.append([name, text, str(apart or "-"), "inside" if inside else "across"])
-    rows.insert(0, ["axis", "groups", "apart", f"nodes of {per_node}"])
+    rows.insert(0, ["axis", "groups", "stride", f"nodes of {per_node}"])
     wide = max(len(groups) for _, groups, _, _ in rows) + 2
-    return "\n".join(f"{a:{width}}{b:{wide}}{c:>5}  {d}" for a, b, c, d in rows)
+    return "\n".join(f"{a:{width}}{b:{wide}}{c:>6}  {d}" for a, b, c, d in rows)
 
 
 def views_table(of_ranks: list[dict]) -> str:

@@ -1,4 +1,4 @@
-"""Model parallelism in one screen: each rank has a part of every layer, and all work together.
+"""Tensor parallelism in one screen: each rank holds a shard of every layer.
 
     python parallel_basics/minimal.py                                      # one process
     torchrun --standalone --nproc_per_node=2 parallel_basics/minimal.py    # two: the same losses
@@ -21,12 +21,12 @@ def train(device: torch.device, rank: int, world_size: int, steps: int) -> None:
     if features % world_size:
         raise SystemExit(f"error: {features} features do not divide over {world_size} ranks")
     mesh = dist.init_device_mesh(device.type, (world_size,))  # all ranks, in a line
-    torch.manual_seed(0)  # on every rank the same model and, below, the same batches
+    torch.manual_seed(0)  # every rank builds the same model and, below, draws the same batches
     model = nn.Sequential(nn.Linear(64, features), nn.ReLU(), nn.Linear(features, 10)).to(device)
     # Each rank keeps some outputs of the first layer and the matching inputs of the second, so it
     # sends nothing in between. The outputs of the second are added up over the ranks.
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of this rank's parts
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of this rank's shards
     images, labels = map(torch.tensor, load_digits(return_X_y=True))  # 1,797 images, 64 pixels each
     images, labels = images.float().to(device) / 16, labels.to(device)
     for step in range(1, steps + 1):

@@ -1,22 +1,22 @@
-"""Pipeline parallelism by hand: GPipe and 1F1B on point-to-point calls, equal to one process.
+"""Pipeline parallelism by hand: GPipe and 1F1B with sends and receives, equal to one process.
 
     python parallel_basics/pipeline_from_scratch.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/pipeline_from_scratch.py
     torchrun --standalone --nproc_per_node=4 parallel_basics/pipeline_from_scratch.py
 
-The blocks of a GPT are cut into stages, one per rank. A batch is cut into micro-batches, which pass
-through the stages one after another: forward down the ranks, then their gradients back up. When a
-rank does what is its schedule: a list of ("F", micro-batch) and ("B", micro-batch). Two functions
-write such lists, and one loop, Pipeline.step, runs any of them.
+The blocks of a GPT are split into stages, one per rank. A batch is split into micro-batches, which
+pass through the stages one after another: activations down the ranks, then gradients back up. A
+schedule is the order of a rank's work: a list of ("F", micro-batch) and ("B", micro-batch). Two
+functions write such lists, and one loop, Pipeline.step, runs any of them.
 
 Look at
 
-1. the differences to one process: rounding, in the loss, in every gradient, in the parameters.
-2. the picture: who waits when. Both schedules wait equally long.
-3. the idle share next to (p - 1) / (m + p - 1), p stages, m micro-batches. One micro-batch (m = 1)
-   is a pipeline in which only one rank works at a time.
-4. the activations that are kept for backward: GPipe keeps those of all micro-batches, 1F1B those of
-   at most p. That is all that 1F1B is better at.
+1. the differences from one process: rounding, in the loss, in every gradient, in the parameters.
+2. the picture: which rank waits when. Both schedules wait equally long.
+3. the bubble fraction next to (p - 1) / (m + p - 1), p stages, m micro-batches. With one
+   micro-batch (m = 1) only one rank works at a time.
+4. the activations saved for backward: GPipe saves those of all micro-batches, 1F1B those of at most
+   p. This is the only advantage of 1F1B.
 """
 
 import os
@@ -44,7 +44,7 @@ from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-SECONDS = 0.008  # of a timer stage's forward
+SECONDS = 0.008  # forward of a timer stage
 
 
 @record
@@ -60,12 +60,12 @@ def gpipe(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
-    """One forward, one backward, as soon as there is something to do backward.
+    """Alternate one forward and one backward, as soon as the first gradient arrives.
 
-    The last stage can do that at once. A stage that is n before it must send n micro-batches ahead
-    until the first gradient can come back. From then on each backward frees the activations of one
-    micro-batch before the next forward adds some: at most p - stage are kept. (Narayanan et al.,
-    arXiv 2104.04473, section 2.2: "PipeDream-Flush".)
+    The last stage begins at once. A stage n places before it first sends n micro-batches ahead
+    (warm-up). After that each backward frees the activations of one micro-batch before the next
+    forward saves more: at most those of p - stage. (Narayanan et al., arXiv 2104.04473, section
+    2.2: "PipeDream-Flush".)
     """
     ahead = min(stages - 1 - stage, microbatches)
     actions = [("F", i) for i in range(ahead)]
@@ -78,22 +78,22 @@ SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 
 
 def connect(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A group for activations and one for gradients; `ranks` have the stages, in order.
+    """One group for activations and one for gradients; `ranks` have the stages, in order.
 
-    Two, because NCCL does what one group is asked for in that order: a send that nobody receives
-    yet would hold up a receive behind it. Every rank of the job must call this, also if it is in
-    none of them.
+    Two groups, because NCCL runs the calls of one group in order: a send whose receiver is not
+    ready would block a receive behind it. Every rank of the job must call this, also a rank that is
+    not in `ranks`.
     """
     return dist.new_group(ranks), dist.new_group(ranks)
 
 
 class Pipeline:
-    """One rank's stage, and its connections to the stages before and after it.
+    """One rank's stage, and its connections to the previous and the next stage.
 
     loss_fn: (output of the last stage, targets) of a micro-batch -> its mean loss.
 
-    Only a receive waits, a send never does. So a rank waits for nothing but an action of a
-    neighbour, and a schedule that `simulate` can play to its end cannot deadlock.
+    Receives wait, sends do not. So a rank waits only for an action of a neighbour, and a schedule
+    that `simulate` can play to its end cannot deadlock.
     """
 
     def __init__(self, model, loss_fn, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]):
@@ -111,8 +111,8 @@ class Pipeline:
     ) -> Tensor:
         """Run a schedule; gradients are added to the parameters' .grad, as backward() does.
 
-        Every rank passes the whole batch: the first stage uses the inputs, the last the targets.
-        Returns the batch's mean loss on the last stage, 0 elsewhere.
+        Every rank passes the full batch: the first stage uses the inputs, the last the targets.
+        Returns the batch's mean loss on the last stage, 0 on all other stages.
         """
         microbatches = len(schedule) // 2
         if len(x_BT) % microbatches:
@@ -141,7 +141,7 @@ class Pipeline:
         with self.record("F", self.stage, i):
             output = self.model(x)
             if self.is_last:
-                # Gradients are added up: the sum over micro-batches is the batch's mean.
+                # Backward adds gradients up: divided losses sum up to the batch's mean loss.
                 output = self.loss_fn(output, self.targets[i]) / len(self.inputs)
                 self.loss += output.detach()
         self.computed[i] = x, output
@@ -150,13 +150,13 @@ class Pipeline:
             self.sends[i] = dist.isend(to_send, group=self.down, group_dst=self.stage + 1)
 
     def backward(self, i: int) -> None:
-        # Backward begins at the loss; in a stage that has none, at the gradient of its output.
+        # Backward starts from the loss; without a loss, from the gradient of the stage's output.
         gradient = None if self.is_last else self.receive(i, self.up, self.stage + 1)
-        x, output = self.computed.pop(i)  # and with them goes what autograd keeps
+        x, output = self.computed.pop(i)  # frees the saved activations after backward
         with self.record("B", self.stage, i):
             output.backward(gradient)
         if not self.is_last:
-            self.sends.pop(i).wait()  # it has arrived: its gradient is here
+            self.sends.pop(i).wait()  # already complete: its gradient has come back
         if not self.is_first:
             work = dist.isend(x.grad, group=self.up, group_dst=self.stage - 1)
             self.gradient_sends.append(work)
@@ -192,24 +192,24 @@ def compare(args, worker: Worker) -> None:
     compare_with_one_process(runs, config, args, batch_size, worker)
 
     m, ms = min(2 * p, 10), round(1e3 * SECONDS)
-    say(f"\n{m} micro-batches through stages that only wait, {ms} ms forward and {2 * ms} backward")
-    say(f"(a character is {ms} ms; 0 is a forward, a the backward of the same; a dot is idle)")
+    say(f"\n{m} micro-batches through stages that sleep: {ms} ms forward, {2 * ms} ms backward")
+    say(f"(one character is {ms} ms; 0: forward of micro-batch 0, a: its backward, dot: idle)")
     batch = text_batch(0, m, args.length, device)
     for name, schedule in SCHEDULES.items():
         run = Run([timers.model], partial(timers.step, schedule(rank, p, m)))
         say(f"{name}\n" + draw(quickest(run, *batch), SECONDS))
 
     batch = text_batch(0, batch_size, args.length, device)
-    say("\nidle share, mean over ranks, in the quickest of 3 steps")
-    say("schedule  micro-batches  (p-1)/(m+p-1)  stages that wait  GPT stages")
+    say("\nbubble fraction, mean over ranks, in the fastest of 3 steps")
+    say("schedule  micro-batches  (p-1)/(m+p-1)  sleeping stages  GPT stages")
     for (name, m), run in runs.items():
         waits, computes = quickest(timer_runs[name, m], *batch), quickest(run, *batch)
-        shares = f"{expected_idle(p, m):15.1%}{idle_share(waits):18.1%}{idle_share(computes):12.1%}"
+        shares = f"{expected_idle(p, m):15.1%}{idle_share(waits):17.1%}{idle_share(computes):12.1%}"
         say(f"{name:9} {m:13}{shares}")
     if device.type == "cpu" and p > (os.cpu_count() or 1):
-        say(f"({p} ranks share {os.cpu_count()} cores, for which GPT stages wait as well)")
+        say(f"(GPT stages also wait for a core: {p} ranks share {os.cpu_count()} cores)")
 
-    say("\nkept for backward at most: micro-batches, and MB as counted by the hooks of autograd")
+    say("\npeak saved for backward: micro-batches, and MB counted by autograd's hooks")
     say("schedule  micro-batches" + "".join(f"{f'rank {r}':>14}" for r in range(p)))
     for (name, m), run in runs.items():
         of_ranks = gather((alive(SCHEDULES[name](rank, p, m)), kept_at_most(run, *batch)))
@@ -226,7 +226,7 @@ def check(layers: int, batch_size: int, counts: list[int], stages: int) -> None:
 
 
 def alive(schedule: list[tuple[str, int]]) -> int:
-    """The most micro-batches whose forward is done and whose backward is not."""
+    """The peak number of micro-batches between their forward and their backward."""
     return max(accumulate(1 if kind == "F" else -1 for kind, _ in schedule))
 
 

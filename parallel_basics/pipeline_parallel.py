@@ -6,17 +6,16 @@
     GPipe, 1F1B             one stage per rank; by hand in pipeline_from_scratch.py
     Interleaved1F1B         two smaller stages per rank, stage i on rank i mod p: the pipeline fills
                             and empties in half the time, for twice the messages
-    InterleavedZeroBubble   the same stages; backward is cut in two: the gradient of the input, for
-                            which the stage before waits, and the gradients of the weights, which
-                            fill the gaps
-    ZBVZeroBubble           so, too, but rank 0 has the first and the last stage: the way back up
-                            begins where the way down does (a V)
+    InterleavedZeroBubble   interleaved, and backward is split: the previous stage waits for the
+                            gradient of the input; the gradients of the weights fill the gaps
+    ZBVZeroBubble           split backward, too, but rank 0 has the first and the last stage, so
+                            backward starts on the rank where forward did (a V)
 
 A PipelineStage is a part of the model that knows its number. A schedule runs the stages of a rank.
 
-Look at the differences to one process, which are rounding. Then at the idle share: by formula; if
-each action took exactly its time (the recorded order, played); measured, with stages that wait on a
-timer. And at what the smaller gaps cost: more micro-batches are kept for backward.
+Look at the differences from one process, which are rounding. Then look at the bubble fraction: by
+formula; simulated, if each action of the recorded order took exactly its time; measured, with
+stages that sleep. Smaller bubbles cost memory: more micro-batches are saved for backward.
 """
 
 from functools import partial
@@ -49,7 +48,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-# name -> (class, number of stages per rank, has the second of them the V's place)
+# name -> (class, stages per rank, whether the stages form a V)
 SCHEDULES = {
     "GPipe": (ScheduleGPipe, 1, False),
     "1F1B": (Schedule1F1B, 1, False),
@@ -57,7 +56,7 @@ SCHEDULES = {
     "InterleavedZeroBubble": (ScheduleInterleavedZeroBubble, 2, False),
     "ZBVZeroBubble": (ScheduleZBVZeroBubble, 2, True),
 }
-SECONDS = 0.01  # a rank's stages together need as long for forward, when they only wait
+SECONDS = 0.01  # forward of all sleeping stages of one rank together
 
 
 @record
@@ -90,23 +89,23 @@ class Pipeline:
             self.stages if per_rank > 1 else self.stages[0],
             microbatches,
             loss_fn,
-            scale_grads=True,  # divided by the number of micro-batches: those of the batch's mean
+            scale_grads=True,  # divide by the number of micro-batches: gradients of the batch mean
         )
 
     def step(self, x_BT: Tensor, y_BT: Tensor, recorder: Recorder | None = None) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to the parameters' .grad.
 
-        Every rank passes the whole batch. Returns the mean loss on the rank that has the last
-        stage, 0 elsewhere.
+        Every rank passes the full batch. Returns the mean loss on the rank that has the last stage,
+        0 on all other ranks.
         """
         for stage in self.stages:
             stage.recorder = recorder or Recorder(x_BT.device)
-        # Contiguous: torch 2.11 refuses micro-batches that are windows of longer sequences.
+        # Contiguous: torch 2.11 refuses micro-batches that are views of longer sequences.
         inputs = [x_BT.contiguous()] if any(stage.is_first for stage in self.stages) else []
         if not any(stage.is_last for stage in self.stages):
             self.schedule.step(*inputs)
             return torch.zeros((), device=x_BT.device)
-        losses = []  # the schedule puts one of each micro-batch in
+        losses = []  # the schedule appends the loss of each micro-batch
         self.schedule.step(*inputs, target=y_BT.contiguous(), losses=losses)
         return torch.stack(losses).detach().mean()
 
@@ -114,7 +113,7 @@ class Pipeline:
 class RecordedStage(PipelineStage):
     """A PipelineStage that tells a recorder when it computes.
 
-    The schedule calls these three methods; it receives before, and sends after them.
+    The schedule calls these three methods. It receives before each call, and sends after it.
     """
 
     recorder: Recorder
@@ -153,9 +152,9 @@ def compare(args, worker: Worker) -> None:
 
 
 def show_timelines(runs: dict, counts: list[int], config: GPTConfig, batch, worker: Worker) -> None:
-    """Idle share and memory of each schedule, and a picture with the fewest micro-batches."""
+    """Bubble fraction and memory of each schedule, and a picture with the first m."""
     ranks = "".join(f"  rank {r}" for r in range(worker.world_size))
-    say("\nidle share, mean over ranks              formula    played  measured   MB kept at most")
+    say("\nbubble fraction, mean over ranks         formula simulated  measured   peak MB saved")
     say(f"{'schedule':22} micro-batches{'':31}{ranks}")
     pictures = []
     for (name, m), run in runs.items():
@@ -169,28 +168,28 @@ def show_timelines(runs: dict, counts: list[int], config: GPTConfig, batch, work
         say(f"{name:22} {m:13}{shares}" + "".join(f"{mb:8.2f}" for mb in kept))
         if m == counts[0]:
             pictures.append(f"{name}\n" + draw(timelines, SECONDS / 2))
-    say(f"\n{counts[0]} micro-batches: 0 is a forward, a the backward of the same or the gradient")
-    say(f"of its input, A those of its weights; a dot is idle, a character {500 * SECONDS:.0f} ms")
+    say(f"\n{counts[0]} micro-batches. 0: forward of micro-batch 0; a: its backward, or only the")
+    say(f"gradient of its input; A: those of its weights; dot: idle; {500 * SECONDS:.0f} ms each")
     say("\n".join(pictures))
 
 
 def timer_timelines(name: str, m: int, config: GPTConfig, batch, device) -> list[list[tuple]]:
-    """The timelines of all ranks, whose stages only wait."""
+    """The timelines of all ranks, with stages that sleep."""
     build = partial(TimerStage, config, seconds=SECONDS / SCHEDULES[name][1], device=device)
     pipeline = Pipeline(name, m, build, timer_loss, device)
     return quickest(Run(pipeline.models, pipeline.step), *batch, steps=2)
 
 
 def durations(seconds: float):
-    """(kind, stage) -> seconds, as TimerStage takes them."""
+    """(kind, stage) -> seconds that TimerStage takes."""
     units = {"F": 1, "B": 2, "I": 1, "W": 1}
-    # torch computes all of the first stage's gradients in "W": nobody waits for that of its input.
+    # torch computes all gradients of the first stage in "W": no stage needs that of its input.
     units_of_first = {"F": 1, "B": 2, "I": 0, "W": 2}
     return lambda kind, stage: seconds * (units if stage > 0 else units_of_first)[kind]
 
 
 def check(layers: int, batch_size: int, counts: list[int], ranks: int) -> None:
-    """Raise `UserError` for what would not work, before any rank waits for another."""
+    """Raise `UserError` if the sizes do not fit, before any rank waits for another one."""
     if layers < 2 * ranks:
         raise UserError(f"--layers {layers} are too few: {ranks} ranks with two stages each")
     for m in counts:

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: some blocks of the GPT, or something that only takes as long."""
+"""Stages of a pipeline: some blocks of the GPT, or a stage that sleeps instead of computing."""
 
 import time
 from itertools import accumulate
@@ -15,17 +15,17 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 
 def gpt_stage(config: GPTConfig, stage: int, stages: int, seed: int, device: torch.device) -> GPT:
-    """One stage of the GPT, with the first values that its layers have in the whole model."""
+    """One stage of the GPT, with the initial values that its layers have in the full model."""
     layers = split_layers(config.layers, stages)[stage]
     return initialize(GPT(config, layers).to(device), seed)
 
 
 class TimerStage(nn.Module):
-    """Stands for a stage of a GPT, but sleeps where that computes, and so needs no core.
+    """Stands for a stage of a GPT, but sleeps instead of computing, so it needs no core.
 
-    With more ranks than cores, real stages wait for cores as well as for each other. Here every
-    rank is as fast as on a machine of its own, and what is idle is the schedule's doing.
-    seconds: of a forward. The gradient of the input takes as long, those of the weights too.
+    With more ranks than cores, real stages wait for cores as well as for each other. Sleeping
+    stages run as if each rank had its own machine, so all idle time comes from the schedule.
+    seconds: of a forward. The gradient of the input takes as long, and so do those of the weights.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TimerStage(nn.Module):
 
 
 class Wait(torch.autograd.Function):
-    """The identity, but it takes time: `seconds` in forward, and in backward."""
+    """The identity; sleeps `in_forward` seconds in forward, `in_backward` seconds in backward."""
 
     @staticmethod
     def forward(ctx, x, in_forward, in_backward):

@@ -1,9 +1,9 @@
-"""Timelines of pipelines: recorded, played by the rules alone, measured against a formula, drawn.
+"""Timelines of pipelines: record, simulate and draw them; the bubble fraction and its formula.
 
-An action is (kind, stage, micro-batch). Kinds: "F" forward, "B" backward; a schedule may cut the
-latter into "I", the gradient of the stage's input, which the stage before waits for, and "W", the
-gradients of its weights, for which nobody waits. A timeline is a list of (kind, stage, micro-batch,
-start, end), in seconds: what one rank did.
+An action is (kind, stage, micro-batch). Kinds: "F" forward, "B" backward. A schedule may split "B"
+into "I", the gradient of the stage's input, for which the previous stage waits, and "W", the
+gradients of its weights, for which no stage waits. A timeline lists what one rank did: (kind,
+stage, micro-batch, start, end), in seconds.
 """
 
 import string
@@ -16,9 +16,9 @@ from activations import Activations
 
 
 class Recorder:
-    """Notes when a rank computes: `with recorder("F", stage, i):` around the computation.
+    """Records when a rank computes: `with recorder("F", stage, i):` around the computation.
 
-    activations: also counts what autograd keeps for backward.
+    activations: also counts what autograd saves for backward.
     """
 
     def __init__(self, device: torch.device, activations: Activations | None = None):
@@ -36,11 +36,11 @@ class Recorder:
             self.activations.note()
 
     def clock(self) -> float:
-        """Now, when what this rank has computed so far is done.
+        """The time, after all computation of this rank so far has finished.
 
-        A GPU works behind the program: without waiting for it, the clock would say when work was
-        ordered. The wait costs some overlap, so that a recorded step is slower than another one.
-        Sends are on other streams, and may still go on.
+        Kernels run asynchronously: without the wait, the clock would show when they were launched.
+        The wait costs some overlap, so a recorded step is slower. Sends run on other
+        streams, and may still be in flight.
         """
         if self.device.type != "cpu":
             torch.accelerator.current_stream().synchronize()
@@ -48,10 +48,10 @@ class Recorder:
 
 
 def simulate(orders: list[list[tuple]], seconds: Callable[[str, int], float]) -> list[list[tuple]]:
-    """The timelines of ranks that start an action once they are free and its input is there.
+    """The timelines of ranks that start an action when they are free and its input has arrived.
 
-    orders: the actions of each rank. seconds: (kind, stage) -> how long it takes; sending takes
-    nothing. Raises ValueError if the ranks would wait for each other for ever.
+    orders: the actions of each rank. seconds: (kind, stage) -> duration; sends take no time.
+    Raises ValueError if the ranks would wait for each other for ever.
     """
     last_stage = max(stage for order in orders for _, stage, _ in order)
     done = {}  # ("F" or "gradient", stage, micro-batch) -> when
@@ -91,7 +91,7 @@ def simulate(orders: list[list[tuple]], seconds: Callable[[str, int], float]) ->
 
 
 def inputs_of(kind: str, stage: int, i: int, last_stage: int) -> list[tuple]:
-    """What must be done before an action can begin, besides the rank's earlier actions."""
+    """What must be finished before an action can start, besides the rank's earlier actions."""
     if kind == "F":
         return [("F", stage - 1, i)] if stage > 0 else []
     if kind == "W":
@@ -108,27 +108,26 @@ def span(timelines: list[list[tuple]]) -> float:
 
 
 def idle_share(timelines: list[list[tuple]]) -> float:
-    """The part of that span in which a rank computes nothing; the mean over the ranks."""
+    """The bubble fraction: the part of the span in which a rank is idle, mean over ranks."""
     busy = sum(end - start for line in timelines for *_, start, end in line)
     return 1 - busy / len(timelines) / span(timelines)
 
 
 def expected_idle(stages: int, microbatches: int, stages_per_rank: int = 1) -> float:
-    """(p - 1) / (m + p - 1) of GPipe and of 1F1B: Huang et al., GPipe, arXiv 1811.06965, section 2.
+    """The bubble fraction of GPipe and 1F1B, (p - 1) / (m + p - 1): Huang et al., arXiv 1811.06965.
 
-    With v smaller stages per rank (interleaved), (p - 1) / (v m + p - 1): the first of them is
-    done, and the pipeline filled, v times as early (Narayanan et al., arXiv 2104.04473, section
-    2.2, who divide by the computing time instead of by all of it).
-    stages: p, the ranks of the pipeline.
+    With v smaller stages per rank (interleaved) it is (p - 1) / (v m + p - 1): the first stage is
+    done, and the pipeline filled, v times as early. (Narayanan et al., arXiv 2104.04473, section
+    2.2, divide by the compute time instead of the total time.) stages: p, the pipeline's ranks.
     """
     return (stages - 1) / (stages_per_rank * microbatches + stages - 1)
 
 
 def draw(timelines: list[list[tuple]], slot: float) -> str:
-    """One line per rank, one character per `slot` seconds, one name per micro-batch.
+    """One line per rank, one character per `slot` seconds, one digit or letter per micro-batch.
 
-    Digits: forward. Small letters: backward, or the part of it that gives the input's gradient.
-    Capitals: the gradients of the weights. Dots: nothing.
+    Digits: forward. Small letters: backward, or only the gradient of the input. Capitals: the
+    gradients of the weights. Dots: idle.
     """
     letters = {
         "F": string.digits,

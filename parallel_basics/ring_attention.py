@@ -1,4 +1,4 @@
-r"""Ring attention by hand: context parallelism, each of N ranks has T / N tokens of every sequence.
+r"""Context parallelism by ring attention: each of N ranks has T / N tokens of every sequence.
 
     python parallel_basics/ring_attention.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/ring_attention.py
@@ -6,13 +6,13 @@ r"""Ring attention by hand: context parallelism, each of N ranks has T / N token
         --length 1024 --optimizer adamw
 
 A token's query needs the keys and values of all earlier tokens, and most are on other ranks. So the
-ranks form a ring: each computes what its queries see of the keys and values that it has, while
-it sends them to the next rank and receives those of the previous rank. After N steps every
-query has met every key, and no rank ever had more than two blocks of keys and values, or more
-scores than those of one block. In backward they travel once more, and their gradients with them.
+ranks form a ring: each computes attention to the keys and values that it has, while it sends them
+to the next rank and receives those of the previous rank. After N steps every query has met every
+key. No rank ever held more than two blocks of keys and values, or the scores of more than one
+block. In backward keys and values go around the ring again, together with their gradients.
 
-A softmax that comes in parts is put together by the log of its denominator. Over some of the keys,
-let out = softmax(scores) @ v and lse = log(sum(exp(scores))). Then, for two sets of keys,
+The log of the denominator combines a softmax that is computed in parts. Over some of the keys, let
+out = softmax(scores) @ v and lse = log(sum(exp(scores))). Then, for two sets of keys,
 
     lse = log(exp(lse_1) + exp(lse_2))
     out = exp(lse_1 - lse) * out_1 + exp(lse_2 - lse) * out_2
@@ -20,18 +20,18 @@ let out = softmax(scores) @ v and lse = log(sum(exp(scores))). Then, for two set
 Liu et al., Ring Attention (arXiv 2310.01889); Milakov and Gimelshein, Online normalizer calculation
 for softmax (arXiv 1805.02867); backward as in Dao et al., FlashAttention (arXiv 2205.14135).
 
-Run, it trains a GPT that way, and compares with one process, for two ways to distribute the tokens:
-in order, and balanced. Look at
+The script trains a GPT this way and compares it with one process, for two ways to distribute the
+tokens: in order, and balanced. Look at
 
 1. the differences: rounding. (AdamW divides each gradient by its own size: it enlarges the rounding
-   of tiny ones, and would hide a gradient that is wrong by a factor. SGD does neither.)
+   of tiny gradients, and would hide a gradient that is wrong by a factor. SGD does neither.)
 2. the work: with tokens in order, the last rank has up to twice the mean, and every other rank
    waits for it in every step. Balanced, all ranks have equal work.
-3. the bytes sent: they grow with T, not with T * T as the work does. So the longer the sequence,
-   the better the sending hides behind the computation.
-4. the memory: one process that writes all scores down needs T * T of them. PyTorch's fused kernel
-   never does so, nor does a ring, which has those of one block at a time. What is kept for
-   backward is divided by N: that is why one trains on long sequences this way.
+3. the bytes sent: they grow with T, while the work grows with T * T. So the longer the sequence,
+   the better communication overlaps with computation.
+4. the memory: attention that stores all scores needs T * T of them. PyTorch's fused kernel does not
+   store them; a ring stores those of one block at a time. The memory saved for backward is divided
+   by N, which makes long sequences possible.
 
 Shapes, besides those of model.py:    S = T / N  tokens of a sequence on one rank
                                       L          tokens of a chunk: S, or S / 2 if balanced
@@ -82,15 +82,15 @@ def main() -> None:
 def chunks_of(rank: int, ranks: int, balanced: bool) -> tuple[int, ...]:
     """The chunks of a sequence that `rank` has.
 
-    In order: one of N. With a causal mask, the first rank's queries see one chunk, the last's all.
-    Balanced: two of 2 N, one from the front and its mirror image from the back. What one of the two
-    sees less of, the other sees more of: all ranks have equal work.
+    In order: one of N. With a causal mask, the first rank's queries see one chunk, the last rank's
+    queries all N. Balanced: two of 2 N, one from the front and its mirror image from the back. What
+    one of the two sees less, the other sees more, so all ranks have equal work.
     """
     return (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
 
 
 def own_tokens(x: Tensor, dim: int, rank: int, ranks: int, balanced: bool = True) -> Tensor:
-    """The part of `x`, whose dim `dim` is a whole sequence, that belongs to `rank`.
+    """The part of `x` that belongs to `rank`; dim `dim` of `x` is a full sequence.
 
     Raises ValueError if the sequence does not divide into chunks of one size.
     """
@@ -114,8 +114,8 @@ class Ring:
     def visible(self, step: int) -> Iterator[tuple[int, int, bool]]:
         """Which pairs of chunks have scores to compute in `step`.
 
-        Yields (i, j, masked): my i-th chunk looks at the j-th one of the rank whose keys are here
-        now. masked: the two are the same tokens, and none may look at a later one.
+        Yields (i, j, masked): this rank's i-th chunk attends to the j-th chunk of the rank whose
+        keys are here now. masked: both are the same chunk, so the causal mask is needed.
         """
         source = (self.rank - step) % self.size
         for i, query_chunk in enumerate(chunks_of(self.rank, self.size, self.balanced)):
@@ -124,10 +124,10 @@ class Ring:
                     yield i, j, self.causal and key_chunk == query_chunk
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to send `x` to the next rank. The function returned waits for the previous one's.
+        """Start to send `x` to the next rank. The returned function waits for the previous rank's.
 
-        `x` must not be written to before that. All ranks pass on the same things in the same
-        order: messages between two ranks do not overtake each other.
+        Do not write to `x` before that. All ranks pass on the same tensors in one order, because
+        messages between two ranks do not overtake each other.
         """
         if self.size == 1:
             return lambda: x
@@ -137,7 +137,7 @@ class Ring:
         receive = dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=before)
         works = dist.batch_isend_irecv([send, receive])
 
-        def wait(sent=x) -> Tensor:  # holds what is sent until it is gone
+        def wait(sent=x) -> Tensor:  # keeps `x` alive until it is sent
             for work in works:
                 work.wait()
             return arriving
@@ -158,7 +158,7 @@ def scores_of(q_BHLD: Tensor, k_BHLD: Tensor, masked: bool) -> Tensor:
 
 
 def attend(q_BHLD, k_BHLD, v_BHLD, masked: bool) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of one chunk alone: out (B, H, L, D), lse (B, H, L, 1)."""
+    """Attention to the keys of one chunk only: out (B, H, L, D), lse (B, H, L, 1)."""
     scores_BHLL = scores_of(q_BHLD, k_BHLD, masked)
     lse_BHL1 = scores_BHLL.logsumexp(-1, keepdim=True)
     return scores_BHLL.sub_(lse_BHL1).exp_() @ v_BHLD, lse_BHL1
@@ -167,10 +167,10 @@ def attend(q_BHLD, k_BHLD, v_BHLD, masked: bool) -> tuple[Tensor, Tensor]:
 def attend_backward(q_BHLD, k_BHLD, v_BHLD, masked: bool, dout_BHLD, lse_BHL1, delta_BHL1):
     """What one block adds to the gradients of its queries, keys and values.
 
-    lse: over all keys, not only these: so `p` is the part of the whole softmax that lies here.
+    lse: over all keys, not only these, so `p` is this block of the full softmax.
     delta: sum over all keys of p * dp, which is the sum over D of dout * out.
     """
-    p_BHLL = scores_of(q_BHLD, k_BHLD, masked).sub_(lse_BHL1).exp_()  # computed again, not kept
+    p_BHLL = scores_of(q_BHLD, k_BHLD, masked).sub_(lse_BHL1).exp_()  # recomputed, not saved
     dp_BHLL = dout_BHLD @ v_BHLD.mT
     dv_BHLD = p_BHLL.mT @ dout_BHLD
     dscores_BHLL = dp_BHLL.sub_(delta_BHL1).mul_(p_BHLL).mul_(q_BHLD.shape[-1] ** -0.5)
@@ -181,7 +181,7 @@ def attend_backward(q_BHLD, k_BHLD, v_BHLD, masked: bool, dout_BHLD, lse_BHL1, d
 
 
 class RingAttention(torch.autograd.Function):
-    """Computes in float32, or in float64 if that is what it is given."""
+    """Computes in float32, or in float64 for float64 inputs."""
 
     @staticmethod
     def forward(ctx, q_BHSD, k_BHSD, v_BHSD, ring: Ring):
@@ -191,7 +191,7 @@ class RingAttention(torch.autograd.Function):
         queries, outs, lses = (ring.chunks(x) for x in (q_BHSD.to(wide), out_BHSD, lse_BHS1))
         kv = torch.stack([k_BHSD, v_BHSD])  # one message instead of two
         for step in range(ring.size):
-            # They travel while this rank computes. After the last step no rank needs them.
+            # Sent while this rank computes. After the last step no rank needs them.
             arrives = ring.pass_on(kv) if step < ring.size - 1 else None
             keys, values = (ring.chunks(x.to(wide)) for x in kv)
             for i, j, masked in ring.visible(step):
@@ -229,9 +229,9 @@ class RingAttention(torch.autograd.Function):
                 dqs[i].add_(dq)
                 dks[j].add_(dk)
                 dvs[j].add_(dv)
-            if gradients_arrive:  # what the ranks before us have found for the same keys and values
+            if gradients_arrive:  # the previous ranks' summands for these keys and values
                 dkv += gradients_arrive()
-            # They travel with their keys and values, one step behind, and one step more: home.
+            # Gradients follow their keys and values one step later, and return to their own rank.
             gradients_arrive = ring.pass_on(dkv)
             if arrives:
                 kv = arrives()
@@ -241,10 +241,11 @@ class RingAttention(torch.autograd.Function):
 
 
 def ring_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, ring: Ring) -> Tensor:
-    """softmax(q @ k.mT / sqrt(D)) @ v over whole sequences, of which each rank has S tokens.
+    """softmax(q @ k.mT / sqrt(D)) @ v over full sequences, of which each rank has S tokens.
 
     q, k, v, result: (B, H, S, D), the tokens that `own_tokens` gives this rank. Every rank of the
-    ring must call it, and backward, in the same order. Raises ValueError if S is odd and balanced.
+    ring must call this, and backward, in one order. Raises ValueError if S is odd and the ring
+    balanced.
     """
     if ring.balanced and q_BHSD.shape[2] % 2:
         raise ValueError(f"{q_BHSD.shape[2]} tokens on a rank do not divide into two chunks")
@@ -255,7 +256,7 @@ def apply_ring_attention(model: GPT, group=None, balanced: bool = True) -> GPT:
     """Change and return `model`: it then maps a rank's tokens (B, S) to their logits (B, S, V)."""
     ring = Ring(group, causal=True, balanced=balanced)
 
-    def positions_of(length: int, device) -> Tensor:  # of this rank's tokens in whole sequences
+    def positions_of(length: int, device) -> Tensor:  # of this rank's tokens in full sequences
         positions_T = torch.arange(length * ring.size, device=device)
         return own_tokens(positions_T, 0, ring.rank, ring.size, balanced)
 
@@ -268,7 +269,7 @@ def apply_ring_attention(model: GPT, group=None, balanced: bool = True) -> GPT:
 def compare(args, worker: Worker) -> None:
     rank, ranks, device = worker.rank, worker.world_size, worker.device
     batches = make_batches(args, device)
-    expected = train(build(args, device), batches, args.optimizer)  # one process: every rank
+    expected = train(build(args, device), batches, args.optimizer)  # the single-process baseline
     max_diff, counts = {}, {}
     for name, balanced in LAYOUTS.items():
         model = apply_ring_attention(build(args, device), balanced=balanced)
@@ -287,7 +288,7 @@ def compare(args, worker: Worker) -> None:
 
 
 def count_ring(args, worker: Worker, balanced: bool) -> dict:
-    """What one layer's attention computes, sends and keeps on this rank."""
+    """What one layer's attention computes, sends and saves on this rank."""
     attention = partial(ring_attention, ring=Ring(balanced=balanced))
     return measure(attention, args, worker.world_size, worker.device)
 

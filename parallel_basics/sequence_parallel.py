@@ -1,23 +1,23 @@
-"""Sequence parallelism: between the pairs of layers, each rank has only some of the tokens.
+"""Sequence parallelism: shard the activations of norms and residuals by tokens.
 
     python parallel_basics/sequence_parallel.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/sequence_parallel.py
     torchrun --standalone --nproc_per_node=4 parallel_basics/sequence_parallel.py --layers 4
 
-Tensor parallelism cuts attention and MLP. Norms, residuals and their activations stay whole on
-every rank: the same numbers, computed and kept by all. But each of them looks at one token at a
-time. So an all_reduce is cut in two: its first half, a reduce_scatter, leaves a rank the sums of
-its own tokens; the norm works on these; its second half, an all_gather, comes before the next pair.
-(Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198.)
+Tensor parallelism shards attention and MLP. It replicates norms, residuals and their activations:
+every rank computes and saves the same numbers. But these layers work on one token at a time. So an
+all_reduce is split in two. Its first half, a reduce_scatter, leaves a rank the sums of its own
+tokens; the norm works on these. Its second half, an all_gather, comes before the next pair of
+layers. (Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198.)
 
 Look at
 
 1. the collectives: each all_reduce has become two halves, and a ring sends the same bytes;
-2. the norms' gradients: each rank has those of its own tokens, a DTensor that is Partial. Whoever
-   needs the value sums it, and does not keep the sum: AdamW, in three operations, three times. So
-   they are summed once, after backward;
-3. the activations that are kept for backward. In units of (B, T, C) numbers, a block on one of n
-   ranks keeps 4 + 12 / n under tensor parallelism alone, and 2 + 14 / n with this.
+2. the norms' gradients: each rank has those of its own tokens, as a Partial DTensor. Each operation
+   that needs their value reduces them and does not keep the sum; AdamW has three such operations.
+   So sum_gradients() reduces them once, after backward;
+3. the activations saved for backward. In units of (B, T, C) numbers, a block on one of n ranks
+   saves 4 + 12 / n with tensor parallelism alone, and 2 + 14 / n with sequence parallelism.
 """
 
 from collections import Counter
@@ -67,26 +67,26 @@ def main() -> None:
 
 
 def apply_sequence_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: bool = True) -> GPT:
-    """Cut the layers of `model` over the one axis of `mesh`; change and return `model`.
+    """Shard the layers of `model` over the one axis of `mesh`; change and return `model`.
 
-    sequence_parallel: False is the plan of tensor_parallel.py, to see what differs: `between`, the
-        layout of activations between the pairs, and a style for the norms.
+    sequence_parallel: False is the plan of tensor_parallel.py. The two plans differ in `between`,
+        the layout of activations between the pairs, and in a style for the norms.
     """
     # A rank has all tokens (B, T, C), or its T / n: dim 1.
     between = Shard(1) if sequence_parallel else Replicate()
     plan = {"token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)}
     if sequence_parallel:
-        # Looked up by rows, too, only to be cut like the tokens: here these are dim 0, (T, C).
+        # Row-parallel only to shard the output like the tokens, which are dim 0 here: (T, C).
         plan["position_embedding"] = RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(0)
         )
-        # Each rank norms its own tokens. The weights stay whole: a copy on every rank.
+        # Each rank normalizes its own tokens. The weights are replicated.
         plan["norm"] = SequenceParallel()
         for i in model.blocks:
             plan[f"blocks.{i}.attention_norm"] = SequenceParallel()
             plan[f"blocks.{i}.mlp_norm"] = SequenceParallel()
 
-    # Before a pair all tokens are gathered, where they are cut; after it they are cut again.
+    # Sharded tokens are gathered before a pair of layers, and sharded again after it.
     gather = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     for i in model.blocks:
         plan |= {
@@ -103,13 +103,13 @@ def apply_sequence_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
         input_layouts=between, output_layouts=Shard(-1), use_local_output=False
     )
     parallelize_module(model, mesh, plan)
-    model.tie()  # both weights were cut by words, but into two parameters
+    model.tie()  # sharding has turned one tied weight into two parameters
     return model
 
 
 @torch.no_grad()
 def sum_gradients(model: GPT) -> None:
-    """Sum over the ranks what is a part of a sum on each: the gradients of norms."""
+    """Reduce Partial gradients, those of the norms, to the placements of their parameters."""
     for p in model.parameters():
         if any(placement.is_partial() for placement in p.grad.placements):
             p.grad = p.grad.redistribute(placements=p.placements)
@@ -122,15 +122,15 @@ def run(
     sequence_parallel: bool = True,
     finish: Callable[[GPT], None] | None = None,
 ) -> tuple[GPT, list[dict], CountCollectives]:
-    """The cut model, what its training gave, and the collectives of the last step.
+    """The sharded model, its training steps, and the collectives of the last step.
 
-    finish: is called after backward, before the optimizer's step.
+    finish: called after backward, before the optimizer's step.
     """
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     model = apply_sequence_parallel(GPT(config).to(worker.device), mesh, sequence_parallel)
-    initialize(model, args.seed)  # after the cut: each rank keeps its part of the same numbers
+    initialize(model, args.seed)  # after sharding: each rank draws its shard of the same numbers
     count = CountCollectives(model)
-    with loss_parallel():  # the logits are cut by words
+    with loss_parallel():  # the logits are sharded by vocabulary
         steps = train(model, cross_entropy, norm_of, as_it_is, args, worker.device, count, finish)
     return model, steps, count
 
@@ -147,38 +147,38 @@ def compare(args, worker: Worker) -> None:
         max_diff[title] = differences(steps, expected)
         kept[title] = measure_kept(model, args, worker)
         kept[f"{title}, formula"] = kept_by_formula(config, tokens, ranks, sequence)
-    _, _, lazy_count = run(config, args, worker)  # AdamW sums the norms' gradients as it needs them
+    _, _, lazy_count = run(config, args, worker)  # the optimizer reduces the norms' gradients
     if worker.is_main:
         print_layers(model)
-        if ranks > 1:  # alone, DTensors have nothing to send
+        if ranks > 1:  # on one rank, DTensors send nothing
             print_collectives(count, formula(config, args.batch_size, args.length))
             calls, _ = lazy_count.total("optimizer")
             print(f"without sum_gradients(), {args.optimizer} calls all_reduce {calls} times")
         print_sent(sent)
         print_kept(kept)
-        print(f"\n{args.steps} steps with {args.optimizer}, against one process")
+        print(f"\n{args.steps} steps with {args.optimizer}, compared with one process")
         print_differences(max_diff)
 
 
 def formula(config: GPTConfig, batch: int, length: int) -> Iterator[tuple[str, str, str, int, int]]:
-    """(phase, kind of layer, operation, calls, bytes of the whole tensor of each), for one step."""
+    """(phase, kind of layer, operation, calls, bytes of the full tensor of each), for one step."""
     activation = 4 * batch * length * config.dim  # (B, T, C) in float32
     for phase, after in (("forward", "reduce_scatter"), ("backward", "all_gather")):
         yield phase, "token_embedding", after, 1, activation
         yield phase, "position_embedding", after, 1, 4 * length * config.dim
-        for kind in ("attention", "mlp"):  # in backward in the other order
+        for kind in ("attention", "mlp"):  # in backward in reverse order
             yield phase, kind, "all_gather", config.layers, activation
             yield phase, kind, "reduce_scatter", config.layers, activation
     yield "forward", "head", "all_gather", 1, activation
     yield "backward", "head", "reduce_scatter", 1, activation
-    yield "forward", "outside", "all_reduce", 3, 4 * batch * length  # the loss, cut by words
+    yield "forward", "outside", "all_reduce", 3, 4 * batch * length  # the loss of sharded logits
     # Weight and bias of two norms per block, and of the last one.
     yield "gradients", "outside", "all_reduce", 4 * config.layers + 2, 4 * config.dim
 
 
 @contextmanager
 def keep_count(model: GPT, count: CountCollectives) -> Iterator[Counter]:
-    """Bytes kept for backward, by layer: each piece of memory once, parameters not at all."""
+    """Bytes saved for backward, by layer: each storage counts once, parameters do not count."""
     kept = Counter()
     seen = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -194,9 +194,9 @@ def keep_count(model: GPT, count: CountCollectives) -> Iterator[Counter]:
 
 
 def measure_kept(model: GPT, args, worker: Worker) -> dict[str, int]:
-    """Bytes kept for backward in the last block, by kind of layer."""
+    """Bytes saved for backward in the last block, by kind of layer."""
     x_BT, y_BT = batches(args, worker.device)[0]
-    count = CountCollectives(model)  # for its knowledge of where we are
+    count = CountCollectives(model)  # knows the current layer
     with loss_parallel(), keep_count(model, count) as kept, count:
         loss = cross_entropy(model(x_BT), y_BT)
     del loss
@@ -204,11 +204,11 @@ def measure_kept(model: GPT, args, worker: Worker) -> dict[str, int]:
 
 
 def kept_by_formula(config: GPTConfig, tokens: int, ranks: int, sequence: bool) -> dict[str, int]:
-    """The same for this model in float32, without dropout.
+    """Bytes saved for backward by formula, in float32, without dropout.
 
-    norm: its input, and a mean and a deviation per token. attention: its input, query, key, value
-    and result, and a log(sum of exp) per token and head (on a CPU: kernels for GPUs differ). mlp:
-    its input, then 4 C before and after the activation function.
+    norm: its input, and one mean and one deviation per token. attention: its input, query, key,
+    value and result, and one log(sum of exp) per token and head (on a CPU; GPU kernels differ).
+    mlp: its input, then 4 C before and after the activation function.
     """
     dim, between = config.dim, tokens // ranks if sequence else tokens
     return {
@@ -220,7 +220,7 @@ def kept_by_formula(config: GPTConfig, tokens: int, ranks: int, sequence: bool) 
 
 
 def print_kept(kept: dict[str, dict[str, int]]) -> None:
-    print("\nbytes that one block keeps for backward, on a rank")
+    print("\nbytes that one block saves for backward, per rank")
     print(" " * 26 + "".join(f"{kind:>15}" for kind in (*KINDS, "all")))
     for title, row in kept.items():
         values = [*row.values(), sum(row.values())]

@@ -1,12 +1,12 @@
-"""An embedding table that is too large for a rank: each rank has a part of its rows.
+"""Sharded embedding: a table that is too large for one rank; each rank holds some of its rows.
 
     python parallel_basics/sharded_embedding.py                                      # one process
     torchrun --standalone --nproc_per_node=2 parallel_basics/sharded_embedding.py    # same losses
     torchrun --standalone --nproc_per_node=4 parallel_basics/sharded_embedding.py --optimizer adamw
 
-The table is sharded by rows, the layers above it are under DDP. All ranks get all words, each adds
-up the rows that it has, and the sums are added up over the ranks; their gradients go back to all.
-Look at the differences to one process, and at what a rank sends: sums of rows, never the table.
+The table is sharded by rows; DDP trains the layers above it. Every rank gets all words and adds up
+the rows that it holds; an all_reduce adds up these sums. In backward every rank gets the gradients
+of all images. Look at the differences from one process. A rank sends sums of rows, never the table.
 Each pixel of a digit is a word, such as "brightness 7 at place 12": 64 words per image.
 """
 
@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3}),
 }
 PIXELS, WORDS, WIDTH = 64, 64 * 17, 24  # 17 values of brightness
-BATCH = 120  # images, of all ranks
+BATCH = 120  # images per step, over all ranks
 
 
 @record
@@ -46,7 +46,7 @@ def train(args: argparse.Namespace, worker: Worker) -> None:
     table, dense = make_table(first, last).to(device), make_dense().to(device)
     ddp_dense = DistributedDataParallel(dense)
     kind, options = OPTIMIZERS[args.optimizer]
-    # The rows are this rank's own: DDP does not see them, each rank steps its part.
+    # DDP does not see the table: each rank updates its own rows.
     optimizer = kind([*table.parameters(), *dense.parameters()], **options)
 
     alone = nn.Sequential(make_table(0, WORDS), make_dense()).to(device)  # one process
@@ -57,14 +57,14 @@ def train(args: argparse.Namespace, worker: Worker) -> None:
         mine = batch.chunk(ranks)[rank]
         optimizer.zero_grad()
         all_words = gathered(words[mine])  # every rank needs the words of all images
-        sums = table(*own_words(all_words, first, last))  # of all images, over our rows only
+        sums = table(*own_words(all_words, first, last))  # all images, this rank's rows only
         total = sums.detach().clone()
-        dist.all_reduce(total)  # over the rows of all ranks
-        own = total.chunk(ranks)[rank].requires_grad_()  # of our images
+        dist.all_reduce(total)  # all images, all rows
+        own = total.chunk(ranks)[rank].requires_grad_()  # this rank's images
         loss = F.cross_entropy(ddp_dense(own), labels[mine])
         loss.backward()  # DDP averages the dense layers' gradients
-        # By hand the way back through the all_reduce: the gradients of all images, from all ranks.
-        # Divided by the ranks they are those of the mean over the batch, as DDP's are.
+        # The backward of the all_reduce, by hand: gather the gradients of all images. Divide them
+        # by the number of ranks, as DDP does: the loss is a mean over the batch.
         sums.backward(gathered(own.grad) / ranks)
         optimizer.step()
 
@@ -88,22 +88,25 @@ def train(args: argparse.Namespace, worker: Worker) -> None:
     found = torch.tensor([largest, difference(trained, expected), *moved], device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if worker.is_main:
-        print("moved by up to:", *(f"{number:.1e}" for number in found[2:]), "(first the table)")
+        moved = " ".join(f"{number:.1e}" for number in found[2:])
+        print(f"largest change of the table, then of each dense parameter: {moved}")
         print(f"rank 0 holds {last - first:,} of {WORDS:,} rows")
-        print(f"largest difference to one process: gradient {found[0]:.1e}", end=", ")
+        print(f"largest difference from one process: gradient {found[0]:.1e}", end=", ")
         print(f"parameter {found[1]:.1e}")
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Those of all ranks, one after the other."""
+    """The tensors of all ranks, concatenated."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     return torch.cat(parts)
 
 
 def own_words(words_BP: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Those of the rows from `first` to before `last`, counted from `first`, in one row; and where
-    each image's begin, (images,). Both are int64: what an EmbeddingBag takes.
+    """The input of an EmbeddingBag that holds rows `first` to `last` - 1: (indices, offsets).
+
+    indices: the words in these rows, counted from `first`, 1-D. offsets: where the words of each
+    image begin, (images,). Both int64.
     """
     here = (words_BP >= first) & (words_BP < last)
     counts = here.sum(dim=1)
@@ -111,9 +114,9 @@ def own_words(words_BP: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
 
 
 def make_table(first: int, last: int) -> nn.EmbeddingBag:
-    """The rows from `first` to before `last` of the table, the same values wherever it is made.
+    """Rows `first` to `last` - 1 of the table, with values that do not depend on the rank.
 
-    All rows: (images, PIXELS), int64, to the sums of their rows, (images, WIDTH), fp32.
+    With all rows it maps words, (images, PIXELS), int64, to sums of rows, (images, WIDTH), fp32.
     """
     torch.manual_seed(0)
     rows = 0.1 * torch.randn(WORDS, WIDTH)
@@ -121,7 +124,7 @@ def make_table(first: int, last: int) -> nn.EmbeddingBag:
 
 
 def make_dense() -> nn.Module:
-    """(images, WIDTH), fp32, to a score for each of 10 classes."""
+    """The layers above the table: (images, WIDTH), fp32 -> (images, 10), scores of the classes."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 10))
 
@@ -135,14 +138,16 @@ def read_digits(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def difference(some: list[Tensor], others: list[Tensor]) -> float:
-    """The largest of all elements, absolute."""
+    """The largest absolute difference of all elements."""
     return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="An embedding table sharded by rows over the ranks.")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of all runs")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="sgd", help="for table and layers"
+    )
     parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
     return parser.parse_args()
 

@@ -1,19 +1,20 @@
-"""Tensor parallelism with torch: one style for each layer, counted and compared with one process.
+"""Tensor parallelism with torch's parallelize_module: one style per layer, collectives counted.
 
     python parallel_basics/tensor_parallel.py
     torchrun --standalone --nproc_per_node=2 parallel_basics/tensor_parallel.py
     torchrun --standalone --nproc_per_node=4 parallel_basics/tensor_parallel.py --optimizer sgd
 
-A style does three things to a layer: it cuts the parameters into DTensors, it brings the input into
-the layout that the layer wants, and it gives the output the layout that the next one wants. Most
-changes of layout are collectives. tensor_parallel_from_scratch.py does the same with plain tensors.
+A style does three things to a layer: it shards the parameters into DTensors, it redistributes the
+input to the layout that the layer needs, and the output to the layout that the next layer needs.
+Most changes of layout are collectives. tensor_parallel_from_scratch.py does this with plain
+tensors.
 
 Look at
 
-1. the placements: Shard(0) of a weight leaves a rank some outputs, Shard(1) takes some inputs;
-2. the collectives: one at the end of each pair in forward, one at its start in backward;
-3. what gathering the logits costs, and loss_parallel does not;
-4. what a rank sends: it grows with the tokens. Data parallelism's grows with the parameters.
+1. the placements: Shard(0) of a weight is column-parallel, Shard(1) is row-parallel;
+2. the collectives: one at the end of each pair of layers in forward, one at its start in backward;
+3. the cost of gathering the logits, which loss_parallel avoids;
+4. the bytes sent: they grow with the tokens. Those of data parallelism grow with the parameters.
 """
 
 from collections.abc import Iterator
@@ -58,22 +59,22 @@ def main() -> None:
 
 
 def apply_tensor_parallel(model: GPT, mesh: DeviceMesh, cut_logits: bool = True) -> GPT:
-    """Cut the layers of `model` over the one axis of `mesh`; change and return `model`.
+    """Shard the layers of `model` over the one axis of `mesh`; change and return `model`.
 
-    A pair of layers is cut together: the first by columns, so that each rank computes some of the
-    features, the second by rows, so that it uses just those; what the second returns is a part of a
-    sum (Shoeybi et al., Megatron-LM, arXiv 1909.08053). So a block costs two sums over the ranks in
+    Layers are sharded in pairs: the first is column-parallel, so each rank computes some of the
+    features; the second is row-parallel, so each rank uses just its own features and returns a
+    summand (Shoeybi et al., Megatron-LM, arXiv 1909.08053). So a block costs two all_reduces in
     forward, and two in backward.
 
-    cut_logits: the logits stay cut by vocabulary, as a DTensor; compute the loss, and call its
+    cut_logits: leave the logits sharded by vocabulary, as a DTensor. Compute the loss, and call its
         backward, inside `torch.distributed.tensor.parallel.loss_parallel()`.
     """
-    # Rows of the table are words: a rank looks up those it has, and 0 for the others. The sum over
-    # the ranks is the embedding.
+    # The rows of the table are words. A rank looks up the words that it has, and takes 0 for all
+    # other words. The sum over the ranks is the embedding.
     plan = {"token_embedding": RowwiseParallel(input_layouts=Replicate())}
 
-    # A module all of whose ranks begin with the same input, once for query, key and value together:
-    # in backward their three gradients are added on the rank before one sum over the ranks.
+    # Every rank has the same input. This style is on the module, not on query, key and value: in
+    # backward a rank adds their three gradients, and one all_reduce sums them over the ranks.
     same_input = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
     for i in model.blocks:
         plan |= {
@@ -81,29 +82,29 @@ def apply_tensor_parallel(model: GPT, mesh: DeviceMesh, cut_logits: bool = True)
             f"blocks.{i}.attention.query": ColwiseParallel(),  # some of the heads
             f"blocks.{i}.attention.key": ColwiseParallel(),
             f"blocks.{i}.attention.value": ColwiseParallel(),
-            f"blocks.{i}.attention.out": RowwiseParallel(),  # takes just those, and sums
+            f"blocks.{i}.attention.out": RowwiseParallel(),  # takes those heads; all_reduce
             f"blocks.{i}.mlp": same_input,
             f"blocks.{i}.mlp.expand": ColwiseParallel(),  # some of the features
-            f"blocks.{i}.mlp.contract": RowwiseParallel(),  # takes just those, and sums
+            f"blocks.{i}.mlp.contract": RowwiseParallel(),  # takes those features; all_reduce
         }
     # Each rank computes the logits of some of the words.
     plan["head"] = ColwiseParallel(
         output_layouts=Shard(-1) if cut_logits else Replicate(), use_local_output=not cut_logits
     )
     parallelize_module(model, mesh, plan)
-    model.tie()  # both weights were cut by words, but into two parameters
+    model.tie()  # sharding has turned one tied weight into two parameters
     return model
 
 
 def run(
     config: GPTConfig, args, worker: Worker, cut_logits: bool
 ) -> tuple[GPT, list[dict], CountCollectives]:
-    """The cut model, what its training gave, and the collectives of the last step."""
+    """The sharded model, its training steps, and the collectives of the last step."""
     mesh = init_device_mesh(worker.device.type, (worker.world_size,))
     model = apply_tensor_parallel(GPT(config).to(worker.device), mesh, cut_logits)
-    initialize(model, args.seed)  # after the cut: each rank keeps its part of the same numbers
+    initialize(model, args.seed)  # after sharding: each rank draws its shard of the same numbers
     count = CountCollectives(model)
-    # In this context cross_entropy and its backward work on logits that are cut by words.
+    # In this context cross_entropy and its backward work on logits that are sharded by vocabulary.
     with loss_parallel() if cut_logits else nullcontext():
         steps = train(model, cross_entropy, norm_of, as_it_is, args, worker.device, count)
     return model, steps, count
@@ -122,21 +123,21 @@ def compare(args, worker: Worker) -> None:
     if worker.is_main:
         print_layers(model)
         print_held(full_model, held)
-        if ranks > 1:  # alone, DTensors have nothing to send
+        if ranks > 1:  # on one rank, DTensors send nothing
             tokens = args.batch_size * args.length
             print_collectives(count, formula(config, tokens, cut_logits=True))
-        # Data parallelism sends the gradients, whatever the number of tokens.
+        # Data parallelism sends the gradients, which do not depend on the number of tokens.
         gradients = 4 * sum(p.numel() for p in full_model.parameters())
         sent["data parallelism"] = round(ring_bytes("all_reduce", gradients, ranks))
         print_sent(sent)
-        print(f"\n{args.steps} steps with {args.optimizer}, against one process")
+        print(f"\n{args.steps} steps with {args.optimizer}, compared with one process")
         print_differences(max_diff)
 
 
 def formula(
     config: GPTConfig, tokens: int, cut_logits: bool
 ) -> Iterator[tuple[str, str, str, int, int]]:
-    """(phase, kind of layer, operation, calls, bytes of the whole tensor of each), for one step."""
+    """(phase, kind of layer, operation, calls, bytes of the full tensor of each), for one step."""
     activation = 4 * tokens * config.dim  # (B, T, C) in float32
     yield "forward", "token_embedding", "all_reduce", 1, activation
     for phase in ("forward", "backward"):

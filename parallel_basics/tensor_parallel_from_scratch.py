@@ -5,19 +5,19 @@ r"""Tensor parallelism by hand: plain tensors and two autograd functions, equal 
     torchrun --standalone --nproc_per_node=4 parallel_basics/tensor_parallel_from_scratch.py \
         --tied --heads 4
 
-All ranks work on the same tokens, each with a part of every large matrix. Matrices come in pairs:
+All ranks work on the same tokens, each with a shard of every large matrix. Matrices come in pairs:
 
-    the first     by outputs: each rank computes some heads, or some features       (query, expand)
-    the second    by inputs: takes just those, and gives a part of a sum            (out, contract)
+    the first     column-parallel: each rank computes some heads or features    (query, expand)
+    the second    row-parallel: takes just those, returns a summand             (out, contract)
 
-so nothing is sent between the two. Around a pair stand two operators, written g and f:
+so nothing is sent between the two. Two operators, g and f, enclose a pair:
 
     g   after it     forward: all_reduce    backward: nothing
     f   before it    forward: nothing       backward: all_reduce
 
 `cut_model` does this to a GPT; `vocab_parallel_cross_entropy` is its loss. Look at the shapes that
-a rank holds; at the collectives, two per block and direction; at the loss, for which two numbers
-per token are sent instead of a logit per word.
+a rank holds; at the collectives, two per block and direction; at the loss, which sends two numbers
+per token instead of one logit per word.
 
     B, T, C, V  as in model.py     v  words of the vocabulary on this rank: V / ranks     N = B * T
 """
@@ -46,9 +46,9 @@ def main() -> None:
         compare(args, worker)
 
 
-# Which dim of which parameter is cut. A weight is (outputs, inputs): dim 0 leaves a rank some of
-# the outputs, dim 1 some of the inputs. (Papers write x @ A: our dim 0 is a cut of A by columns.)
-# All other parameters are whole on every rank: they meet numbers that are the same on all ranks.
+# Which dim of which parameter is sharded. A weight is (outputs, inputs): dim 0 leaves a rank some
+# of the outputs, dim 1 some of the inputs. (Papers write x @ A: our dim 0 is a column of A.) All
+# other parameters are replicated: their inputs are equal on all ranks.
 CUTS = {
     "token_embedding.weight": 0,  # some words
     "attention.query.weight": 0,  # some heads
@@ -65,10 +65,10 @@ CUTS = {
 
 
 class CopyToRanks(torch.autograd.Function):
-    """f: all ranks go on with the same x, each with its part of the weights.
+    """f: all ranks use the same x, each with its shard of the weights.
 
-    Forward: nothing. Backward: the gradient of x is the sum of what each rank found. Shoeybi et
-    al., Megatron-LM, arXiv 1909.08053, section 3, where f and g are called conjugate.
+    Forward: nothing. Backward: the gradient of x is the sum over all ranks. Shoeybi et al.,
+    Megatron-LM, arXiv 1909.08053, section 3, where f and g are called conjugate.
     """
 
     @staticmethod
@@ -84,10 +84,10 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class ReduceFromRanks(torch.autograd.Function):
-    """g: x is one rank's part of a sum; returns the sum, in x's own memory.
+    """g: x is one rank's summand; returns the sum over the ranks, in x's own memory.
 
-    Backward: nothing. Each part counts once in the sum, so all get the gradient of the sum, which
-    every rank has: what follows is computed by all ranks alike.
+    Backward: nothing. The gradient of a summand is the gradient of the sum, which every rank has
+    already, because all ranks compute the following layers alike.
     """
 
     @staticmethod
@@ -102,9 +102,9 @@ class ReduceFromRanks(torch.autograd.Function):
 
 
 class RowLinear(nn.Module):
-    """A linear layer with some of the inputs: (..., some) -> (..., outputs), a sum over ranks.
+    """A row-parallel linear layer: (..., some inputs) -> (..., outputs), a sum over ranks.
 
-    Its partner needs no class. A linear layer with some of the outputs is a smaller linear layer.
+    A column-parallel layer needs no class: it is a linear layer with fewer outputs.
     """
 
     def __init__(self, linear: nn.Linear, group):
@@ -139,8 +139,8 @@ def local_rows(tokens: Tensor, words: int, group) -> tuple[Tensor, Tensor]:
 class CrossEntropy(torch.autograd.Function):
     """The mean of log(sum of exp(logits)) - logit of the target; no rank has all logits.
 
-    Two numbers per token leave a rank: log(sum of exp) of its own logits, and the target's logit if
-    it has it. Everything else, in backward too, happens where the logits are.
+    A rank sends two numbers per token: log(sum of exp) of its own logits, and the target's logit or
+    0. All other work, also in backward, is local.
     """
 
     @staticmethod
@@ -165,16 +165,16 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits_BTv: Tensor, targets_BT: Tensor, group=None) -> Tensor:
-    """The mean over all tokens, in nats, on every rank; computed in float32."""
+    """The mean loss over all tokens, in nats, on every rank; computed in float32."""
     logits_Nv = logits_BTv.flatten(0, 1).float()
     return CrossEntropy.apply(logits_Nv, targets_BT.flatten(), group)
 
 
 def cut_model(model: GPT, group=None) -> GPT:
-    """Leave this rank of `group` its part of `model`; change and return it.
+    """Shard `model` over `group`: keep this rank's part; change and return `model`.
 
-    The model has its values already, the same ones on every rank. It then returns the logits of
-    this rank's words only, (B, T, v), rank after rank in the order of the vocabulary.
+    Before, the model is initialized, with equal values on every rank. After, it returns only the
+    logits of this rank's words, (B, T, v); the ranks have the vocabulary in order.
     Raises ValueError if heads or vocabulary do not divide by the number of ranks.
     """
     ranks, config = dist.get_world_size(group), model.config
@@ -190,7 +190,7 @@ def cut_model(model: GPT, group=None) -> GPT:
         setattr(layer, kind, nn.Parameter(local_part(parameter.detach(), dim, group)))
         if isinstance(layer, nn.Linear):
             layer.out_features, layer.in_features = layer.weight.shape
-    model.tie()  # both weights were cut, but into two parameters
+    model.tie()  # sharding has turned one tied weight into two parameters
 
     def copy_input(module, inputs):
         return (CopyToRanks.apply(inputs[0], group),)
@@ -198,7 +198,7 @@ def cut_model(model: GPT, group=None) -> GPT:
     if model.is_first:
         model.token_embedding = VocabEmbedding(model.token_embedding.weight, group)
     for block in model.blocks.values():
-        # Once for query, key and value: autograd adds their three gradients before it gets here.
+        # Once for query, key and value: autograd adds their three gradients before f's backward.
         block.attention.register_forward_pre_hook(copy_input)
         block.attention.out = RowLinear(block.attention.out, group)
         block.mlp.register_forward_pre_hook(copy_input)
@@ -209,7 +209,7 @@ def cut_model(model: GPT, group=None) -> GPT:
 
 
 def cut_dim(name: str) -> int | None:
-    """The dim in which the parameter of this name is cut; None if every rank has all of it."""
+    """The dim in which the parameter of this name is sharded; None if it is replicated."""
     for end, dim in CUTS.items():
         if name.endswith(end):
             return dim
@@ -217,13 +217,13 @@ def cut_dim(name: str) -> int | None:
 
 
 def local_part(tensor: Tensor, dim: int, group=None) -> Tensor:
-    """This rank's part, in memory of its own: a window would keep all of `tensor` alive."""
+    """This rank's shard, as a copy: a view would keep all of `tensor` alive."""
     chunk = tensor.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
     return chunk.clone(memory_format=torch.contiguous_format)
 
 
 def full_tensor(name: str, tensor: Tensor, group=None) -> Tensor:
-    """All of the parameter (or gradient) of this name, of which each rank has `tensor`."""
+    """The full parameter (or gradient) of this name, gathered from each rank's `tensor`."""
     dim = cut_dim(name)
     if dim is None:
         return tensor.clone()
@@ -233,7 +233,7 @@ def full_tensor(name: str, tensor: Tensor, group=None) -> Tensor:
 
 
 def gradient_norm(model: GPT, group=None) -> Tensor:
-    """The norm of all gradients of the whole model, as clipping needs it: the same on every rank.
+    """The norm of all gradients of the full model, as clipping needs it: equal on every rank.
 
     Squares of sharded parameters are added over the ranks. Squares of replicated parameters are
     equal on all ranks: adding them over the ranks would count each once per rank.
@@ -259,7 +259,7 @@ def compare(args, worker: Worker) -> None:
     config = make_config(args, worker.world_size)
     full_model, expected = one_process(config, args, worker)
 
-    # Each rank begins with the same whole model. (Too large for that? See tensor_parallel.py.)
+    # Each rank begins with the same full model. (If it is too large: see tensor_parallel.py.)
     model = cut_model(initialize(GPT(config).to(worker.device), args.seed))
     count = CountCollectives(model)
     steps = train(
@@ -272,13 +272,13 @@ def compare(args, worker: Worker) -> None:
         tokens = args.batch_size * args.length
         print(f"\none activation, (B, T, C): {4 * tokens * args.dim:,} bytes")
         print_collectives(count, formula(config, tokens, worker.world_size))
-        print(f"no rank ever has all logits: {4 * tokens * args.vocab_size:,} bytes")
-        print(f"\n{args.steps} steps with {args.optimizer}, by hand against one process")
-        print_differences({"cut by hand": differences(steps, expected)})
+        print(f"no rank ever has all logits, which are {4 * tokens * args.vocab_size:,} bytes")
+        print(f"\n{args.steps} steps with {args.optimizer}, compared with one process")
+        print_differences({"sharded by hand": differences(steps, expected)})
 
 
 def formula(config: GPTConfig, tokens: int, ranks: int) -> Iterator[tuple[str, str, str, int, int]]:
-    """(phase, kind of layer, operation, calls, bytes of the whole tensor of each), for one step."""
+    """(phase, kind of layer, operation, calls, bytes of the full tensor of each), for one step."""
     activation = 4 * tokens * config.dim  # (B, T, C) in float32
     yield "forward", "token_embedding", "all_reduce", 1, activation
     for phase in ("forward", "backward"):
@@ -289,7 +289,7 @@ def formula(config: GPTConfig, tokens: int, ranks: int) -> Iterator[tuple[str, s
 
 
 def parse_args():
-    parser = make_parser("Tensor parallelism by hand, next to one process.")
+    parser = make_parser("Tensor parallelism by hand, compared with one process.")
     parser.add_argument("--tied", action="store_true", help="the head uses the embedding's weight")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""A tied embedding across pipeline stages: the first and the last stage hold the same matrix.
+"""Tied embeddings in a pipeline: the first and the last stage hold the same matrix.
 
     torchrun --standalone --nproc_per_node=2 parallel_basics/tied_stages.py
     torchrun --standalone --nproc_per_node=3 parallel_basics/tied_stages.py --optimizer adamw
@@ -13,9 +13,9 @@ so each has a copy of the matrix. Five calls of `train` keep the two copies one 
     gradient_norm    counts the matrix once, although two stages hold it
     named_state      gives both copies one name, under which a checkpoint holds the matrix once
 
-Look at the last column of the two tables. Without all_reduce the copies drift apart from the first
-step on, although the loss falls. With it they keep the same bits, and loss, norm, gradients and
-parameters equal those of one process.
+Look at the last column of the two tables. Without the all_reduce the copies drift apart from the
+first step on, although the loss falls. With it they keep the same bits, and loss, norm, gradients
+and parameters equal those of one process.
 """
 
 from pathlib import Path
@@ -44,14 +44,14 @@ def main() -> None:
         say(f"{args.layers} blocks in {worker.world_size} stages; the tied matrix is {size}")
         expected = one_process(args, worker.device)
         for tied in (False, True):
-            say("\ntied: the gradients are added" if tied else "\ntwo copies, each trains alone")
+            say("\ntied: gradients are summed" if tied else "\ntwo copies, gradients not summed")
             compare(train(args, worker, tied), expected, worker)
 
 
 def train(args, worker: Worker, tied: bool = True) -> list[dict]:
-    """Train this rank's stage; return what it saw in each step, for `compare`.
+    """Train this rank's stage; return the values of each step, for `compare`.
 
-    tied=False: the two copies only start equal. That is the mistake.
+    tied=False: the two copies only start equal. This is the mistake.
     """
     stage, stages, device = worker.rank, worker.world_size, worker.device
     model = gpt_stage(make_config(args), stage, stages, args.seed, device)
@@ -69,7 +69,7 @@ def train(args, worker: Worker, tied: bool = True) -> list[dict]:
         optimizer.zero_grad()
         loss = run_step(pipeline, stage, stages, *batch(args, step, device))
         if tied and matrix is not None:
-            # Each copy has the gradient of its own use. After the last micro-batch, so once a step.
+            # Each copy has the gradient of its own use. Sum once per step, after all micro-batches.
             dist.all_reduce(matrix.grad, group=pair)
         second_copy = matrix if tied and model.is_last else None
         norm = gradient_norm(model, second_copy)
@@ -92,9 +92,9 @@ def tied_matrix(model: GPT) -> nn.Parameter | None:
 
 
 def gradient_norm(model: nn.Module, second_copy: nn.Parameter | None) -> Tensor:
-    """The norm of the gradients of all stages, the same on every rank.
+    """The norm of the gradients of all stages, equal on every rank.
 
-    second_copy: this stage's parameter that another stage counts already.
+    second_copy: a parameter of this stage that another stage counts already.
     """
     parameters = [p for p in model.parameters() if p.grad is not None and p is not second_copy]
     squares = torch.zeros((), device=next(model.parameters()).device)
@@ -105,9 +105,9 @@ def gradient_norm(model: nn.Module, second_copy: nn.Parameter | None) -> Tensor:
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
-    """This stage's tensors, under their names in the tied model of one process.
+    """This stage's tensors, under their names in the full, tied model.
 
-    dcp.save stores a name that two ranks have only once. dcp.load fills these tensors in place, so
+    If two ranks have one name, dcp.save stores it once. dcp.load fills these tensors in place, so
     both copies get the stored values.
     """
     return {whole_name(name): tensor for name, tensor in model.state_dict().items()}
@@ -134,7 +134,7 @@ def run_step(pipeline, stage: int, stages: int, x_BT: Tensor, y_BT: Tensor) -> T
 
 
 def one_process(args, device: torch.device) -> list[dict]:
-    """The tied model on every rank as if there were no other."""
+    """The single-process baseline: the full, tied model, trained on every rank."""
     model = initialize(GPT(make_config(args, tied=True)).to(device), args.seed)
     optimizer = OPTIMIZERS[args.optimizer](model.parameters())
     seen = []
@@ -156,7 +156,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def distance(matrix: Tensor | None, pair) -> Tensor:
-    """The largest difference between the two copies; 0 on a stage that has none."""
+    """The largest difference between the two copies; 0 on a stage without a copy."""
     if matrix is None:
         return torch.zeros(())
     copies = [torch.empty_like(matrix) for _ in range(2)]
@@ -166,7 +166,7 @@ def distance(matrix: Tensor | None, pair) -> Tensor:
 
 def compare(found: list[dict], expected: list[dict], worker: Worker) -> None:
     """Print, for each step, the largest differences over all ranks."""
-    say("                difference to one process of                the two copies")
+    say("                difference from one process of              the two copies")
     say("step    loss       loss       norm   gradient  parameter     differ by")
     for step, (mine, one) in enumerate(zip(found, expected, strict=True), start=1):
         row = [(mine["loss"] - one["loss"]).abs(), (mine["norm"] - one["norm"]).abs()]
@@ -187,7 +187,7 @@ def make_config(args, tied: bool = False) -> GPTConfig:
 
 
 def check(args, stages: int) -> None:
-    """Raise `UserError` for what would not work, before any rank waits for another."""
+    """Raise `UserError` if the sizes do not fit, before any rank waits for another one."""
     if stages == 1:
         raise UserError("one rank holds both uses of the matrix: start at least two with torchrun")
     if args.layers < stages:
@@ -205,13 +205,13 @@ def parse_args():
     add = parser.add_argument
     add("--steps", type=at_least(1), default=4, help="optimizer steps (default: 4)")
     add("--batch-size", type=at_least(1), default=8, help="sequences per step (default: 8)")
-    add("--microbatches", type=at_least(1), default=4, help="per step (default: 4)")
+    add("--microbatches", type=at_least(1), default=4, help="micro-batches per step (default: 4)")
     add("--length", type=at_least(1), default=16, help="tokens per sequence (default: 16)")
     add("--layers", type=at_least(1), default=3, help="blocks of all stages (default: 3)")
     add("--dim", type=at_least(4), default=32, help="width, a multiple of 4 (default: 32)")
     add("--vocab-size", type=at_least(128), default=128, help="rows of the matrix (default: 128)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="sgd has momentum (default: sgd)")
-    add("--seed", type=int, default=0, help="of the first values (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     add("--output-dir", type=Path, help="save a checkpoint of the tied model in this folder")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()

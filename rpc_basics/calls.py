@@ -1,9 +1,9 @@
-"""Every kind of remote call, and what comes back when one fails.
+"""rpc_sync, rpc_async, remote and RRefs: every kind of remote call, and what a failed call raises.
 
     torchrun --standalone --nproc_per_node=2 rpc_basics/calls.py
 
-worker0 asks, the last worker answers. Look at where a call ran, and at what an exception looks like
-that comes from another process. benchmarks/rpc.py measures what a call costs.
+worker0 calls, the last worker answers. Look at the process in which a call ran, and at exceptions
+that come from another process. benchmarks/rpc.py measures what a call costs.
 """
 
 import argparse
@@ -27,10 +27,10 @@ def main() -> None:
             show_calls(other)
             show_references(other)
             show_failures(other)
-        # The others come here at once: their threads answer the calls until all are at their end.
+        # All other workers come here at once: their threads answer calls until all are done.
 
 
-# What the other worker runs. It imports this same file, so a call only carries the name.
+# Functions that the other worker runs. It imports this file, so a call carries only their names.
 
 
 def process_of(*_tensors: torch.Tensor) -> int:
@@ -38,7 +38,7 @@ def process_of(*_tensors: torch.Tensor) -> int:
 
 
 class Account:
-    """An object that stays where it was made."""
+    """An object that stays in the process that created it."""
 
     def __init__(self, balance: float):
         self.balance = torch.tensor(balance)
@@ -54,12 +54,12 @@ class Account:
 
 
 def double(account: rpc.RRef) -> bool:
-    """Given a reference; its owner gets at the object itself."""
+    """Takes a reference; at its owner, local_value() is the object itself."""
     account.local_value().balance *= 2
     return account.is_owner()
 
 
-OPEN = threading.Event()  # on each worker its own
+OPEN = threading.Event()  # one per worker
 
 
 def wait_for_the_door() -> bool:
@@ -78,8 +78,8 @@ def show_calls(other: str) -> None:
     ones = torch.ones(2)
     show("rpc_sync, a function of ours", f"ran in process {rpc.rpc_sync(other, process_of)}")
     show("rpc_sync, one of torch's", rpc.rpc_sync(other, torch.add, args=(ones, 2)).tolist())
-    futures = [rpc.rpc_async(other, torch.mul, args=(ones, n)) for n in range(100)]  # all under way
-    products = torch.futures.wait_all(futures)  # in the order of the calls, whoever came first
+    futures = [rpc.rpc_async(other, torch.mul, args=(ones, n)) for n in range(100)]  # in flight
+    products = torch.futures.wait_all(futures)  # in the order of the calls
     show("rpc_async, 100 in flight", f"sum of the answers {sum(products)[0].item():.0f}")
     reference = rpc.remote(other, torch.add, args=(ones, 2))  # returns at once; nothing comes back
     show("remote", f"a reference; to_here() fetches a copy: {reference.to_here().tolist()}")
@@ -93,14 +93,14 @@ def show_references(other: str) -> None:
     show("rpc_sync().pay_in(20)", account.rpc_sync().pay_in(20.0))
     show("rpc_async().pay_in(5).wait()", account.rpc_async().pay_in(5.0).wait())
     show("confirmed by the owner", account.confirmed_by_owner())
-    account.to_here().pay_in(1000.0)  # to a copy
+    account.to_here().pay_in(1000.0)  # into a copy
     show("after to_here().pay_in(1000)", account.rpc_sync().get().item())
-    # The reference as an argument: the owner finds its own object behind it.
+    # A reference as an argument: at its owner it leads to the object itself.
     show("double(account) ran at the owner", rpc.rpc_sync(other, double, args=(account,)))
     show("balance", account.rpc_sync().get().item())
 
 
-# What fails, and what the caller sees of it.
+# Failures, as the caller sees them.
 
 
 def show_failures(other: str) -> None:
@@ -111,10 +111,10 @@ def show_failures(other: str) -> None:
         "it takes longer than timeout=0.2",
         lambda: rpc.rpc_sync(other, wait_for_the_door, timeout=0.2),
     )
-    # The caller has given up, the callee has not: its thread is still in that function.
+    # The caller has given up, but a thread of the callee still runs that function.
     rpc.rpc_sync(other, open_the_door)
-    show_failure("nobody has that name", lambda: rpc.rpc_sync("worker99", process_of))
-    show_failure("nobody could import it", lambda: rpc.rpc_sync(other, lambda: 1))
+    show_failure("no worker has that name", lambda: rpc.rpc_sync("worker99", process_of))
+    show_failure("it cannot be imported", lambda: rpc.rpc_sync(other, lambda: 1))
     show("and the next call", f"works: {account.rpc_sync().pay_in(1.0)}")
 
 
@@ -128,7 +128,7 @@ def show_failure(what: str, call) -> None:
         for line in str(error).splitlines()[:2]:
             print(f"      {line}")
         if "Traceback" in str(error):
-            print("      and below it the traceback, of where it happened in the other process")
+            print("      and below it the traceback in the other process")
 
 
 def show(what: str, value: object) -> None:
@@ -137,7 +137,9 @@ def show(what: str, value: object) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="The kinds of remote calls, and how they fail.")
-    parser.add_argument("--timeout", type=above(0), default=60, help="seconds, of each call")
+    parser.add_argument(
+        "--timeout", type=above(0), default=60, help="time-out of each call, in seconds"
+    )
     return parser.parse_args()
 
 

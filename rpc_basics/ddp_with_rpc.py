@@ -1,12 +1,12 @@
-"""DDP next to RPC: a big table lives on a server, the dense layers are under DDP.
+"""DDP with RPC: a large embedding table on a server, the dense layers under DDP.
 
     torchrun --standalone --nproc_per_node=3 rpc_basics/ddp_with_rpc.py
     torchrun --standalone --nproc_per_node=4 rpc_basics/ddp_with_rpc.py --optimizer adamw
 
-The first ranks are trainers, the last one has the table. Look at what travels: sums of rows one
-way, their gradients the other, never the table. And at the differences to one process: one backward
-reaches the dense layers here and the rows over there. Each pixel of a digit is a word, such as
-"brightness 7 at place 12": 64 words per image, 1,088 in all.
+The last rank is the server, all other ranks are trainers. Look at what is sent: sums of rows one
+way, their gradients the other way, never the table. Then look at the differences from one process:
+one backward reaches the local dense layers and the remote rows. Each pixel of a digit is a word,
+such as "brightness 7 at place 12": 64 words per image, 1,088 in all.
 """
 
 import argparse
@@ -30,7 +30,7 @@ OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3}),
 }
 PIXELS, WORDS, WIDTH = 64, 64 * 17, 24  # 17 values of brightness
-BATCH = 120  # images, of all trainers
+BATCH = 120  # images per step, over all trainers
 
 
 @record
@@ -46,10 +46,10 @@ def main() -> None:
         group = dist.new_group(range(trainers))  # all ranks call this, the server too
         if worker.rank == trainers:
             OWN.append(Table(args.optimizer))
-        dist.barrier()  # the table is there
+        dist.barrier()  # the table exists
         if worker.rank < trainers:
             train(args, worker, group)
-        # The server has nothing more to do itself: threads of it answer until all are at their end.
+        # The server has nothing more to do: its threads answer calls until all workers are done.
 
 
 def train(args: argparse.Namespace, worker: RpcWorker, group: dist.ProcessGroup) -> None:
@@ -60,7 +60,7 @@ def train(args: argparse.Namespace, worker: RpcWorker, group: dist.ProcessGroup)
     ddp_dense = DistributedDataParallel(dense, process_group=group)  # among the trainers only
     optimizer = make_optimizer(args.optimizer, dense)
 
-    alone = nn.Sequential(make_table(), make_dense())  # the same training in one process
+    alone = nn.Sequential(make_table(), make_dense())  # the single-process baseline
     first = [parameter.detach().clone() for parameter in alone.parameters()]
     local_optimizer = make_optimizer(args.optimizer, alone)
     largest = 0.0
@@ -68,17 +68,17 @@ def train(args: argparse.Namespace, worker: RpcWorker, group: dist.ProcessGroup)
         batch = torch.arange(step * BATCH, (step + 1) * BATCH) % len(words)
         mine = batch.chunk(trainers)[rank]
 
-        # Each trainer has a context of its own. The dense layers' gradients in it are DDP's means.
+        # Each trainer has its own context. The dense layers' gradients in it are DDP's means.
         with dist_autograd.context() as context:
             sums = table.rpc_sync().sums(words[mine])
             loss = F.cross_entropy(ddp_dense(sums), labels[mine])
-            dist_autograd.backward(context, [loss])  # here, and in the server
+            dist_autograd.backward(context, [loss])  # here and in the server
             found = dist_autograd.get_gradients(context)
             for parameter in dense.parameters():
                 parameter.grad = found[parameter]
             optimizer.step()
-            # The table's gradients are still apart, one for each context. The server takes their
-            # mean as DDP does, once all contexts are complete, and while all exist.
+            # The server has one gradient of the table per context. It takes their mean, as DDP
+            # does, when all contexts are complete and while all of them exist.
             contexts = [torch.zeros(1, dtype=torch.int64) for _ in range(trainers)]
             dist.all_gather(contexts, torch.tensor([context]), group=group)
             if rank == 0:
@@ -95,17 +95,18 @@ def train(args: argparse.Namespace, worker: RpcWorker, group: dist.ProcessGroup)
         dist.all_reduce(mean, group=group)
         if rank == 0:
             print(f"step {step + 1}   loss {mean.item():.6f}", flush=True)
-        dist.barrier(group)  # nobody's next step before all have read the gradients
+        dist.barrier(group)  # no trainer starts the next step before all have read the gradients
     trained = [table.rpc_sync().weight(), *dense.parameters()]
     differences = torch.tensor([largest, difference(trained, list(alone.parameters()))])
     dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=group)
     if rank == 0:
-        each = [difference([a], [b]) for a, b in zip(trained, first, strict=True)]
-        print("moved by up to:", *(f"{moved:.1e}" for moved in each), "(first the table)")
+        changes = [difference([a], [b]) for a, b in zip(trained, first, strict=True)]
+        changes = " ".join(f"{change:.1e}" for change in changes)
+        print(f"largest change of the table, then of each dense parameter: {changes}")
         sent = 4 * table.rpc_sync().numbers_sent() // args.steps
-        print(f"a step: {sent:,} bytes of sums, as many of gradients;", end=" ")
+        print(f"per step: {sent:,} bytes of sums and {sent:,} of gradients;", end=" ")
         print(f"the table has {4 * WORDS * WIDTH:,}")
-        print(f"largest difference to one process: gradient {differences[0]:.1e}", end=", ")
+        print(f"largest difference from one process: gradient {differences[0]:.1e}", end=", ")
         print(f"parameter {differences[1]:.1e}")
 
 
@@ -118,7 +119,7 @@ class Table:
         self.sent = 0
 
     def sums(self, words_BP: torch.Tensor) -> torch.Tensor:
-        """(images, PIXELS), int64, to the sums of their rows, (images, WIDTH), fp32."""
+        """Words, (images, PIXELS), int64 -> sums of their rows, (images, WIDTH), fp32."""
         sums = self.bag(words_BP)
         self.sent += sums.numel()
         return sums
@@ -129,7 +130,7 @@ class Table:
         self.optimizer.step()
 
     def gradient(self) -> torch.Tensor:
-        """Of the latest step, (WORDS, WIDTH). For the comparison only."""
+        """The table's gradient in the latest step, (WORDS, WIDTH). For the comparison only."""
         return self.bag.weight.grad
 
     def weight(self) -> torch.Tensor:
@@ -139,22 +140,22 @@ class Table:
         return self.sent
 
 
-OWN = []  # in the server: its table
+OWN = []  # the server's table; empty in all other processes
 
 
 def own_table() -> Table:
-    """Called by rpc.remote: what it returns stays here, the caller gets a reference."""
+    """Called by rpc.remote: the result stays here, and the caller gets a reference to it."""
     return OWN[0]
 
 
 def make_table() -> nn.EmbeddingBag:
-    """(images, PIXELS), int64, to the sums of their rows, (images, WIDTH), fp32."""
+    """Words, (images, PIXELS), int64 -> sums of their rows, (images, WIDTH), fp32."""
     torch.manual_seed(0)
     return nn.EmbeddingBag.from_pretrained(0.1 * torch.randn(WORDS, WIDTH), False, mode="sum")
 
 
 def make_dense() -> nn.Module:
-    """(images, WIDTH), fp32, to a score for each of 10 classes."""
+    """The dense layers: (images, WIDTH), fp32 -> (images, 10), scores of the classes."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 10))
 
@@ -172,15 +173,19 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The largest of all elements, absolute."""
+    """The largest absolute difference of all elements."""
     return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="An embedding table on a server, dense layers under DDP.")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of all runs")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="sgd", help="for table and layers"
+    )
     parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
-    parser.add_argument("--timeout", type=above(0), default=60, help="seconds, of each call")
+    parser.add_argument(
+        "--timeout", type=above(0), default=60, help="time-out of each call, in seconds"
+    )
     return parser.parse_args()
 
 

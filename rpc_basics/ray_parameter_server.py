@@ -1,12 +1,12 @@
-"""The synchronous parameter server as Ray actors, equal to one process.
+"""A synchronous parameter server with Ray actors, equal to one process.
 
     pip install -r requirements-clusters.txt
     python rpc_basics/ray_parameter_server.py
     python rpc_basics/ray_parameter_server.py --trainers 3 --steps 100
 
 No torchrun: Ray starts the processes, here on this machine. Look at the loop, in which no tensor
-appears: what a call returns is a reference, and a reference as an argument is fetched by the
-process that runs the call. The gradients go from the trainers to the server, not through here.
+appears. A call returns a reference; if a reference is an argument, the process that runs the call
+fetches its value. So gradients go from the trainers to the server, not through the driver.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BATCH = 120  # images of all trainers together
 
 
 class Server:
-    """Owns the parameters. An ordinary class: Ray puts an object of it into a process."""
+    """Owns the parameters. An ordinary class: Ray creates an object of it in a process."""
 
     def __init__(self):
         model = make_model()
@@ -32,7 +32,7 @@ class Server:
         self.optimizer = torch.optim.SGD([self.vector], lr=0.1, momentum=0.9)
 
     def pull(self) -> torch.Tensor:
-        """All parameters in one row, (parameters,), fp32."""
+        """All parameters as one vector, (parameters,), fp32."""
         return self.vector.detach()
 
     def step(self, *gradients: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Trainer:
         self.model = make_model()
 
     def gradient(self, vector: torch.Tensor, step: int) -> torch.Tensor:
-        """Of this trainer's part of the batch, with these parameters."""
+        """The gradient of this trainer's local batch at these parameters."""
         vector_to_parameters(vector, self.model.parameters())
         images, labels = read_batch(step)
         part = slice(self.number, None, self.trainers)
@@ -66,8 +66,8 @@ def train(args: argparse.Namespace, ray) -> torch.Tensor:
     begin = time.perf_counter()
     for step in range(args.steps):
         gradients = [trainer.gradient.remote(vector, step) for trainer in trainers]
-        vector = server.step.remote(*gradients)  # begins when the gradients are there
-    trained = ray.get(vector, timeout=args.timeout)  # until now nothing has been waited for
+        vector = server.step.remote(*gradients)  # runs when the gradients have arrived
+    trained = ray.get(vector, timeout=args.timeout)  # the first line that waits
     print(f"{args.steps} steps of {args.trainers} trainers, {time.perf_counter() - begin:.1f} s")
     return trained
 
@@ -76,22 +76,22 @@ def main() -> None:
     args = parse_args()
     if BATCH % args.trainers:
         fail(f"{BATCH} images do not divide among {args.trainers} trainers")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are few on a busy machine
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are short on a busy machine
     try:
         import ray
     except ImportError:
         fail("Ray is not installed: pip install -r requirements-clusters.txt")
     options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "warning"}
-    with ray.init("local", num_cpus=args.trainers, **options):  # a cluster of our own; ends here
+    with ray.init("local", num_cpus=args.trainers, **options):  # a local cluster, which ends here
         trained = train(args, ray)
     first, alone = Server().pull().clone(), train_alone(args.steps)
-    print(f"{len(alone):,} parameters, moved by up to {(alone - first).abs().max():.1e}")
-    print(f"largest difference to one process: {(trained - alone).abs().max():.1e}")
+    print(f"{len(alone):,} parameters, largest change {(alone - first).abs().max():.1e}")
+    print(f"largest difference from one process: {(trained - alone).abs().max():.1e}")
 
 
 def train_alone(steps: int) -> torch.Tensor:
-    """The same training in this process: plain torch, the whole batch."""
+    """The single-process baseline: plain torch, the full batch."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
@@ -103,13 +103,13 @@ def train_alone(steps: int) -> torch.Tensor:
 
 
 def make_model() -> nn.Module:
-    """64 pixels to 10 classes: the same first values wherever it is made."""
+    """64 pixels to 10 classes; equal initial values in every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 
 
 def read_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, (BATCH, 64), fp32, and classes, (BATCH,), int64: the same in every process."""
+    """Images, (BATCH, 64), fp32, and classes, (BATCH,), int64; equal in every process."""
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     rows = torch.randint(len(labels), (BATCH,), generator=torch.Generator().manual_seed(step))
     return (images[rows] / 16).float(), labels[rows]
@@ -119,7 +119,9 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="A synchronous parameter server of Ray actors.")
     parser.add_argument("--trainers", type=at_least(1), default=2, help="processes that train")
     parser.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps")
-    parser.add_argument("--timeout", type=above(0), default=120, help="seconds, of the training")
+    parser.add_argument(
+        "--timeout", type=above(0), default=120, help="time-out of the training, in seconds"
+    )
     return parser.parse_args()
 
 

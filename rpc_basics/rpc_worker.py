@@ -1,10 +1,10 @@
-"""Join a job of remote calls under torchrun, and leave it, also when another worker is gone.
+"""Join an RPC job under torchrun (init_rpc), and leave it, also when another worker has died.
 
     with rpc_worker(timeout=60) as worker:
         if worker.rank == 0:
             rpc.rpc_sync(worker.name_of(1), work)
 
-A worker that has nothing to do itself goes to the end of the block, and answers calls there.
+A worker with nothing to do goes to the end of the block and answers calls there.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class RpcWorker:
 
     @staticmethod
     def name_of(rank: int) -> str:
-        """What the worker of this rank is called by the others."""
+        """The name of the worker of this rank."""
         return f"worker{rank}"
 
 
@@ -49,13 +49,13 @@ def rpc_worker(
 ) -> Iterator[RpcWorker]:
     """Join the job that torchrun describes in the environment; without torchrun, a job of one.
 
-    timeout: seconds. How long to wait for the others at the beginning and at the end, and for the
-        answer to a call that names no time-out of its own.
-    threads: that answer calls. One that itself waits for a call is busy meanwhile; if all are,
-        not even a time-out ends it.
+    timeout: seconds to wait for the other workers at the beginning and at the end, and for the
+        answer to a call without its own time-out.
+    threads: the number of threads that answer calls. A thread that itself waits for a call is busy
+        meanwhile; if all threads wait, not even a time-out ends their calls.
     least: with fewer workers the program ends with one sentence and exit status 2.
-    required: ranks without which the job has failed; None: all. If another one is gone, those left
-        end as if it had never been there.
+    required: ranks without which the job has failed; None: all. If another rank dies, the remaining
+        workers end as if it had never existed.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
@@ -63,14 +63,14 @@ def rpc_worker(
     worker = RpcWorker(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     if worker.world_size < least:
         fail(f"needs {least} workers or more, not {worker.world_size}: --nproc_per_node={least}")
-    with suppress(RuntimeError):  # an earlier job of this process has done it
+    with suppress(RuntimeError):  # an earlier job of this process has registered it
         dist.register_rendezvous_handler("attempt", meet)
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=threads,
         rpc_timeout=timeout,
         init_method=f"attempt://?timeout={timeout}",  # see meet()
     )
-    # torch's own init_rpc passes an object of a deprecated kind, and torch warns of it.
+    # torch's own init_rpc uses a deprecated object, and torch warns of it.
     warnings.filterwarnings("ignore", message="You are using a Backend")
     rpc.init_rpc(
         worker.name, rank=worker.rank, world_size=worker.world_size, rpc_backend_options=options
@@ -79,26 +79,26 @@ def rpc_worker(
         yield worker
         wait_for_all(worker, timeout, required)
     except BaseException as error:
-        if not isinstance(error, UserError):  # said now: torchrun may end this process any moment
+        if not isinstance(error, UserError):  # print now: torchrun may end this process soon
             print(f"{worker.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         leave_alone(error)
         if isinstance(error, UserError):
             fail(str(error))
         raise
-    try:  # all are at their end: this takes a moment. But it would wait for one that is gone
+    try:  # all workers are done, so this is quick; a graceful shutdown would wait for a dead worker
         rpc.shutdown(graceful=not GONE, timeout=timeout)
     except RuntimeError:
         if required is None:
-            raise  # else one died in this very moment, and was not needed any more
+            raise  # else a worker died just now that was not needed any more
 
 
 def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
-    """Where init_rpc meets the others: in the store of this attempt, and not without end.
+    """The rendezvous of init_rpc: a store with a prefix for this attempt, and a time-out.
 
-    torchrun --max-restarts begins another attempt in the same store, where init_rpc by itself
-    would read the addresses of the workers before; and it would wait for half an hour.
-    Raises RuntimeError if a worker is missing. Two workers of one rank, and a port that something
-    else has, are mistakes of the user's: one sentence, exit status 2.
+    torchrun --max-restarts begins another attempt with the same store. init_rpc by itself would
+    read the addresses of the previous workers there, and would wait for half an hour.
+    Raises RuntimeError if a worker is missing. Two workers of one rank, or a port in use, are
+    mistakes of the user: one sentence, exit status 2.
     """
     seconds = float(parse_qs(urlparse(url).query)["timeout"][0])
     worker = RpcWorker(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -107,7 +107,7 @@ def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
     try:
         store = meeting_point(limit)
         here = dist.PrefixStore(f"rpc_worker_{next(JOBS)}", store)
-        launched = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun gives each rank once
+        launched = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun starts each rank once
         if here.add(worker.name, 1) > 1 and not launched:
             fail(f"there is a {worker.name} already: two processes have RANK={worker.rank}")
         here.wait([worker.name_of(rank) for rank in range(worker.world_size)], limit)
@@ -119,29 +119,29 @@ def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
     yield store, worker.rank, worker.world_size
 
 
-JOBS = itertools.count()  # this process can join one job after the other
-ENDED = set()  # the workers that have said that they need nothing any more
-GONE = set()  # those that did not answer somebody
-CHANGED = threading.Condition()  # holds whoever reads or changes them
+JOBS = itertools.count()  # this process can join one job after another
+ENDED = set()  # workers that have said that they are done
+GONE = set()  # workers that did not answer some worker
+CHANGED = threading.Condition()  # hold it to read or change ENDED and GONE
 
 
 def wait_for_all(
     worker: RpcWorker, timeout: float, required: Collection[int] | None = None
 ) -> None:
-    """Answer calls until all workers have come here, or are gone and not required.
+    """Answer calls until every worker has come here, or is gone and not required.
 
-    Raises RuntimeError if a required one is gone. rpc.shutdown() alone would wait for it without
-    end.
+    Raises RuntimeError if a required worker is gone. rpc.shutdown() alone would wait for ever.
     """
     others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
     needed = others if required is None else {worker.name_of(rank) for rank in required}
-    # A dead one's silence may last as long as the time-out: where it does not matter, be short.
+    # A call to a dead worker may last as long as the time-out: if dead workers may be ignored, be
+    # short.
     timeout = timeout if required is None else min(timeout, 5)
-    # First of all: who is there? Only then, and now and then: we are at the end.
+    # First ask which workers answer. Then tell them, repeatedly, that this worker is done.
     for message in itertools.chain([note_gone], itertools.repeat(note_end)):
         silent = ask(others - GONE, timeout, message, set(GONE), worker.name)
-        # Those who leave without one that is gone do not wait for each other: one that has said
-        # that it is at its end may have left.
+        # Workers that leave without a dead one do not wait for each other, so a worker that has
+        # said that it is done may have left.
         missed = silent & needed if required is None else silent & needed - ENDED
         if missed:
             names = ", ".join(sorted(missed))
@@ -155,7 +155,7 @@ def wait_for_all(
 
 
 def ask(others: set[str], timeout: float, function: Callable, *args) -> set[str]:
-    """Have each of the others call function(*args); returns those that do not answer."""
+    """Call function(*args) on each worker of `others`; returns those that do not answer."""
     silent = set()
     for other in sorted(others):
         try:
@@ -166,13 +166,13 @@ def ask(others: set[str], timeout: float, function: Callable, *args) -> set[str]
 
 
 def note_gone(missed: set[str], _name: str) -> None:
-    """Called by `_name`, which misses the others."""
+    """Called by worker `_name`, which got no answer from the workers `missed`."""
     with CHANGED:
         GONE.update(missed)
 
 
 def note_end(missed: set[str], name: str) -> None:
-    """Called by `name`, now and then, once it has only to answer."""
+    """Called repeatedly by worker `name`, when it is done and only answers calls."""
     with CHANGED:
         GONE.update(missed)
         ENDED.add(name)
@@ -180,10 +180,10 @@ def note_end(missed: set[str], name: str) -> None:
 
 
 def leave_alone(error: BaseException, seconds: float = 5) -> None:
-    """Leave at once, because of `error`: the others find out when they call.
+    """Leave at once, because of `error`; other workers notice when they call this one.
 
     A process that ends without any shutdown may abort. But shutdown waits for the functions that
-    run here for others: after `seconds` we do not, and the process ends with status 1.
+    other workers have called here: after `seconds` the process ends with status 1.
     """
 
     def give_up() -> None:

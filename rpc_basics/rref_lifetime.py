@@ -1,10 +1,10 @@
-"""How long an object lives to which other workers have references, and what keeps it too long.
+"""RRef lifetime: how long a remotely referenced object lives, and how references leak.
 
     torchrun --standalone --nproc_per_node=3 rpc_basics/rref_lifetime.py
 
 worker1 owns the objects, worker0 and worker2 hold references. An object lives as long as its owner
-counts a reference to it anywhere. Look at the two counts: references, and objects that are alive.
-Then at a loop that keeps what it should not; and at what shutdown still waits for, and deletes.
+counts at least one reference. Look at the two counts: references, and objects that are alive. Then
+look at a loop that leaks references, and at what shutdown waits for and deletes.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from rpc_worker import rpc_worker
 from torch.distributed import rpc
 from torch.distributed.elastic.multiprocessing.errors import record
 
-MEGABYTES = 4  # of one object
-KEPT = []  # references that this worker keeps
+MEGABYTES = 4  # size of one object
+KEPT = []  # references that this worker holds
 
 
 @record
@@ -31,7 +31,7 @@ def main() -> None:
             show_one(owner, other)
             show_leak(owner, args.rounds)
             leave_something(owner)
-    if worker.rank == 1:  # this worker was at its end first of all
+    if worker.rank == 1:  # this worker was the first to be done
         print(f"shutdown has waited for the call: {'yes' if LEFT else 'no'}; ", end="")
         print(f"objects when the call ended: {LEFT}, now: {len(ALIVE)}")
 
@@ -41,49 +41,49 @@ def main() -> None:
 
 def show_one(owner: str, other: str) -> None:
     block = rpc.remote(owner, Block)
-    note(owner, "remote(): made one", references=1, objects=1)
-    copy = block.to_here()  # of the object; no reference
+    note(owner, "remote(): created an object", references=1, objects=1)
+    copy = block.to_here()  # a copy of the object, not a reference
     del copy
-    note(owner, "to_here(): fetched a copy, dropped it", references=1, objects=1)
+    note(owner, "to_here(): fetched a copy, deleted it", references=1, objects=1)
     rpc.rpc_sync(other, keep, args=(block,))
-    note(owner, "gave worker2 a reference, which it keeps", references=2, objects=1)
+    note(owner, "gave worker2 a reference, which it holds", references=2, objects=1)
     del block
-    note(owner, "dropped its own", references=1, objects=1)
+    note(owner, "deleted its own reference", references=1, objects=1)
     rpc.rpc_sync(other, drop)
-    note(owner, "had worker2 drop the other", references=0, objects=0)
+    note(owner, "made worker2 delete its reference", references=0, objects=0)
 
 
 def show_leak(owner: str, rounds: int) -> None:
     results = []
     for _ in range(rounds):
         block = rpc.remote(owner, Block)
-        results.append(block)  # only its sum is needed, but the list keeps the object over there
+        results.append(block)  # only its sum is needed, but the list keeps the remote object alive
     del block
     note(owner, f"{rounds} rounds, each kept a reference", references=rounds, objects=rounds)
     results = [reference.rpc_sync().sum() for reference in results]
-    note(owner, "took the sums instead", references=0, objects=0)
+    note(owner, "replaced the references by sums", references=0, objects=0)
     for _ in range(rounds):
         block = rpc.remote(owner, Block)
         results.append(block.rpc_sync().sum())
     note(owner, f"{rounds} rounds, each kept a sum", references=1, objects=1)
     del block
-    note(owner, "dropped the loop's variable", references=0, objects=0)
+    note(owner, "deleted the loop's variable", references=0, objects=0)
 
 
 def leave_something(owner: str) -> None:
-    """What is still there when worker0 comes to its end."""
+    """Leave a reference and a running call when worker0 is done."""
     KEPT.append(rpc.remote(owner, Block))
-    note(owner, "keeps one until its end", references=1, objects=1)
-    rpc.rpc_async(owner, work, args=(1.0,))  # and nobody waits for this
+    note(owner, "holds one reference at its end", references=1, objects=1)
+    rpc.rpc_async(owner, work, args=(1.0,))  # worker0 does not wait for this call
 
 
 def note(owner: str, what: str, references: int, objects: int) -> None:
-    """Print the counts at the owner, once they are these. It hears of a drop a moment later."""
+    """Print the owner's counts when they are as expected: a deletion reaches the owner later."""
     rpc.rpc_sync(owner, wait_for, args=(references, objects))
     print(f"{what:42}{references:11}{objects:9}", flush=True)
 
 
-# ---- what worker2 is asked to do
+# ---- what worker2 does
 
 
 def keep(reference: rpc.RRef) -> None:
@@ -96,12 +96,12 @@ def drop() -> None:
 
 # ---- at the owner
 
-ALIVE = weakref.WeakSet()  # the objects that have not been deleted; keeps none of them
+ALIVE = weakref.WeakSet()  # the objects that exist; does not keep them alive
 LEFT = []  # how many objects were alive when the last call ended
 
 
 class Block:
-    """Something big that should not live for ever."""
+    """A large object."""
 
     def __init__(self):
         self.numbers = torch.ones(MEGABYTES * 2**18)
@@ -112,7 +112,7 @@ class Block:
 
 
 def wait_for(references: int, objects: int) -> None:
-    """Return when the counts are these. Raises RuntimeError if that is not within 10 s."""
+    """Return when the counts have these values. Raises RuntimeError after 10 s."""
     deadline = time.monotonic() + 10
     while True:
         # torch has no public name for the number of references.
@@ -121,19 +121,19 @@ def wait_for(references: int, objects: int) -> None:
             return
         if time.monotonic() > deadline:
             raise RuntimeError(f"{references} references, {objects} objects expected, not {found}")
-        time.sleep(0.001)  # there is nothing that would wake us
+        time.sleep(0.001)  # torch has no event to wait for
 
 
 def work(seconds: float) -> None:
-    """Something that takes a while."""
+    """A call that takes `seconds`."""
     time.sleep(seconds)
     LEFT.append(len(ALIVE))
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="References to objects of other workers, counted.")
-    parser.add_argument("--rounds", type=at_least(1), default=8, help="of the loop that leaks")
-    parser.add_argument("--timeout", type=above(0), default=60, help="seconds, of each call")
+    parser.add_argument("--rounds", type=at_least(1), default=8, help="rounds of the loop")
+    parser.add_argument("--timeout", type=above(0), default=60, help="seconds for each call")
     return parser.parse_args()
 
 

@@ -1,5 +1,5 @@
-"""all_reduce_algorithms.py equals dist.all_reduce in groups of 1 to 6 ranks and sends exactly what
-the formulas say; point_to_point.py keeps what it prints."""
+"""all_reduce_algorithms.py gives dist.all_reduce's sums in groups of 1 to 6 ranks and sends as many
+bytes as the formulas say; what point_to_point.py prints is true."""
 
 import itertools
 import re
@@ -96,7 +96,7 @@ def test_every_rank_has_the_same_bits(seen, name, world_size):
 
 
 def sent_by_all(name: str, world_size: int) -> int:
-    """In units of the tensor: known without cutting it up."""
+    """In units of the tensor: independent of how it is split into chunks."""
     power = 1 << log2(world_size)
     pairs = world_size - power
     return {
@@ -129,7 +129,7 @@ def test_formulas_where_all_divides(world_size):
         for rank in range(world_size):
             sent = expected_traffic(name, 6400, 4, world_size, rank)
             assert (sent.bytes, sent.steps) == expected, (name, rank)
-        path = critical_path(name, 6400, 4, world_size)  # all ranks send all the time
+        path = critical_path(name, 6400, 4, world_size)  # every rank sends in every step
         assert (path.bytes, path.steps) == expected, name
     root = expected_traffic("tree", 6400, 4, world_size, 0)
     assert (root.bytes, root.steps) == (steps * size, steps)
@@ -163,7 +163,7 @@ def test_wants_contiguous_tensors():
 
 def test_script_prints_what_is_true():
     output = pool.run(ROOT / "collectives/compare_all_reduce.py", ranks=3).check().output
-    # 1. The ring, each step against who has added what.
+    # 1. The ring: how many ranks' values each chunk holds after each step.
     table = output[output.index("\nstep ") :].splitlines()[2:7]
     for step, line in enumerate(table):
         shown = [int(n) for n in line.split()]
@@ -189,8 +189,8 @@ def test_script_prints_what_is_true():
 def ring_count(world_size: int, rank: int, chunk: int, step: int) -> int:
     """How many ranks' values are in `chunk` on `rank` after `step` steps of the ring.
 
-    Chunk c starts at rank c and reaches rank c+d after d steps, with d+1 values in it; it is
-    complete after N-1 steps and goes round a second time as it is.
+    Chunk c starts at rank c and reaches rank c+d after d steps, with d+1 values in it. It is
+    complete after N-1 steps and goes around the ring a second time, unchanged.
     """
     distance = (rank - chunk) % world_size
     if step >= distance + world_size:  # second time around

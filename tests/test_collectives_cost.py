@@ -1,4 +1,4 @@
-"""collectives: bandwidth.py and async_work.py. What is measured, never how fast it is."""
+"""collectives/: bandwidth.py and async_work.py. The tests check what is measured, not speed."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ BANDWIDTH, ASYNC = ROOT / "collectives/bandwidth.py", ROOT / "collectives/async_
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> list[dict]:
-    """What each of four ranks has saved."""
+    """What each of four ranks saved."""
     folder = tmp_path_factory.mktemp("cost")
     pool.run(ROOT / "tests/workers/collectives_cost.py", folder, ranks=4).check()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
@@ -32,7 +32,7 @@ def seen(tmp_path_factory) -> list[dict]:
 
 
 def test_bus_factors():
-    """By counting: the bytes that must pass the busiest rank, per byte of the operation."""
+    """By counting: the bytes that the busiest rank must send, per byte of the operation."""
     for n in range(1, 9):
         one = {"broadcast", "reduce", "send_recv"}
         twice = {"all_reduce", *ALGORITHMS}
@@ -49,7 +49,7 @@ def test_fit_finds_the_line(alpha, beta):
     sizes = [2**k for k in range(10, 27)]
     seconds = [alpha + beta * s for s in sizes]
     assert costs.fit_alpha_beta(sizes, seconds) == pytest.approx((alpha, beta), rel=1e-6, abs=1e-18)
-    # 10 per cent of noise that has no trend: the line hardly moves, at neither end.
+    # 10 per cent of noise without a trend: the line hardly moves at either end.
     noisy = [t * (1.1 if i % 2 else 0.9) for i, t in enumerate(seconds)]
     found = costs.fit_alpha_beta(sizes, noisy)
     assert found == pytest.approx((alpha, beta), rel=0.15, abs=max(alpha, beta * 2**10) * 0.15)
@@ -103,7 +103,7 @@ def test_values_of_each_operation(seen, operation):
 @slow
 def test_time_is_that_of_the_slowest_rank(seen):
     assert len(seen[0]["slow"]) == 2
-    assert min(seen[0]["slow"]) >= 0.03  # rank 1 sleeps so long in each call
+    assert min(seen[0]["slow"]) >= 0.03  # rank 1 sleeps 0.03 s in each call
     assert all(saved["slow"] == seen[0]["slow"] for saved in seen)
 
 
@@ -308,7 +308,7 @@ def test_async_work_shows_both_orders(tmp_path):
     [("meta", 4096, 20), ("meta", 2**30, 20), ("cpu", 4096, 10), ("cpu", 2**20, 1)],
 )
 def test_calls_per_sample(monkeypatch, device, nbytes, calls):
-    """On a GPU, for which meta stands, as many as nccl-tests makes."""
+    """On a GPU (here the meta device) there are as many calls as in nccl-tests."""
     asked = []
 
     def time_calls(run, repeats, calls, device):

@@ -1,8 +1,8 @@
 """collectives/: hello_world, backends, init_methods, stores, process_groups.
 
-The stores are tried twice. By 4 processes, in the job of workers/collectives_groups.py. And by 4
-threads under a schedule that is the worst on purpose; there, wrong versions of each function show
-that the check would catch a race.
+The stores are tested twice: by 4 processes, in the job of workers/collectives_groups.py, and by 4
+threads in the worst order of events. There, wrong versions of each function show that the check
+would catch a race.
 """
 
 import contextlib
@@ -80,12 +80,12 @@ def alone(tmp_path_factory) -> dict[str, str]:
     return parts_of(output)
 
 
-# Four threads, at the worst moment.
+# Four threads, in the worst order of events.
 
 
 class MeetAfterReading:
-    """A store for one of 4 threads. After its first get or check, a thread waits for the others:
-    all have read before any writes."""
+    """A store for one of 4 threads. After its first get or check, a thread waits for all threads:
+    all threads have read before any thread writes."""
 
     def __init__(self, store, meeting: threading.Barrier):
         self.store, self.meeting, self.has_read = store, meeting, False
@@ -146,7 +146,7 @@ def check_barrier(barrier) -> None:
     def cross(store, rank):
         for turn in range(len(reached)):
             if rank == turn % N:
-                time.sleep(0.004)  # a rank that is late, each time another one
+                time.sleep(0.004)  # another rank is late in each turn
             with lock:
                 reached[turn] += 1
             barrier(store, N)
@@ -183,7 +183,7 @@ def barrier_that_opens_once(store, world_size):
 
 
 def take_by_get_and_set(store):
-    store.add("head", 0)  # makes it, for everyone alike; the race is between the next two lines
+    store.add("head", 0)  # makes the key, without a race; the race is between the next two lines
     place = int(store.get("head")) + 1
     store.set("head", str(place))
     task = store.get(f"tasks/{min(place, 24)}")
@@ -235,7 +235,7 @@ def test_barrier_and_take_give_up():
         stores.take(store, timeout=timedelta(seconds=0.1))
 
 
-def test_depose_only_the_leader_that_one_knows():
+def test_depose_only_the_current_leader():
     store = dist.HashStore()
     assert [stores.elect(store, rank) for rank in (2, 0)] == [2, 2]
     assert stores.depose(store, 1, old=0) == 2  # not the leader any more, or never
@@ -263,7 +263,7 @@ def test_four_processes_count(job, kind):
 @launches_ranks
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", range(1, N + 1))
-def test_nobody_leaves_a_barrier_early(job, kind, world_size):
+def test_no_rank_leaves_a_barrier_early(job, kind, world_size):
     for rank in job.stores[:world_size]:
         assert rank[kind]["barriers"][str(world_size)] == [world_size] * ROUNDS
 
@@ -367,8 +367,8 @@ def test_hello_world_prints(job, alone):
             ("world size", [str(n)] * n),
             ("backend", ["gloo"] * n),
         ):
-            assert column(printed, "The same, in order", name) == expected
-        assert len(set(column(printed, "The same", "process"))) == n
+            assert column(printed, "One row per rank", name) == expected
+        assert len(set(column(printed, "One row per rank", "process"))) == n
         total = n * (n - 1) // 2
         assert f"sum of all ranks: {total}.0 by all_reduce, {total} by" in printed
 
@@ -393,16 +393,17 @@ def test_backends_prints(job, alone):
             if n == 1 and name in pairs:
                 assert answer == "needs two ranks"
             elif n == 1 and name == "all_gather, uneven sizes":
-                assert answer == "yes"  # one rank is as even as can be
+                assert answer == "yes"  # one rank has one size
             else:
                 assert answer.startswith(lacks.get(name, "yes")), name
         assert set(lacks) < set(said)
         header, rows = table(printed, "3. One group")
         both = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
         assert both["gloo"]["get_backend_config"] == "cpu:gloo,cuda:gloo"
-        assert both["cpu:gloo"]["CPU tensor"] == "yes"
-        assert both["cuda:gloo"]["CPU tensor"] == "No backend type associated with device type cpu"
-        assert table(printed, "4. Which one")[1][0] == ["on the CPU", "gloo", "yes"]
+        on_cpu = "all_reduce of a CPU tensor"
+        assert both["cpu:gloo"][on_cpu] == "yes"
+        assert both["cuda:gloo"][on_cpu] == "No backend type associated with device type cpu"
+        assert table(printed, "4. Which backend")[1][0] == ["on the CPU", "gloo", "yes"]
 
 
 def test_an_operation_with_a_wrong_result_is_reported():
@@ -444,10 +445,10 @@ def test_stores_prints(job, alone):
     assert header[1:] == [*own, "TCPStore, key mine/seen/0"]
     assert rows == [[str(rank), "4", "4", "1", "4", "True"] for rank in range(N)]
     counted = {row[0]: row[1:] for row in table(printed, "3. 4 rank(s) add 1")[1]}
-    right = {"add", "compare_set, signed"}
+    right = {"add", "compare_set with rank"}
     assert counted == {
         by: [str(N if by in right else 1)] * 3
-        for by in ("get, set", "add", "compare_set", "compare_set, signed")
+        for by in ("get, set", "add", "compare_set", "compare_set with rank")
     }
     for kind in KINDS:
         title = f"4. Barrier, election and work queue on a {kind}: 20 tasks"
@@ -465,7 +466,7 @@ def test_process_groups_prints(job, alone):
     printed = job.printed["process_groups"]
     rows = table(printed, "1. A grid of 2 x 2: [[0, 1], [2, 3]]")[1]
     assert rows[3] == ["3", "(1, 1)", "[2, 3]", "1", "5", "[1, 3]", "1", "4"]
-    made = {row[0]: row[1:] for row in table(printed, "2. Ready-made")[1]}
+    made = {row[0]: row[1:] for row in table(printed, "2. Calls that make groups")[1]}
     rows, columns = ["[0, 1]", "[2, 3]"], ["[0, 2]", "[1, 3]"]
     assert made == {
         "new_subgroups(group_size)": rows,
@@ -484,7 +485,7 @@ def test_process_groups_prints(job, alone):
         ["3", "1", wrong, "2", "2"],
     ]
     assert table(printed, "4. A backend per group")[1][1][1] == "gloo"
-    rows = table(printed, "5. Rank 3 leaves out")[1]
+    rows = table(printed, "5. Rank 3 skips a new_group")[1]
     assert [row[0] for row in rows] == list("0123")
     # The key ends in 3, unless a busy machine has made another rank late.
     assert all(re.match("wait timeout after 500ms, keys: .*//0/[0-3]$", row[2]) for row in rows[:3])
@@ -508,7 +509,7 @@ def test_init_methods_prints(alone):
             ["second", str(n)],
         ]
         first, second = map(int, column(printed, "2. Two", "keys in the store after destroy"))
-        assert 0 < first < second  # nobody removes a group's keys
+        assert 0 < first < second  # destroy_process_group leaves a group's keys in the store
         assert "trying to initialize the default process group twice" in printed
         said = {tuple(row[:2]): row[2:] for row in table(printed, f"4. {n + 1} ranks")[1]}
         seconds, error = said["tcp://", "0"]

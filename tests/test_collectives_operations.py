@@ -1,4 +1,4 @@
-"""collectives/: every operation against plain tensors, gradients, objects, planted hangs."""
+"""collectives/: every operation compared with plain tensors; gradients, objects, planted hangs."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def equal(a, b) -> bool:
 
 
 def total(xs: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in the tensors' dtype: exact, as the numbers are whole and small. Of bools: or."""
+    """The sum in the tensors' dtype, exact for small integers. For bools: OR."""
     return torch.stack([x.double() for x in xs]).sum(0).to(xs[0].dtype)
 
 
@@ -167,7 +167,7 @@ def test_uneven_all_to_all(got, world, dtype):
             assert equal(received, torch.cat([p[rank] for p in pieces]))
 
 
-def test_nobody_leaves_a_barrier_early(saved):
+def test_no_rank_leaves_a_barrier_early(saved):
     assert [one["barriers"] for one in saved] == [True] * 4
 
 
@@ -227,7 +227,7 @@ def test_orders_of_addition(modules):
     assert ops.as_ring(values)[1] == (values[1, 1] + values[2, 1]) + values[0, 1]
 
 
-# What an object does when it is unpickled, without ranks.
+# Unpickling an object, without ranks.
 
 
 def test_unpickling_runs_code(modules, monkeypatch):
@@ -249,7 +249,7 @@ def test_unpickling_runs_code(modules, monkeypatch):
 
 
 def table(output: str, title: str) -> list[list[str]]:
-    """The cells below a title: what print_by_rank or print_table wrote, its head first."""
+    """The cells of the table below a title, the header first."""
     block = output.split(title, 1)[1].partition("\n")[2]
     lines = list(itertools.takewhile(lambda line: line.strip(), block.splitlines()))
     return [re.split(r" {2,}", line.strip()) for line in lines]
@@ -280,7 +280,7 @@ def test_collectives_script():
         assert [row[-1] for row in rows[1:4]] == [str(e) for e in expected], title
     assert "dist.all_gather of 1, 2, ... numbers, gloo: allgather: invalid tensor size" in output
     assert re.search(r"all_reduce +\[30, 33, 36\]\nreduce_scatter.*\[30, 33, 36\]\n", output)
-    rows = table(output, "barrier: nobody leaves")
+    rows = table(output, "barrier: every rank waits")
     assert all(float(late) + float(waits) >= 0.19 for _, late, waits in rows[1:])
     assert "arning" not in output
 
@@ -307,11 +307,11 @@ def test_reduce_ops_script(modules):
                 expected = reduced([x.to(dtype) for x in xs], op).double().tolist()
                 tolerance = 4e-3  # four digits are printed; bfloat16 has eight bits
                 assert [float(n) for n in cell.split()] == pytest.approx(expected, tolerance), op
-    orders = table(output, "2. The same 100,000")
+    orders = table(output, "2. 100,000 float32 sums")
     shares = [[float(cell.rstrip("%")) for cell in row[1:3]] for row in orders[1:6]]
     assert shares[0] == [0, 0]
     assert all(20 < ring < 90 for ring, _ in shares[1:])
-    assert "all ranks have the same bits: yes; a second time: yes" in output
+    assert "same bits on all ranks: yes; in a second call: yes" in output
     assert "arning" not in output
 
 
@@ -323,7 +323,7 @@ def test_object_collectives_script():
     sizes = [int(row[3].replace(",", "")) for row in costs]
     assert sizes[:5:2] == [8, 8_000, 8_000_000]
     assert sizes[1] > 50 * sizes[0]  # a pickled tensor carries more than its numbers
-    assert sizes[6] > 2_000_000  # 1 MB from rank 0; the other byte is padded to as much
+    assert sizes[6] > 2_000_000  # 1 MB from rank 0; rank 1's byte is padded to 1 MB
     sent, received = table(output, "3. broadcast_object_list of settings")[1:]
     assert sent[2:] == ["not set", "(sent it)", "not set"]
     assert received[2:] == ["not set", "{'lr': 0.1}", f"code of process {sent[1]} ran here"]
@@ -363,11 +363,11 @@ def hangs() -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_skips_is_named(hangs):
-    rows = table(hangs, "skipped: one rank does not come")
+    rows = table(hangs, "skipped: one rank skips the collective")
     assert [row[1] for row in rows[1:3]] == ["all_reduce", "skips it"]
     assert re.fullmatch(TIMED_OUT, rows[1][2])
     assert 1.4 < float(rows[1][3]) < 10
-    said = re.search(r"monitored_barrier before it says: (.*)", hangs)[1]
+    said = re.search(r"monitored_barrier before the all_reduce says: (.*)", hangs)[1]
     assert said == "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 750 ms"
 
 
@@ -378,30 +378,30 @@ def mismatch(output: str, title: str) -> str:
 
 @pytest.mark.slow
 def test_shapes_that_differ_go_unnoticed_without_detail(hangs):
-    rows = table(hangs, "shapes: as many numbers")
+    rows = table(hangs, "shapes: as many elements")
     assert [row[2].partition(",")[0] for row in rows[1:3]] == ["no error: [[2.0"] * 2
-    said = mismatch(hangs, "shapes: as many numbers")
+    said = mismatch(hangs, "shapes: as many elements")
     wanted = "collective: ALLREDUCE [2, 3], but Rank 1 is running collective: ALLREDUCE [3, 2]"
     assert said == wanted
 
 
 @pytest.mark.slow
 def test_sizes_that_differ_abort_a_process(hangs):
-    rows = table(hangs, "sizes: one rank has fewer numbers")[1:3]
+    rows = table(hangs, "sizes: one rank has fewer elements")[1:3]
     aborted = [row for row in rows if "SIGABRT" in row]
     assert aborted, rows
     assert re.fullmatch(r"op\.preamble\.length <= op\.nbytes\. \d+ vs \d+", aborted[0][-1])
     assert float(rows[0][3]) < 10
-    said = mismatch(hangs, "sizes: one rank has fewer numbers")
+    said = mismatch(hangs, "sizes: one rank has fewer elements")
     assert said == "collective: ALLREDUCE [1000], but Rank 1 is running collective: ALLREDUCE [2]"
 
 
 @pytest.mark.slow
 def test_operations_that_differ_wait_for_each_other(hangs):
-    rows = table(hangs, "operations: one rank calls another one")[1:3]
+    rows = table(hangs, "operations: one rank calls another collective")[1:3]
     assert [row[1] for row in rows] == ["all_reduce", "broadcast"]
     assert all(re.fullmatch(f"{TIMED_OUT}|{GONE}", row[2]) for row in rows)
-    said = mismatch(hangs, "operations: one rank calls another one")
+    said = mismatch(hangs, "operations: one rank calls another collective")
     assert said == "collective: ALLREDUCE [2], but Rank 1 is running collective: BROADCAST [2]"
 
 

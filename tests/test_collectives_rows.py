@@ -1,4 +1,4 @@
-"""collectives/: each row of "What usually goes wrong" is provoked in its script, and cured."""
+"""collectives/: each row of "What usually goes wrong" is provoked in its script, then fixed."""
 
 import re
 
@@ -24,7 +24,7 @@ ROWS = {
     "a gradient is wrong": "test_collectives_operations.py::test_autograd_collectives_script",
     "in the last bit": "test_collectives_operations.py::test_reduce_ops_script",
     "a step is slow": "test_many_small_messages",
-    "faster than the wire": "test_a_clock_that_stops_before_wait",
+    "faster than the link": "test_a_clock_that_stops_before_wait",
     "cannot be retrieved": (
         "test_check_environment.py::test_a_name_that_resolves_only_backwards",
         "test_check_environment.py::test_a_name_that_does_not_lead_here",
@@ -132,9 +132,9 @@ def test_groups_made_in_another_order(copy):
 
 
 def test_a_second_group_without_a_prefix(copy):
-    """Rank 0 comes back late: rank 1 finds the address that rank 0 had in the group before.
+    """Rank 0 joins late, so rank 1 finds the address that rank 0 had in the previous group.
 
-    Which of two ranks calls the other is chance, so the script makes 16 groups instead of 2.
+    It is chance which of two ranks connects to the other, so the script makes 16 groups, not 2.
     """
     join = "dist.init_process_group(\n            backend, store=dist"
     late = "time.sleep(0.2 * (rank == 0))\n        "
@@ -147,15 +147,15 @@ def test_a_second_group_without_a_prefix(copy):
     copy.edit("init_methods.py", "store=dist.PrefixStore(name, store)", "store=store")
     broken = copy.run("init_methods.py")
     assert broken.returncode == 1
-    # It fails, or it hangs: then the group's time-out of a second ends it.
+    # It fails, or it hangs and the group's time-out of a second ends it.
     said = "Gloo connectFullMesh failed|Timed out waiting 1000ms for (recv|send) operation"
     assert re.search(said, broken.output)
 
 
 def test_many_small_messages(copy):
-    """256 numbers in 256 messages or in one: each message is a collective, and costs its alpha.
+    """256 numbers in 256 messages or in one: each message is a collective and costs alpha.
 
-    An object costs two collectives, its length and its pickled bytes, which are more than its data.
+    An object costs two collectives: its length, then its pickled bytes, which exceed its data.
     """
     (copy.path / "many.py").write_text(
         """
@@ -195,7 +195,7 @@ with distributed_worker("cpu") as worker:
 
 
 def test_a_clock_that_stops_before_wait(copy):
-    """The quickest of three calls. To start a transfer of 16 MB is next to nothing."""
+    """The fastest of three calls. Starting a transfer of 16 MB takes next to no time."""
     options = ("--operations", "all_reduce", "--min-bytes", "16M", "--max-bytes", "16M")
 
     def microseconds() -> float:

@@ -1,6 +1,6 @@
-"""collectives/README.md, "Running and debugging a job": each command as printed, each claim.
+"""collectives/debugging.md: each command as printed, each claim.
 
-Only the port is another one than printed: 29500 may be in use here.
+Only the port differs from the printed one: 29500 may be in use here.
 """
 
 import inspect
@@ -20,10 +20,9 @@ import torch.distributed as dist
 from helpers import PROGRAMS, ROOT, Job, free_port, still_running, torchrun, torchrun_command
 
 pytestmark = pytest.mark.slow
-README = (ROOT / "collectives/README.md").read_text()
-SECTION = re.search(r"## Running and debugging a job\n(.*?)\n## ", README, re.DOTALL)[1]
-COMMANDS = re.findall("^    (.+)", SECTION, re.MULTILINE)
-# What tells them apart.
+PAGE = (ROOT / "collectives/debugging.md").read_text()
+COMMANDS = "".join(re.findall("^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)).splitlines()
+# One part of each command, which no other command has.
 PARTS = ("--tee", "--redirects", "--local-ranks", "tail", "--breakpoint-on", "--fill-memory-on")
 PARTS += ("--master-port", "ss ", "lsof", "pgrep", "kill PID", "kill -9", "tmux", "setsid", "nohup")
 DEBUGGING = ROOT / "collectives/debugging.py"
@@ -103,7 +102,7 @@ def test_the_filter_shows_one_rank(here):
 
 
 def terminal(here: Path, *steps: tuple[str, str], **options) -> Job:
-    """A terminal in which this is typed: (what it shows, what is typed then). Python buffers."""
+    """A terminal that types `steps`: (what it shows, what is typed then). Python buffers."""
     options = {"PYTHONUNBUFFERED": ""} | options
     return Job([sys.executable, TERMINAL, json.dumps(steps)], cwd=here, **options)
 
@@ -266,8 +265,8 @@ def test_out_of_memory_on_one_rank(here):
     with typed(command("--fill-memory-on"), here) as job:
         result = job.wait(120)
     assert result.returncode == 1
-    # torchrun orders the failures by second: where rank 0 loses its connection in the same second,
-    # it is named first.
+    # torchrun orders the failures by whole seconds: if rank 0 loses its connection in the same
+    # second, torchrun names it first.
     failures = re.findall(r"time +: (\S+)\n.*\n +rank +: (\d) ", result.output)
     causes = {rank for time, rank in failures if time == min(failures)[0]}
     assert "1" in causes
@@ -277,10 +276,10 @@ def test_out_of_memory_on_one_rank(here):
 
 
 def entries(output: str) -> dict[str, tuple[str, str]]:
-    """What torchrun's report says of each rank: its exit status, and the cause of a killed one.
+    """From torchrun's report, for each rank: its exit status, and its signal if it was killed.
 
-    torchrun dates an exception when it is raised, and a killed rank when it looks. "Root Cause" is
-    the earlier of the two.
+    torchrun dates an exception at its raise, and a killed rank when torchrun notices it. "Root
+    Cause" is the earlier one.
     """
     report = output.rpartition("FAILED")[2]
     entry = r"rank +: (\d) .*\n +exitcode +: (\S+) .*\n.*\n +traceback : (Signal.*PID|)"
@@ -309,7 +308,7 @@ dist.barrier()
 
 @pytest.fixture
 def limited():
-    """A control group that has 64 MiB of memory for what its processes will ask for."""
+    """A control group whose processes may allocate 64 MiB of memory."""
     group = Path(f"/sys/fs/cgroup/memory/test_running_{os.getpid()}")
     try:
         group.mkdir()

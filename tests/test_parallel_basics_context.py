@@ -1,4 +1,4 @@
-"""parallel_basics: context parallelism by hand (ring attention) against one process."""
+"""parallel_basics: context parallelism by hand (ring attention), compared with one process."""
 
 import re
 
@@ -24,7 +24,7 @@ def results(tmp_path_factory) -> list[dict]:
 
 
 def positions(rank: int, size: int, balanced: bool, length: int = LENGTH) -> list[list[int]]:
-    """The tokens of each chunk of a rank, written down once more."""
+    """The tokens of each chunk of a rank, computed independently."""
     if not balanced:
         n = length // size
         return [list(range(rank * n, (rank + 1) * n))]
@@ -37,7 +37,7 @@ def positions(rank: int, size: int, balanced: bool, length: int = LENGTH) -> lis
 
 
 def reference(kind: str, causal: bool) -> dict:
-    """PyTorch's attention to whole sequences, in float64."""
+    """PyTorch's attention over full sequences, in float64."""
     q, k, v, dout = (t.double().requires_grad_() for t in qkv(kind))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     out.backward(dout.detach())
@@ -50,9 +50,9 @@ def reference(kind: str, causal: bool) -> dict:
 @pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "in order"])
 @pytest.mark.parametrize(("kind", "size"), ATTENTIONS)
 def test_attention(results, kind, size, balanced, causal):
-    """Tolerances, relative to the largest number of a tensor: rounding of the type that computes
-    (float32 for bf16, too, whose results and gradients are rounded to 8 bits in the end). Scores of
-    up to a thousand are themselves only known to 1e-4 in float32."""
+    """Tolerances, relative to the largest number of a tensor: rounding of the compute dtype
+    (float32 also for bf16, whose results and gradients are rounded to 8 bits in the end). Scores of
+    up to a thousand have an error of 1e-4 in float32."""
     tolerance = {"double": 1e-13, "float": 2e-6, "large": 1e-3, "bf16": 1e-2}[kind]
     right = reference(kind, causal)
     for rank, job_rank in enumerate(RINGS[size]):
@@ -68,7 +68,7 @@ def test_attention(results, kind, size, balanced, causal):
 @pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "in order"])
 @pytest.mark.parametrize("size", RINGS)
 def test_blocks(results, size, balanced, causal):
-    """Computed: every pair of chunks of which one token may see another, and no other pair."""
+    """The ring computes exactly the pairs of chunks in which a token may see another one."""
     work = torch.zeros(size, size, dtype=torch.long)  # of each rank in each step
     for rank, job_rank in enumerate(RINGS[size]):
         for step, found in enumerate(results[job_rank]["visible", size, balanced, causal]):
@@ -83,7 +83,7 @@ def test_blocks(results, size, balanced, causal):
             work[rank, step] = len(found)
     if causal and balanced:
         assert (work[:, 0] == 3).all()
-        assert (work[:, 1:] == 2).all()  # nobody waits for anybody, in any step
+        assert (work[:, 1:] == 2).all()  # equal work on all ranks, in each step
     elif causal:
         assert work.sum(1).tolist() == list(range(1, size + 1))
 
@@ -98,9 +98,9 @@ def test_blocks(results, size, balanced, causal):
 def test_model(results, case):
     """Loss, every gradient, every parameter in each of several steps, on every rank.
 
-    Gradients relative to the largest number of each, because those of query and key are small. In
-    float32 rounding adds up over the steps, and AdamW enlarges it where a gradient is nearly zero:
-    a tenth of its lr = 1e-3 is allowed. In float64 no error of principle could hide behind that.
+    Tolerances of gradients are relative to their largest number, because those of query and key are
+    small. In float32 rounding adds up over the steps, and AdamW enlarges it where a gradient is
+    nearly zero: a tenth of its lr = 1e-3 is allowed. In float64 the tolerance hides no mistake.
     """
     size, _, how = case
     double = "double" in how
@@ -135,7 +135,7 @@ def test_attention_matters_in_this_model(results):
 
 @pytest.mark.parametrize("case", sorted(MODELS), ids=str)
 def test_all_ranks_have_the_same_model(results, case):
-    """Bit for bit, or they would drift apart."""
+    """The same bits, or the ranks would drift apart."""
     ranks = range(4) if "data" in case[2] else RINGS[case[0]]
     first, *others = (results[rank]["model", case][-1] for rank in ranks)
     for other in others:
@@ -147,7 +147,7 @@ def test_all_ranks_have_the_same_model(results, case):
 
 @pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "in order"])
 def test_counts_on_four_ranks(results, balanced):
-    """Counted again here, from the sizes: 2 products for a block in forward, 5 in backward."""
+    """Computed here from the sizes: 2 products per block in forward, 5 in backward."""
     heads, width = SIZES.batch_size * SIZES.heads, SIZES.dim // SIZES.heads
     chunk = SIZES.length // (8 if balanced else 4)
     own = 4 * heads * width * SIZES.length // 4  # bytes of a rank's queries, or keys, or values
@@ -168,7 +168,7 @@ def test_counts_of_one_process(results):
     own, scores = 4 * heads * width * SIZES.length, 4 * heads * SIZES.length**2
     plain, fused = (results[0]["counts", kind] for kind in ("softmax(q k) v", "fused kernel"))
     assert plain["largest"] == scores
-    assert plain["kept"] == 3 * own + scores + SIZES.length**2  # the mask, a byte for each
+    assert plain["kept"] == 3 * own + scores + SIZES.length**2  # the mask, one byte per score
     assert fused["largest"] == own
     assert fused["kept"] == 4 * own + own // width
 
@@ -239,7 +239,7 @@ def test_script_as_one_process():
 def test_script_on_a_gpu():
     output = torchrun(SCRIPT, "--device", "cuda", ranks=1).check().output
     for name in LAYOUTS:
-        # Sums of a GPU have another order, and fused attention another one than ours.
+        # A GPU adds in another order, and fused attention adds in another order than ours.
         assert max(rows_of(output, f"tokens {name}")[0]) < 1e-4
 
 

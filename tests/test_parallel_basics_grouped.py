@@ -1,4 +1,4 @@
-"""parallel_basics/grouped_query_attention.py: sharded by heads, against one process."""
+"""parallel_basics/grouped_query_attention.py: sharded by heads, compared with one process."""
 
 import re
 
@@ -83,8 +83,8 @@ def held(name: str, tensor: torch.Tensor, rank: int, ranks: int, kv_heads: int) 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_equals_one_process(seen, optimizer, kv_heads):
-    """fp32 against float64: some 1e-7 for numbers of order one. AdamW divides a gradient by its
-    own size, so what is noise in a tiny one is a share of a step of lr = 1e-3."""
+    """fp32 differs from float64 by some 1e-7 for numbers of order one. AdamW divides a gradient by
+    its size, so rounding in a tiny gradient becomes part of a step of lr = 1e-3."""
     tolerance = {"loss": 3e-6, "norm": 1e-5, "gradient": 2e-6, "parameter": 5e-6}
     if optimizer == "adamw":
         tolerance |= {"gradient": 2e-5, "parameter": 1e-4}
@@ -122,7 +122,7 @@ def test_ranks_that_share_a_head_keep_the_same_bits(seen, optimizer, kv_heads):
 
 
 def test_fewer_key_heads_than_ranks():
-    """The script shows the error of ColwiseParallel and what is right, next to one process."""
+    """The script shows the error of ColwiseParallel, and the cure, compared with one process."""
     output = pool.run(SCRIPT, "--steps", 2, ranks=4).check().output
     error = r"RuntimeError: shape '\[2, 3, -1, 8\]' is invalid for input of size"
     assert re.search(rf"^1 key/value heads, ColwiseParallel: {error} 12$", output, re.M)

@@ -106,15 +106,15 @@ replicate 0     tp 0     tp 1
 replicate 1     tp 0     tp 1
   shard 0     rank 4   rank 5
   shard 1     rank 6   rank 7
-axis       groups                 apart  nodes of 4
-replicate  0 4 | 1 5 | 2 6 | 3 7      4  across
-shard      0 2 | 1 3 | 4 6 | 5 7      2  inside
-tp         0 1 | 2 3 | 4 5 | 6 7      1  inside
+axis       groups                 stride  nodes of 4
+replicate  0 4 | 1 5 | 2 6 | 3 7       4  across
+shard      0 2 | 1 3 | 4 6 | 5 7       2  inside
+tp         0 1 | 2 3 | 4 5 | 6 7       1  inside
 """
 
 
 def test_the_picture_is_drawn_from_what_ranks_say():
-    """In process: coordinates as ranks report them, also when they are not in order."""
+    """In one process: coordinates as ranks report them, also out of order."""
     code = module("device_mesh")
     mesh = torch.arange(8).view(2, 2, 2)
     ranks = []
@@ -138,7 +138,7 @@ def test_mesh_under_torchrun():
         "mesh of replicate 1, shard 1, tp 2",
     ]
     assert re.search(r"^tp +0 1 +1 +inside$", output, flags=re.MULTILINE)
-    table = output.partition("the sum of these ranks\n")[2].splitlines()
+    table = output.partition("their sum by all_reduce\n")[2].splitlines()
     assert (
         re.split(r" {3,}", table[1])
         == ["0", "0  sum 0", "0  sum 0", "0 1  sum 1"] + ["0  sum 0"] * 2
@@ -171,7 +171,7 @@ S = {  # collectives of a redistribution: forward, backward
 
 @each_table
 def test_redistribution(results, ranks, sizes):
-    """Collectives, values there and back, bytes: counted, by the script's formula, and by ours."""
+    """Collectives and values of forward and backward; bytes counted, and by two formulas."""
     table = results["redistribute", ranks, sizes]
     assert {(r["from"], r["to"]): (r["collective"], r["in backward"]) for r in table} == S
     for r in table:
@@ -199,13 +199,13 @@ def test_matmul(results, ranks, sizes):
 
 
 def test_what_moves_depends_on_the_sizes(results):
-    """S0 x S1: the smaller one is gathered, and so the product is cut as the other one was."""
+    """S0 x S1: the smaller one is all-gathered, so the product is sharded like the larger one."""
     small_x, small_y = (results["matmul", 4, sizes] for sizes in (SMALL_X, SMALL_Y))
-    cut = [
+    placements = [
         next(r["x @ y"] for r in table if (r["x"], r["y"]) == ("S0", "S1"))
         for table in (small_x, small_y)
     ]
-    assert cut == ["S1", "S0"]
+    assert placements == ["S1", "S0"]
 
 
 @each_table
@@ -238,8 +238,8 @@ CALLS = {  # forward, backward, gradients
     "data parallel": ({}, {}, {"all_reduce": 2}),
     "FSDP": ({"all_gather": 2}, {"reduce_scatter": 2}, {}),
     "tensor parallel": ({"all_reduce": 1}, {}, {}),
-    "  sum left undone": ({"all_reduce": 1}, {"all_reduce": 1}, {}),
-    "  cut the wrong way": ({"all_reduce": 1}, {"all_reduce": 1}, {}),
+    "  output left Partial": ({"all_reduce": 1}, {"all_reduce": 1}, {}),
+    "  wrong shard dims": ({"all_reduce": 1}, {"all_reduce": 1}, {}),
 }
 
 
@@ -266,11 +266,11 @@ def test_bytes_of_the_strategies():
     sent = module("dtensor_strategies").strategy_bytes
     assert sent("data parallel", 4) == sent("FSDP", 4) == 2 * 3 / 4 * 4 * 2 * 48 * 256
     assert sent("tensor parallel", 4) == 2 * 3 / 4 * 4 * 96 * 48
-    assert sent("  cut the wrong way", 4) == 2 * 2 * 3 / 4 * 4 * 96 * 256
+    assert sent("  wrong shard dims", 4) == 2 * 2 * 3 / 4 * 4 * 96 * 256
 
 
 def check_counted(rows: list[list[str]]) -> None:
-    """Each line of a table: what was counted is what the formula says. The first has the names."""
+    """In each line of a table "counted" equals "formula". The first line is the header."""
     header = rows[0]
     where = header.index("counted") - len(header)
     for row in rows[1:]:

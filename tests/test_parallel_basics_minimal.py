@@ -1,4 +1,4 @@
-"""parallel_basics/minimal.py: the same training as an ordinary script's, on any number of ranks."""
+"""parallel_basics/minimal.py trains like a single-process script, on any number of ranks."""
 
 import re
 
@@ -17,7 +17,7 @@ LINES = re.compile(r"^step +(\d+)   loss (\d+\.\d+)$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def ordinary() -> list[dict]:
-    """The script without its distributed lines, written down once more."""
+    """The script without its distributed lines, written independently."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 480), nn.ReLU(), nn.Linear(480, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""parallel_basics, pipelines: by hand and by torch, equal to one process; idle time; memory."""
+"""parallel_basics, pipelines: by hand and by torch, equal to one process; bubbles; memory."""
 
 import importlib
 import re
@@ -27,7 +27,7 @@ def numbers(line: str) -> list[float]:
 
 
 def table(output: str, title: str) -> dict[tuple, list[float]]:
-    """The rows "name m values" of the table whose title begins so: (name, m) -> values."""
+    """The rows "name m values" of the table with this title: (name, m) -> values."""
     lines = output[output.index(title) :].split("\n\n")[0].splitlines()[2:]
     rows = [re.fullmatch(r"(\w+) +(\d+) +(.*)", line) for line in lines]
     return {(row[1], int(row[2])): numbers(row[3].replace("%", "")) for row in rows if row}
@@ -55,12 +55,12 @@ def wrong_actions(schedule, p: int, m: int) -> list[str]:
 
 def wrong_times(schedule, p: int, m: int) -> list[str]:
     found, idle = [], (p - 1) / (m + p - 1)
-    for backward in (1.0, 2.0, 3.0):  # the formula holds for any, if all stages need as long
+    for backward in (1.0, 2.0, 3.0):  # the formula holds for any, if all stages take equally long
         seconds = lambda kind, stage, b=backward: 1.0 if kind == "F" else b  # noqa: E731
         timelines = timelines_of.simulate(orders(schedule, p, m), seconds)
         measured = timelines_of.span(timelines), timelines_of.idle_share(timelines)
         if measured != pytest.approx(((m + p - 1) * (1 + backward), idle)):
-            found.append(f"a backward of {backward}: span and idle share are {measured}")
+            found.append(f"a backward of {backward}: span and bubble fraction are {measured}")
     return found if timelines_of.expected_idle(p, m) == idle else [*found, "expected_idle()"]
 
 
@@ -97,7 +97,7 @@ def test_weights_wait_for_the_gradient_of_their_output_only():
 
 
 def test_what_is_sent_holds_no_graph(monkeypatch):
-    """Else what autograd keeps would live as long as the message is on its way."""
+    """A graph would keep the saved activations alive while the message is in flight."""
     sent = []
     monkeypatch.setattr(by_hand.dist, "isend", lambda tensor, **_: sent.append(tensor))
     stage = by_hand.Pipeline.__new__(by_hand.Pipeline)  # the first of two, without its group
@@ -168,8 +168,8 @@ EACH = [("by hand", *case) for case in BY_HAND] + [("by torch", *case) for case 
 @pytest.mark.parametrize(("how", "p", "name", "m", "optimizer"), EACH)
 def test_equals_one_process(results, how, p, name, m, optimizer):
     """Tolerances: a mean over micro-batches adds the same numbers in another order, some 1e-7.
-    AdamW divides gradients by their own size, which enlarges the differences of tiny ones: a
-    fiftieth of lr = 1e-3 is allowed. A gradient off by the factor m or p fails by far."""
+    AdamW divides gradients by their size, which enlarges the differences of tiny gradients: a
+    fiftieth of lr = 1e-3 is allowed. A gradient that is wrong by a factor m or p fails clearly."""
     (one,), ranks = results["one process", optimizer], results[how, p, name, m]
     assert len(ranks) == p
     assert len(one["steps"]) == STEPS
@@ -220,7 +220,7 @@ def ranks_of_each(results):
 
 @slow
 def test_the_schedule_gets_contiguous_micro_batches(results):
-    """Also of a batch that is a window of longer sequences: torch 2.11 refuses those."""
+    """Also of a batch that is a view of longer sequences: torch 2.11 refuses such views."""
     wrong = [
         f"{case}, rank {rank}: {result['contiguous']}"
         for case, rank, result in ranks_of_each(results)
@@ -239,7 +239,7 @@ def test_batches_are_contiguous():
 
 @slow
 def test_ranks_follow_the_schedule(results):
-    """By torch, too, where it has a schedule of that name."""
+    """Also torch's schedules of the same name."""
     wrong = []
     for (how, p, name, m), rank, result in ranks_of_each(results):
         found = [(kind, i) for kind, _, i, _, _ in result["timeline"]]
@@ -278,8 +278,8 @@ def too_early(results, how: str, p: int, name: str, m: int) -> list[str]:
 @slow
 @pytest.mark.parametrize("p", [2, 4])
 def test_1f1b_keeps_p_micro_batches_where_gpipe_keeps_all(results, p):
-    """Bytes as autograd saves them, of p - rank micro-batches with 1 of 12 sequences each. What is
-    saved once for a micro-batch of any size, as its loss, needs the tolerance."""
+    """Bytes that autograd saves, for p - rank micro-batches with 1 of 12 sequences each. The
+    tolerance is for what does not depend on the size of a micro-batch, such as its loss."""
     for rank in range(p):
         gpipe, one = (results["by hand", p, n, 12][rank]["kept"] for n in ("GPipe", "1F1B"))
         whole = results["by hand", p, "GPipe", 1][rank]["kept"]
@@ -299,7 +299,7 @@ def test_nothing_is_kept_after_the_step(results):
 
 @slow
 def test_smaller_gaps_cost_memory(results):
-    """What the docstring says: on the rank that keeps most, and on all together."""
+    """The sum over all ranks: more micro-batches are saved for backward."""
     kept = {
         name: [result["kept"] for result in results["by torch", 4, name, 12]]
         for name in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -312,8 +312,8 @@ def test_smaller_gaps_cost_memory(results):
 @slow
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 def test_measured_idle_share(results, name):
-    """4 ranks that sleep. A busy machine wakes them late: the quickest of 3 steps, and a wide
-    margin above; but nothing makes a rank less idle than the schedule does."""
+    """4 ranks that sleep. A busy machine wakes them late, hence the fastest of 3 steps and a wide
+    margin above. But no machine makes a rank less idle than the schedule does."""
     steps = zip(*results["timers", name], strict=True)
     timelines = min(steps, key=timelines_of.span)
     share, formula = timelines_of.idle_share(timelines), timelines_of.expected_idle(4, 4)
@@ -341,13 +341,13 @@ def test_from_scratch_prints_what_is_true(scratch):
         assert loss < 1e-5
         assert gradient < 2e-6
         assert parameter < 1e-4  # AdamW's lr is 1e-3
-    idle = table(scratch, "idle share")
+    idle = table(scratch, "bubble fraction")
     assert list(idle) == runs
     for (_, m), (formula, waits, computes) in idle.items():
         assert formula == round(100 / (m + 1), 1)
         assert formula - 6 < waits < formula + 35
         assert 0 < computes < 100
-    kept = table(scratch, "kept for backward")
+    kept = table(scratch, "peak saved for backward")
     for (name, m), (count0, mb0, count1, mb1) in kept.items():
         assert [count0, count1] == ([m, m] if name == "GPipe" else [min(2, m), 1])
         for count, mb, whole in (
@@ -377,14 +377,14 @@ def test_pipeline_parallel_prints_what_is_true(parallel):
         assert loss < 1e-5
         assert gradient < 2e-6
         assert parameter < 1e-4
-    idle = table(parallel, "idle share")
+    idle = table(parallel, "bubble fraction")
     assert list(idle) == runs
     played = {}
     for (name, m), values in idle.items():
         if "Zero" in name:
             values.insert(0, values[0])
         formula, played[name, m], measured, *kept = values
-        assert played[name, m] == formula  # what torch did is what the formula is about
+        assert played[name, m] == formula  # torch's recorded order gives the formula's fraction
         parts = 1 if name in ("GPipe", "1F1B") else 2
         assert "Zero" in name or formula == round(100 / (parts * m + 1), 1)
         assert formula - 6 < measured < formula + 40
@@ -401,7 +401,7 @@ def test_from_scratch_as_one_process():
     assert output.startswith("1 rank(s) on ")
     for values in table(output, "largest difference").values():
         assert max(values) < 2e-6
-    assert all(values[0] == 0 for values in table(output, "idle share").values())
+    assert all(values[0] == 0 for values in table(output, "bubble fraction").values())
 
 
 @pytest.mark.gpu

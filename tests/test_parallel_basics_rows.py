@@ -1,4 +1,4 @@
-"""parallel_basics/: each row of "What usually goes wrong" is provoked in its script, and cured."""
+"""parallel_basics/: each row of "What usually goes wrong" is provoked in its script, then fixed."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def copy(tmp_path) -> Copy:
 
 
 def differences(output: str, title: str) -> dict[str, float]:
-    """The line that begins with `title` in the table of differences to one process."""
+    """The line that begins with `title` in the table of differences from one process."""
     lines = output.splitlines()
     at = next(i for i, line in enumerate(lines) if line.endswith(("gradient  parameter", "value")))
     row = next(line for line in lines[at:] if line.startswith(f"{title} "))
@@ -55,7 +55,7 @@ def test_one_of_f_and_g_is_missing(copy):
     script = "tensor_parallel_from_scratch.py"
 
     def by_hand() -> dict[str, float]:
-        return differences(copy.run(script, *SHORT).check().output, "cut by hand")
+        return differences(copy.run(script, *SHORT).check().output, "sharded by hand")
 
     assert max(by_hand().values()) < 1e-5
     backward = "        dist.all_reduce(gradient, group=ctx.group)\n"
@@ -74,12 +74,12 @@ def test_one_of_f_and_g_is_missing(copy):
 
 
 def test_a_bias_inside_the_sum(copy):
-    """It begins at 0: the second step shows it. The cure: test_one_of_f_and_g_is_missing."""
+    """The bias begins at 0, so the second step shows the bug. Cure: the script itself."""
     outside = "F.linear(x, self.weight), self.group) + self.bias"
     inside = "F.linear(x, self.weight, self.bias), self.group)"
     copy.edit("tensor_parallel_from_scratch.py", outside, inside)
     output = copy.run("tensor_parallel_from_scratch.py", *SHORT, "--steps", 2).check().output
-    assert differences(output, "cut by hand")["loss"] > 1e-3
+    assert differences(output, "sharded by hand")["loss"] > 1e-3
 
 
 def test_features_that_do_not_divide(copy):
@@ -95,7 +95,7 @@ def test_features_that_do_not_divide(copy):
 
 
 def test_a_batch_for_each_tensor_parallel_rank(copy):
-    """The second layer's bias is whole on every rank: two data-parallel pairs of two ranks."""
+    """The second layer's bias is replicated; two data-parallel groups of two ranks."""
     one_axis = "init_device_mesh(device.type, (world_size,))"
     copy.edit(
         "minimal.py", one_axis, 'init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))'
@@ -122,7 +122,7 @@ def test_a_batch_for_each_tensor_parallel_rank(copy):
 
 
 def test_to_local_of_a_partial_tensor(copy):
-    """Where the script has the whole tensor of a Partial, it has only a summand."""
+    """The script gathers the full tensor of a Partial; to_local() is only a summand."""
     partial = "tensor.placements[0].is_partial()"
     summand = f"(tensor.to_local() if {partial} else tensor.full_tensor())"
     copy.edit("dtensor.py", "tensor.full_tensor().cpu()", summand)
@@ -139,12 +139,12 @@ def test_to_local_of_a_partial_tensor(copy):
 
 
 def test_ranks_that_build_different_meshes(copy):
-    """Without an end: the groups of a mesh have torch's time-out."""
+    """It hangs: the groups of a mesh have torch's default time-out."""
     script, flags = "device_mesh.py", ("--shape", 2, 3)
     ours = "init_device_mesh(device, tuple(shape),"
     turned = ours.replace("tuple(shape)", "tuple(shape)[:: 1 if dist.get_rank() else -1]")
     copy.edit(script, ours, turned)
-    # At a sum over the ranks of an axis, or where these connect.
+    # It hangs in a sum over the ranks of an axis, or while these ranks connect.
     with pytest.raises(TimeoutError, match=r"in members|in _init_one_process_group"):
         copy.run(script, *flags, ranks=6, timeout=20)
     copy.edit(script, turned, ours)
@@ -167,7 +167,7 @@ def test_a_mesh_that_not_all_make(copy):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads thread names from /proc")
 def test_a_group_that_outlives_the_script(copy):
-    """The cause of the abort, which comes only now and then: threads of Gloo at the end."""
+    """The cause of the abort, which is rare: threads of Gloo that still run at exit."""
     leaves = "    dist.destroy_process_group()\n"
     names = (
         "open(f'/proc/self/task/{thread}/comm').read() for thread in os.listdir('/proc/self/task')"
@@ -216,7 +216,7 @@ def test_micro_batches_that_are_windows(copy):
 
 
 def test_sends_that_wait(copy):
-    """The cure is what the script does: test_parallel_basics_pipeline.py runs it."""
+    """The script itself is the cure: test_parallel_basics_pipeline.py runs it."""
     script = "pipeline_from_scratch.py"
     copy.edit(script, "distributed_worker(args.device)", IMPATIENT)
     copy.edit(script, "self.sends[i] = dist.isend(", "dist.send(")

@@ -28,7 +28,7 @@ def results(tmp_path_factory):
 
 def check_steps(steps: list[dict], expected: list[dict], optimizer: str) -> None:
     """fp32 sums in another order: some 1e-7 for numbers of order one. AdamW divides a gradient by
-    its own size: what is noise in a tiny one is a share of a step of lr = 1e-3, a tenth at most."""
+    its size: rounding in a tiny gradient becomes part of a step of lr = 1e-3, at most a tenth."""
     assert len(steps) == len(expected) == 4
     tolerance = {"loss": 3e-6, "norm": 1e-5, "gradient": 2e-6, "parameter": 5e-6}
     if optimizer == "adamw":
@@ -49,7 +49,7 @@ def check_steps(steps: list[dict], expected: list[dict], optimizer: str) -> None
 
 
 def check_sent(sent, rows) -> None:
-    """Each row of the formula was counted, and nothing else was."""
+    """The counted calls are exactly those of the formula's rows."""
     calls, nbytes = (dict(counter) for counter in sent)
     for phase, kind, operation, expected_calls, each in rows:
         keys = [k for k in calls if k[0] == phase and k[1].endswith(kind) and k[2] == operation]
@@ -68,7 +68,7 @@ def test_by_hand_equals_one_process(results, name):
     _, sizes, tied, optimizer = CASES[name]
     found = results["by hand", name]
     check_steps(found["steps"], results[sizes["dim"], tied, optimizer], optimizer)
-    for other in found["ranks"][1:]:  # what every rank has whole has the same bits everywhere
+    for other in found["ranks"][1:]:  # replicated parameters have the same bits on every rank
         for parameter, value in found["ranks"][0]["copies"].items():
             assert torch.equal(value, other["copies"][parameter]), parameter
 
@@ -77,7 +77,7 @@ def test_by_hand_equals_one_process(results, name):
 def test_by_hand_sends_what_the_formula_says(results, name):
     ranks, sizes, *_ = CASES[name]
     rows = list(hand_formula(config_of(sizes), BATCH * sizes["length"], ranks))
-    if "recompute" in name:  # the sum that the MLP's is added to is needed again in backward
+    if "recompute" in name:  # backward needs attention's output again, so its sum is repeated
         layers, nbytes = sizes["layers"], 4 * BATCH * sizes["length"] * sizes["dim"]
         twice = [("backward", kind, "all_reduce", 2 * layers, nbytes) for kind in ("attention",)]
         rows = [row for row in rows if row[:2] != ("backward", "attention")] + twice
@@ -97,7 +97,7 @@ def test_by_hand_each_rank_holds_its_part(results, name):
             if (dim := cut_dim(parameter)) is not None:
                 expected[dim] //= ranks
             assert rank["held"][parameter] == tuple(expected), parameter
-            # A window into the whole parameter would keep all of it in memory.
+            # A view of the full parameter would keep all of it in memory.
             assert rank["memory"][parameter] == 4 * torch.Size(expected).numel(), parameter
 
 
@@ -115,7 +115,7 @@ def test_operators_are_conjugate(results):
 @pytest.mark.device
 @pytest.mark.gpu_per_rank(RANKS)  # DTensors
 def test_loss_over_cut_logits(results):
-    """The last is in bfloat16: its gradient has 8 bits. A shift of 1e4 leaves 3 digits in fp32."""
+    """The last case is bfloat16: 8 bits of gradient. A shift of 1e4 leaves 3 digits in fp32."""
     for found, (loss, gradient) in zip(
         results["losses"], ((1e-6, 1e-7), (2e-3, 1e-4), (1e-5, 1e-3)), strict=True
     ):
@@ -152,7 +152,7 @@ def test_dtensors_equal_one_process(results, name):
 
 
 def test_by_hand_equals_parallelize_module(results):
-    """The same cut of the same model, by hand and with DTensors."""
+    """One model, sharded in one way by hand and with DTensors."""
     by_hand = results["by hand", "4 sgd"]["steps"]
     check_steps(results["dtensors", "cut sgd"]["steps"], by_hand, "sgd")
 
@@ -163,7 +163,7 @@ def test_dtensors_send_what_the_formula_says(results, name):
     config, length = config_of(SMALL), SMALL["length"]
     if sequence:
         rows = list(sequence_formula(config, BATCH, length))
-        if not by_hand:  # left to AdamW, which sums each of these gradients three times
+        if not by_hand:  # AdamW reduces each of these gradients three times
             rows[-1] = ("optimizer", "outside", rows[-1][2], 3 * rows[-1][3], rows[-1][4])
     else:
         rows = dtensor_formula(config, BATCH * length, cut_logits)
@@ -193,10 +193,10 @@ def numbers(line: str) -> list[float]:
 
 
 def check_output(output: str, rows: int) -> None:
-    """Counted is formula in each row; the differences are those of check_steps."""
+    """In each row "counted" equals "formula"; the differences are within those of check_steps."""
     collectives = table(output, "layers   ")[1:] if "layers   " in output else []
     counted = [numbers(line)[-4:] for line in collectives if len(numbers(line)) >= 4]
-    assert len(counted) >= 6 or "\n1 rank(s)" in "\n" + output  # DTensors send nothing alone
+    assert len(counted) >= 6 or "\n1 rank(s)" in "\n" + output  # one rank sends nothing
     for calls, expected_calls, nbytes, expected_bytes in counted:
         assert (calls, nbytes) == (expected_calls, expected_bytes)
     found = table(output, "largest difference")[1:]
@@ -212,7 +212,7 @@ def test_from_scratch_script():
     check_output(output, rows=1)
     assert "token_embedding.weight            (256, 128)    (128, 128)   dim 0" in output
     assert "blocks.0.mlp.contract.weight      (128, 512)    (128, 256)   dim 1" in output
-    held = re.search(r"of 470,272 numbers each rank holds (.*)", output)
+    held = re.search(r"of 470,272 parameters each rank holds (.*)", output)
     assert numbers(held[1]) == [240_128] * 2
     (calls, _, nbytes, _) = numbers(table(output, "all   ")[0])
     assert calls == 4 * 2 + 2 + 1
@@ -225,7 +225,7 @@ def test_tensor_parallel_script():
     check_output(output, rows=2)
     assert "blocks.0.attention.query    Shard(0)       (128, 128)    (64, 128)" in output
     assert "blocks.0.attention.out      Shard(1)       (128, 128)    (128, 64)" in output
-    gathered, cut, data = (numbers(line)[-1] for line in table(output, "bytes that a rank")[1:])
+    gathered, cut, data = (numbers(line)[-1] for line in table(output, "bytes sent per rank")[1:])
     assert gathered == 10 * 131_072 + 262_144 // 2
     assert cut == 10 * 131_072 + 3072
     assert data == 4 * 470_272
@@ -236,8 +236,8 @@ def test_sequence_parallel_script():
     assert "Warning" not in output
     check_output(output, rows=2)
     assert "without sum_gradients(), adamw calls all_reduce 30 times" in output
-    plain, split = (numbers(line)[-1] for line in table(output, "bytes that a rank")[1:])
-    # The positions' sum, there and back, and the norms' gradients: all that is more.
+    plain, split = (numbers(line)[-1] for line in table(output, "bytes sent per rank")[1:])
+    # It sends more: the positions' sum in forward and backward, and the norms' gradients.
     assert split - plain == 2 * 32_768 // 2 + 5120
     kept = [numbers(line) for line in table(output, "bytes that one block")[2:]]
     assert (kept[0], kept[2]) == (kept[1], kept[3])

@@ -1,4 +1,4 @@
-"""parallel_basics/tied_stages.py: the tied matrix of a pipeline against that of one process."""
+"""parallel_basics/tied_stages.py: the tied matrix of a pipeline, compared with one process."""
 
 import re
 from types import SimpleNamespace
@@ -79,8 +79,8 @@ def plain(start: dict, batches: list, logits, optimizer: str) -> list[dict]:
 
 
 def check(ranks: list[list[dict]], expected: list[dict], optimizer: str) -> None:
-    """fp32 against float64: some 1e-7 for numbers of order one. AdamW divides a gradient by its
-    own size, so what is noise in a tiny one is a share of a step of lr = 1e-3."""
+    """fp32 differs from float64 by some 1e-7 for numbers of order one. AdamW divides a gradient by
+    its size, so rounding in a tiny gradient becomes part of a step of lr = 1e-3."""
     tolerance = {"loss": 3e-6, "norm": 1e-5, "gradients": 2e-6, "parameters": 5e-6}
     if optimizer == "adamw":
         tolerance |= {"gradients": 2e-5, "parameters": 1e-4}
@@ -112,7 +112,7 @@ def test_equals_one_process(seen, optimizer):
 @pytest.mark.device
 @pytest.mark.parametrize("seen", RANKS[:1], indirect=True)
 def test_the_smallest_model_equals_one_process(seen):
-    """An embedding (10 x 4) and its transpose, which starts with other values; one step of SGD."""
+    """An embedding (10 x 4) and its transpose, with other initial values; one step of SGD."""
     first, last = seen["smallest"]
     assert not torch.equal(first["start"][MATRIX], last["start"]["head.weight"])
     expected = plain(
@@ -134,9 +134,9 @@ def test_a_checkpoint_holds_the_matrix_once(seen):
 
 
 def test_copies_that_train_alone_drift_apart():
-    """The script shows the mistake and the cure: differences to one process, and of the copies."""
+    """The script shows the mistake and the cure: differences from one process, between copies."""
     output = pool.run(SCRIPT, "--steps", 2, ranks=2).check().output
-    alone, _, tied = output.partition("two copies, each trains alone")[2].partition("tied: ")
+    alone, _, tied = output.partition("two copies, gradients not summed")[2].partition("tied: ")
 
     def rows(text: str) -> list[list[float]]:
         return [[float(n) for n in row.split()] for row in re.findall(r"^ +\d .*", text, re.M)]

@@ -1,6 +1,6 @@
-"""A worker of remote calls that dies, fails or is slow: the others notice, and all processes end.
+"""An RPC worker that dies, fails or is slow: the other workers notice, and all processes end.
 
-The workers are started one by one: torchrun would end them all with the first that fails.
+The workers are started one by one: torchrun would end all of them when the first one fails.
 """
 
 import re
@@ -31,7 +31,7 @@ def start(what: str, timeout: float, environments: list[dict]) -> list[Result]:
 
 
 def first_of(ranks: int, port: int) -> dict[str, str]:
-    """The environment of a rank 0 that no torchrun has started: it listens at the port."""
+    """The environment of a rank 0 without torchrun: it listens at the port."""
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     return {"RANK": "0", "WORLD_SIZE": str(ranks), **place}
 
@@ -77,7 +77,7 @@ def test_answers_that_are_too_large():
     assert "can't allocate memory" in first.output
     assert re.search(r"268435456: .*timeout", first.output)
     assert "then [0.0, 0.0]\n" in first.output
-    # Before this torch may say that the late answer never came: the other one has ended.
+    # Before this line torch may report that the late answer never came: worker1 has ended.
     assert first.output.endswith("left\n")
     assert "left\n" in second.check().output
 
@@ -91,7 +91,7 @@ def test_a_worker_that_fails_while_it_answers_a_call():
         assert re.search(r"RuntimeError: .* no answer from .*worker2", result.output)
 
 
-def test_those_who_wait_at_the_end_answer_for_as_long_as_they_are_needed():
+def test_workers_that_are_done_answer_for_as_long_as_they_are_needed():
     first, second = run("late", timeout=2, ranks=2)
     assert "all calls answered\nleft\n" in first.check().output
     assert "left\n" in second.check().output

@@ -1,4 +1,4 @@
-"""rpc_basics/: each row of "What usually goes wrong" is provoked in its script, and cured."""
+"""rpc_basics/: each row of "What usually goes wrong" is provoked in its script, then fixed."""
 
 import re
 
@@ -16,7 +16,7 @@ ROWS = {
         "test_rpc_basics_faults.py::test_a_call_that_calls_back_needs_a_second_thread"
     ),
     "`KeyError`": "test_gradients_and_where_they_are",
-    "first values differ": "test_two_threads_share_a_random_generator",
+    "initial values differ": "test_two_threads_share_a_random_generator",
     "`.grad` is None": "test_gradients_and_where_they_are",
     "`DeprecationWarning": (
         "test_rpc_basics.py::test_gradients_over_three_workers_are_those_of_one_process"
@@ -26,10 +26,10 @@ ROWS = {
         "test_rpc_basics.py::test_gradients_over_three_workers_are_those_of_one_process",
     ),
     "async_execution": (
-        "test_a_server_that_waits_for_one_who_has_ended",
+        "test_a_server_that_waits_for_a_trainer_that_has_ended",
         "test_rpc_basics_parameter_server.py::test_where_one_is_needed_its_death_ends_the_job",
     ),
-    "that of chance": "test_gradients_that_are_too_stale",
+    "at chance accuracy": "test_gradients_that_are_too_stale",
     "`Gloo connectFullMesh failed`": "test_init_rpc_after_a_restart",
 }
 
@@ -60,7 +60,7 @@ def test_failures_of_calls(copy):
 
 
 def test_gradients_and_where_they_are(copy):
-    """References that are new, as those that a worker is given: the first call is rpc_async."""
+    """New references, such as those that a worker receives: the first call is rpc_async."""
     script = "distributed_autograd.py"
     copy.edit(script, "class Layer", "def same(thing):\n    return thing\n\n\nclass Layer")
     again = "    owners = ('worker1', 'worker2', 'worker0')\n    layers = ["
@@ -85,7 +85,7 @@ def test_gradients_and_where_they_are(copy):
 
 
 def test_two_threads_share_a_random_generator(copy):
-    """A barrier makes sure of what else is chance: both have set the seed before any draws."""
+    """A barrier forces the race: both threads have set the seed before either one draws."""
     script, seed = "distributed_autograd.py", "        torch.manual_seed(number)\n"
     copy.edit(script, seed, seed + "        BOTH.wait(20)\n")
     copy.edit(script, "\nBATCH = ", "\nBOTH = __import__('threading').Barrier(2)\nBATCH = ")
@@ -110,7 +110,7 @@ def test_two_threads_share_a_random_generator(copy):
     assert "twins are equal: True" in copy.run(script, ranks=3).check().output
 
 
-def test_a_server_that_waits_for_one_who_has_ended(copy):
+def test_a_server_that_waits_for_a_trainer_that_has_ended(copy):
     """The second trainer makes only half of the pushes."""
     script, short = "batched_server.py", ("--steps", 4, "--timeout", 4)
     copy.edit(script, "range(args.steps)", "range(args.steps // worker.rank)")
@@ -134,7 +134,7 @@ def test_gradients_that_are_too_stale(copy):
 
 
 def test_init_rpc_after_a_restart(copy):
-    """minimal.py joins by init_rpc alone. What a rank reads is chance, so there are 4 attempts."""
+    """minimal.py uses only init_rpc. It is chance what a rank reads, so there are 4 attempts."""
     last = "os.environ['TORCHELASTIC_RESTART_COUNT'] == os.environ['TORCHELASTIC_MAX_RESTARTS']"
     dies = f"        if not {last}:\n            os._exit(1)\n"
     asks = '        ask(f"worker{world_size - 1}")\n'

@@ -53,7 +53,7 @@ def test_each_batch_is_prefetched(said):
 @pytest.mark.slow
 def test_out_of_memory_is_survived(said):
     assert "3. CUDA out of memory. Tried to allocate" in said
-    assert "Allocated, as before: 0.00 MiB" in " ".join(said.split())
+    assert "Still allocated: 0.00 MiB" in " ".join(said.split())
 
 
 @on_emulated_gpus

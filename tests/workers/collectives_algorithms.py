@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from runtime import distributed_worker
 
-# Most groups do not begin with rank 0, and some have gaps: a global rank is no group rank.
+# Most groups do not begin with rank 0, and some have gaps: global ranks differ from group ranks.
 GROUPS = ([4], [1, 4], [0, 3, 5], [2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
 SIZES = (0, 1, 2, 3, 5, 7, 16, 31, 64, 1000)
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "uint8", "complex64")
@@ -28,7 +28,7 @@ real_batch = dist.batch_isend_irecv
 
 
 def counting_batch(operations):
-    """Counts what the code hands over to be sent, apart from the code's own count."""
+    """Counts what the code sends, independent of the code's own count."""
     for operation in operations:
         if operation.op is dist.isend:
             WIRE["bytes"] += operation.tensor.numel() * operation.tensor.element_size()
@@ -75,7 +75,7 @@ def all_algorithms(members: list[int], group) -> list[dict]:
 
 
 def ring_in_pieces(members: list[int], group) -> list[dict]:
-    """Pieces of 8 elements, with 1, 2 or 3 of them on the way."""
+    """Pieces of 8 elements, with 1, 2 or 3 of them in flight."""
     records, before = [], (algorithms.PIECE_BYTES, algorithms.PIECES_AHEAD)
     for ahead, numel in product((1, 2, 3), (50, 301)):
         algorithms.PIECE_BYTES, algorithms.PIECES_AHEAD = 32, ahead

@@ -1,7 +1,7 @@
 """Run every case of bandwidth.py, and the orders of async_work.py, for worlds of 2 to 4 ranks.
 
 Started by test_collectives_cost.py under torchrun with 4 ranks. Smaller worlds are groups of the
-first ranks. Each rank saves what it has seen; the tests compare.
+first ranks. Each rank saves what it saw; the tests compare.
 """
 
 import sys
@@ -42,10 +42,10 @@ def run_cases(worker, groups) -> dict:
 
 
 def overlap_is_real(order: str) -> list[bool]:
-    """For each bucket but the first: was the transfer before it complete while this one computed?
+    """For each bucket but the first: did the previous transfer complete while this one computed?
 
-    Computing here means: to wait until it is, at most 20 s. A transfer that needs wait() to be
-    called would never be.
+    Here the computation waits until that transfer is complete, at most 20 s. A transfer that needed
+    a call of wait() would never complete.
     """
     works, seen, real = [], [], dist.all_reduce
 
@@ -70,8 +70,8 @@ def overlap_is_real(order: str) -> list[bool]:
 def computes_ahead(worker, mark: Path) -> bool:
     """Whether rank 0 computes its last bucket although no transfer can be complete.
 
-    None can, because the last rank starts when it sees the mark that rank 0 leaves then (or, lest
-    a wrong order hangs, after 20 s).
+    No transfer can be complete, because the last rank starts only when rank 0 has left a mark in
+    its last bucket (or after 20 s, so that a wrong order does not hang).
     """
     computed = []
 
@@ -99,7 +99,7 @@ def main() -> None:
         async_work.run_order("overlapped", tensors, lambda: None)
         saved["sums"] = [tensor.clone() for tensor in tensors]
         saved["measured"] = async_work.measure_overlap(tensors, lambda: None, repeats=3)
-        # Rank 1 is slow, and all must hear of it.
+        # Rank 1 is slow, and every rank must get its time.
         slow = lambda: time.sleep(0.03 if worker.rank == 1 else 0)  # noqa: E731
         saved["slow"] = time_calls(slow, 2, 3, CPU)
         limits = bandwidth.measure_limits(4096, 3, worker)

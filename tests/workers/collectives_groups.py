@@ -1,9 +1,9 @@
 """Run the scripts about stores and groups, then try their functions with 4 processes at once.
 
 Started by test_collectives_groups.py under torchrun with 4 ranks, and as one process that only runs
-the scripts. Launching ranks is what costs time, so one job runs several scripts; each joins and
-leaves a process group of its own. Every rank writes FOLDER/<rank>.json. What scripts print comes
-between lines "== NAME".
+the scripts. Launching ranks takes time, so one job runs several scripts; each joins and leaves its
+own process group. Every rank writes FOLDER/<rank>.json. The line "== NAME" precedes what a script
+prints.
 """
 
 import json
@@ -74,7 +74,7 @@ def cross_barriers(store, rank: int, world_size: int) -> list[int]:
 
 
 def elections(store, worker: Worker) -> list[tuple[int, int]]:
-    """(leader, the leader after all others tried to take its place), as this rank saw them."""
+    """(leader, leader after all other ranks tried to take its place), as this rank saw them."""
     seen = []
     for term in range(TERMS):
         stores.barrier(store, worker.world_size)  # all at once
@@ -88,7 +88,7 @@ def elections(store, worker: Worker) -> list[tuple[int, int]]:
 
 
 def queue(store, worker: Worker) -> dict:
-    """Ranks 0 and 1 put tasks while the others take already, and take when they have put theirs."""
+    """Ranks 0 and 1 put tasks while ranks 2 and 3 take tasks; then they take tasks, too."""
     taken = []
     if worker.rank < 2:
         for task in range(worker.rank, TASKS, 2):
@@ -139,7 +139,7 @@ def miss_a_barrier(store, worker: Worker) -> str:
 
 
 def call_the_roll(store, worker: Worker) -> str:
-    """Two more ranks are expected than there are; and then exactly those that there are."""
+    """First expect exactly the ranks of this job, then two more."""
     roll_call(dist.PrefixStore("complete", store), worker.rank, worker.world_size, stores.PATIENCE)
     try:
         roll_call(dist.PrefixStore("roll", store), worker.rank, worker.world_size + 2, SHORT)
@@ -159,16 +159,16 @@ def try_groups(worker: Worker) -> dict:
                 dist.get_rank(group),
                 process_groups.sum_in(group, 10**rank, "cpu"),
             ]
-    # One rank leaves out a call: that call fails. Patiently, or a rank that a busy machine has
-    # made late would be named as well.
+    # One rank skips a call, and the call fails on all other ranks. The time-out is long, or the
+    # error could also name a rank that a busy machine has made late.
     started = time.perf_counter()
     seen["left out"] = "absent" if rank == 1 else process_groups.try_new_group(3)
     seen["left out, seconds"] = time.perf_counter() - started
     dist.barrier()
-    seen["the next one"] = process_groups.try_new_group(0.7)  # all make it, and it fails, too
+    seen["the next one"] = process_groups.try_new_group(0.7)  # all ranks call it; it also fails
     dist.barrier()
-    # Last, since they put the ranks out of step, too. Only the members call: works while all have
-    # made equally many groups, then no more.
+    # Last, because these calls also put the ranks out of step. Only the members call: this works
+    # only while all ranks have made equally many groups.
     first = process_groups.members_alone([2, 3])
     seen["members alone"] = dist.get_process_group_ranks(first) if first else None
     dist.barrier()

@@ -1,7 +1,7 @@
-"""Call every collective in groups of 2, 3, 4 of 4 ranks; each rank saves what it got.
+"""Call every collective in groups of 2, 3, 4 of 4 ranks; each rank saves its results.
 
-Started by test_collectives_operations.py under torchrun. What should have come out is computed
-there, by plain tensor operations, from `given(...)`.
+Started by test_collectives_operations.py under torchrun. That file computes the expected results
+from `given(...)` by plain tensor operations.
 """
 
 import itertools
@@ -30,19 +30,19 @@ SHAPES = (
     (),
     (1025,),
 )  # odd sizes, nothing, no dims, more than one packet
-ROWS = (0, 1, 3)  # of a part, where a tensor is cut into parts
+ROWS = (0, 1, 3)  # rows of a part, where a tensor is split into parts
 OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "BAND", "BOR", "BXOR")
 
 
 def given(world: int, rank: int, shape, dtype) -> torch.Tensor:
-    """What `rank` of the group of the first `world` ranks begins with: whole numbers below 8."""
+    """The input of `rank` in the group of the first `world` ranks: integers below 8."""
     generator = torch.Generator().manual_seed(1000 * world + rank)
     numbers = torch.randint(0, 8, shape, generator=generator)
     return numbers % 2 == 1 if dtype == torch.bool else numbers.to(dtype)
 
 
 def counts(world: int, rank: int) -> list[int]:
-    """How many rows `rank` sends to each: uneven, with zeros."""
+    """How many rows `rank` sends to each rank: uneven, with zeros."""
     return [(rank + 2 * to) % 3 for to in range(world)]
 
 
@@ -61,7 +61,7 @@ def call_all(world: int, rank: int, group) -> dict:
             got["all_reduce", *key, op] = refused_or(
                 lambda x=x, op=op: collectives.all_reduce(x, getattr(dist.ReduceOp, op), group)
             )
-        got["input", *key] = x  # unchanged by all that
+        got["input", *key] = x  # must still be unchanged
     for dtype, rows in itertools.product(DTYPES, ROWS):
         x = given(world, rank, (rows * world, 2), dtype)
         parts, key = list(x.split(rows) if rows else [x] * world), (str(dtype), rows)
@@ -135,7 +135,7 @@ def gradients(name: str, world: int, rank: int, group) -> dict:
 
 
 def barriers(rank: int) -> bool:
-    """Whether nobody ever left a barrier before the last rank had come."""
+    """Whether no rank left a barrier before the last rank had arrived."""
     store = dist.PrefixStore("barriers", next(dist.rendezvous("env://"))[0])
     ok = True
     for i in range(20):

@@ -37,7 +37,7 @@ ATTENTION = {  # kind -> dtype, factor on the queries
     "large": ("float", 200.0),  # exp(score) alone would be infinite
     "bf16": ("bf16", 1.0),
 }
-# In float64 on all rings; the others on those that do not divide by two.
+# float64 on all rings; other dtypes on rings whose size does not divide by two.
 ATTENTIONS = [(kind, size) for kind in ATTENTION for size in RINGS if kind == "double" or size == 3]
 MODELS = {  # (ranks of a ring, balanced, what differs)
     (1, True, "sgd"),
@@ -59,7 +59,7 @@ SIZES = SimpleNamespace(batch_size=2, heads=2, length=256, dim=16)
 
 
 def qkv(kind: str) -> list[torch.Tensor]:
-    """Queries, keys, values of whole sequences, and a gradient of the output."""
+    """Queries, keys, values of full sequences, and a gradient of the output."""
     dtype, factor = ATTENTION[kind]
     generator = torch.Generator().manual_seed(3)
     tensors = torch.randn(4, 2, 3, LENGTH, 5, generator=generator, dtype=torch.float64)
@@ -91,7 +91,7 @@ def build(how: str) -> GPT:
 
 
 def loss_of(logits, targets):
-    """model.py's is computed in float32, whatever the logits are."""
+    """model.py computes its loss in float32 for any dtype of the logits; this one does not."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -109,7 +109,7 @@ def optimizer(how: str, parameters) -> torch.optim.Optimizer:
 
 
 def one_process(how: str) -> list[dict]:
-    """An ordinary loop."""
+    """A single-process training loop."""
     model, steps = build(how), []
     step_of = optimizer(how, model.parameters())
     for x, y in batches():
@@ -125,7 +125,7 @@ def one_process(how: str) -> list[dict]:
 
 
 def with_ring(how: str, balanced: bool, group, share: int, shares: int, device) -> list[dict]:
-    """The script's own loop. share: of the batch, if several rings divide it."""
+    """The script's own loop. share: this ring's share of the batch, if there are several rings."""
     model = apply_ring_attention(build(how).to(device), group, balanced)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     own = [

@@ -98,7 +98,7 @@ def plain(table: list[dict]) -> list[dict]:
 
 
 def gradients(mesh: DeviceMesh, sizes) -> dict[tuple, tuple]:
-    """Placements -> the whole gradients of x and y, of sum((x @ y) * z)."""
+    """Placements -> the full gradients of x and y, of sum((x @ y) * z)."""
     x_whole, y_whole, z_whole = inputs(sizes)
     found = {}
     for x_name, y_name in product(PLACEMENTS, PLACEMENTS):

@@ -46,7 +46,7 @@ BY_TORCH = [
 
 
 def build(stage: int = 0, stages: int = 1, device=CPU) -> GPT:
-    """GPT-2's first values are so small that some gradients would be below the tolerance."""
+    """GPT-2's initial values are so small that some gradients would be below the tolerance."""
     model = gpt_stage(CONFIG, stage, stages, 0, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -113,7 +113,7 @@ def what_is_kept(models, step, device) -> dict:
 
 
 def contiguous_inputs(pipeline, device) -> list[bool]:
-    """Of each micro-batch that a stage of this rank computes with, where the batch is a window."""
+    """Whether each micro-batch of this rank's stages is contiguous, if the batch is a view."""
     found = []
 
     def note(module, inputs):
@@ -143,7 +143,7 @@ def accumulated(groups, device) -> dict:
 
 
 def timers_by_hand(groups, name: str, m: int, device) -> list[list]:
-    """The timelines of this rank in some steps of stages that only wait."""
+    """The timelines of this rank in some steps of sleeping stages."""
     rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     stage = TimerStage(CONFIG, rank, p, SECONDS, device)
     pipeline = by_hand.Pipeline(stage, timer_loss, groups)

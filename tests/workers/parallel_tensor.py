@@ -45,7 +45,7 @@ CASES = {  # name -> (ranks, sizes, tied, optimizer)
     "4 sgd": (4, SMALL, False, "sgd"),
     "4 tied adamw": (4, SMALL, True, "adamw"),
 }
-DTENSORS = {  # name -> (sequence parallel, logits cut, optimizer, gradients summed by hand)
+DTENSORS = {  # name -> (sequence parallel, logits sharded, optimizer, gradients summed by hand)
     "gathered sgd": (False, False, "sgd", False),
     "gathered adamw": (False, False, "adamw", False),
     "cut sgd": (False, True, "sgd", False),
@@ -60,7 +60,7 @@ DTENSORS = {  # name -> (sequence parallel, logits cut, optimizer, gradients sum
 
 
 def foreach(make):
-    """The optimizer that `make` makes, as on a GPU: a call updates all parameters of a group."""
+    """The optimizer that `make` makes, as on a GPU: one call updates all parameters of a group."""
 
     def made(parameters):
         optimizer = make(parameters)
@@ -140,7 +140,7 @@ def operators(rank: int, device) -> dict:
 
 
 def losses(device) -> list[dict]:
-    """Cross-entropy over cut logits, next to torch's over whole ones; extreme ones, too."""
+    """Cross-entropy over sharded logits, and torch's over full logits; extreme values, too."""
     found = []
     for scale, shift, dtype in (
         (1, 0, torch.float32),
@@ -169,7 +169,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outputs(device) -> dict:
-    """What the cut model returns, without gradients, and what its embedding finds."""
+    """The outputs of the sharded model and of its embedding, without gradients."""
     tokens = torch.arange(24, device=device).view(2, 12) * 10
     with torch.no_grad():
         one = initialize(GPT(config_of(SMALL)), seed=1).to(device)

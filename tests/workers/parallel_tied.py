@@ -78,7 +78,7 @@ def main(output: Path) -> None:
 
 
 def loaded(folder: Path, worker) -> dict:
-    """What a stage with other values holds once it has loaded the checkpoint."""
+    """The state of a stage with other initial values, after it has loaded the checkpoint."""
     config = tied_stages.make_config(ARGS)
     model = tied_stages.gpt_stage(config, worker.rank, worker.world_size, 99, worker.device)
     dcp.load(tied_stages.named_state(model), checkpoint_id=folder)

@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def killed(worker) -> None:
-    """Worker 2 dies while worker 0 waits for its answer, and worker 1 for the end of all."""
+    """Worker 2 dies while worker 0 waits for its answer, and worker 1 for the end of the job."""
     if worker.rank == 0:
         try:
             rpc.rpc_sync("worker2", die)
@@ -48,7 +48,7 @@ def raises(worker) -> None:
 
 
 def mistaken(worker) -> None:
-    """Worker 0 finds a mistake of the user's."""
+    """Worker 0 raises UserError."""
     if worker.rank == 0:
         raise UserError("there is no such file")
 
@@ -59,7 +59,7 @@ def stay() -> None:
 
 
 def late(worker) -> None:
-    """Worker 0 needs the others for longer than the time-out of a call."""
+    """Worker 0 needs worker 1 for longer than the time-out of a call."""
     if worker.rank == 0:
         begin, calls = time.monotonic(), 0
         while time.monotonic() < begin + float(sys.argv[2]) + 1:
@@ -68,7 +68,7 @@ def late(worker) -> None:
 
 
 def too_much(worker) -> None:
-    """Answers that no memory could hold, and that cannot be here in time."""
+    """One answer that no memory can hold, and one that cannot arrive in time."""
     if worker.rank == 0:
         for size, timeout in ((10**15, 20), (2**28, 0.01)):
             try:
@@ -87,7 +87,7 @@ def joins(worker) -> None:
 
 
 def nested(worker) -> None:
-    """A call that calls back: with one thread nobody is left to answer it, or to end it in time."""
+    """A call that calls back: with one thread no thread is left to answer it or to time it out."""
     print("the answer is", rpc.rpc_sync("worker0", call_back), flush=True)
 
 
