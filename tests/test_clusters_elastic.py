@@ -103,7 +103,7 @@ def test_ranks_of_two_jobs_do_not_train_together(tmp_path):
 def test_more_ranks_than_parts(tmp_path):
     result = python(SCRIPT, timeout=60, WORLD_SIZE="13")
     assert result.returncode == 2
-    assert "elastic_train.py: error: a step has 12 parts: at most so many ranks" in result.output
+    assert "elastic_train.py: error: a step has 12 micro-batches: at most 12 ranks" in result.output
 
 
 # ---- hosts of the lab

@@ -151,7 +151,7 @@ def test_a_killed_worker(cluster, tmp_path):
 def test_more_workers_than_there_are_processors(cluster, tmp_path):
     args = ("--workers", 5, DDP, "--output-dir", tmp_path)
     result = python(SCRIPT, *args, timeout=120, **cluster[1])
-    says = "train.py: error: --workers 5 take as many CPUs, and Ray has 4\n"
+    says = "train.py: error: --workers 5 need as many CPUs, but Ray has 4\n"
     assert (result.returncode, result.output.endswith(says)) == (2, True), result.output
 
 
@@ -168,7 +168,7 @@ def module():
 def test_mistakes_are_one_sentence(module, capsys, monkeypatch):
     for words, says in [
         (["none.py", "--output-dir", "a"], "there is no script none.py"),
-        ([str(DDP)], "the script needs --output-dir: what Ray restarts continues from there"),
+        ([str(DDP)], "the script needs --output-dir: restarted ranks continue from there"),
         (["--workers", "0", str(DDP)], "--workers 0: at least 1 is needed"),
     ]:
         monkeypatch.setattr(sys, "argv", ["train.py", *words])

@@ -157,7 +157,7 @@ def test_from_any_launcher(cluster, tmp_path):
     log = tmp_path / "log"  # in a batch script nobody is a rank
     job = ("--nodes=2", "--ntasks-per-node=1", f"--wrap=python {any_launcher}")
     assert cluster.finish(*job, output=log) == 0
-    assert log.read_text().startswith("started by nobody: RANK=0 WORLD_SIZE=1 ")
+    assert log.read_text().startswith("started by no launcher: RANK=0 WORLD_SIZE=1 ")
 
 
 def test_words_for_srun_and_a_container_come_before_the_ranks(cluster, tmp_path):

@@ -198,10 +198,10 @@ def test_random_kills(modules):
 @pytest.mark.parametrize(
     ("name", "words", "says"),
     [
-        ("train", [], "TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, and say where"),
-        ("train", ["--group", "2"], "--group 2 is not one of 1, which begin with 0"),
-        ("train", ["--steps", "0"], "--steps must be 1 or more, the seconds not negative"),
-        ("train", ["two ranks"], "one rank a group: --standalone --nproc-per-node=1"),
+        ("train", [], "TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, set its"),
+        ("train", ["--group", "2"], "--group 2: must be 0 to 0 (--groups 1)"),
+        ("train", ["--steps", "0"], "--steps must be at least 1, and seconds must not be negative"),
+        ("train", ["two ranks"], "one rank per group: --standalone --nproc-per-node=1"),
         ("torchft_kills", ["--groups", "1"], "--groups 1: 2 to 12, somebody must be left to go on"),
         ("torchft_kills", ["--kills", "999"], "--kills 999: 600 steps have room for 1 to 390"),
         ("torchft_kills", ["--output-dir", str(FOLDER)], "is not empty"),
