@@ -235,11 +235,11 @@ def hsdp_text(repeats: int) -> list[str]:
     about = (
         f"{PARAMETERS:,} fp32 parameters, {SLOW}. In a ring of all four ranks, one rank of each "
         "host sends to the other host: 3/4 of the bytes in an all_gather, 6/4 in an all_reduce. "
-        "With k micro-batches FSDP all-gathers 2 k times and sends 6 k + 6 bytes per parameter, because "
-        "Gloo's reduce_scatter is an all_reduce; a true one needs 6 k + 3. HSDP gathers within the "
-        "host, and only the two all_reduces of half the gradients each cross the link: 2 x 2 = 4 "
-        "bytes per parameter for any k. Without micro-batches the ratio is 12 / 4; with a true "
-        "reduce_scatter it would be 9 / 4."
+        "With k micro-batches FSDP all-gathers 2 k times and sends 6 k + 6 bytes per parameter, "
+        "because Gloo's reduce_scatter is an all_reduce; a true one needs 6 k + 3. HSDP gathers "
+        "within the host, and only the two all_reduces of half the gradients each cross the link: "
+        "2 x 2 = 4 bytes per parameter for any k. Without micro-batches the ratio is 12 / 4; "
+        "with a true reduce_scatter it would be 9 / 4."
     )
     return [
         "## HSDP and FSDP when the link between the hosts is slow",

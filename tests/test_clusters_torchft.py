@@ -202,7 +202,11 @@ def test_random_kills(modules):
         ("train", ["--group", "2"], "--group 2: must be 0 to 0 (--groups 1)"),
         ("train", ["--steps", "0"], "--steps must be at least 1, and seconds must not be negative"),
         ("train", ["two ranks"], "one rank per group: --standalone --nproc-per-node=1"),
-        ("torchft_kills", ["--groups", "1"], "--groups 1: must be 2 to 12, so that a group survives a kill"),
+        (
+            "torchft_kills",
+            ["--groups", "1"],
+            "--groups 1: must be 2 to 12, so that a group survives a kill",
+        ),
         ("torchft_kills", ["--kills", "999"], "--kills 999: 600 steps have room for 1 to 390"),
         ("torchft_kills", ["--output-dir", str(FOLDER)], "is not empty"),
     ],
