@@ -282,7 +282,7 @@ def test_when_one_host_fails_all_end(hosts, tmp_path):
     script.write_text(FAILS_ON_HOST1)
     with launch("--lab", 3, script, name=hosts) as job:
         result = job.wait(120)
-        assert not job.kill()  # nobody was left
+        assert not job.kill()  # no process was left
     assert result.returncode == 1
     assert "host1: ValueError: a mistake on this host" in re.sub(r"\[rank\d\]: ", "", result.output)
     assert "launch.py: host1 has ended with status 1" in result.output

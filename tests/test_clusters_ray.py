@@ -81,7 +81,7 @@ def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
 @needs_ray
 @pytest.mark.slow
 def test_a_killed_rank(cluster, tmp_path):
-    """fsdp_basics: Ray starts both ranks anew; the end is that of torchrun's run, bit for bit."""
+    """fsdp_basics: Ray restarts both ranks; the result equals that of torchrun's run, bit for bit."""
     head, told = cluster
     vit, alone = tmp_path / "vit", tmp_path / "alone"
     args = (FSDP, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 4, "--output-dir")
@@ -129,7 +129,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @needs_ray
 @pytest.mark.slow
 def test_a_killed_worker(cluster, tmp_path):
-    """ddp_basics loses a worker of Ray's on the way: its rank goes with it, and all start anew."""
+    """ddp_basics loses a Ray worker during the run: its rank ends with it, and all restart."""
     head, told = cluster
     hurt, alone = tmp_path / "hurt", tmp_path / "alone"
     script = DDP.relative_to(ROOT)  # as printed: relative to where the command is typed

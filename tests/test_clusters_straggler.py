@@ -1,4 +1,4 @@
-"""clusters/straggler.py: who is named, when, and that a job really names its slow rank."""
+"""clusters/straggler.py: which rank is named, when, and that a job really names its slow rank."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""clusters/torchft/: groups are killed, the others go on, and in the end all are the same."""
+"""clusters/torchft/: groups are killed, the other groups continue, and at the end all are equal."""
 
 import argparse
 import importlib.util
