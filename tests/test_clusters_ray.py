@@ -81,7 +81,7 @@ def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
 @needs_ray
 @pytest.mark.slow
 def test_a_killed_rank(cluster, tmp_path):
-    """fsdp_basics: Ray restarts both ranks; the result equals that of torchrun's run, bit for bit."""
+    """fsdp_basics: Ray restarts both ranks; the result equals torchrun's, bit for bit."""
     head, told = cluster
     vit, alone = tmp_path / "vit", tmp_path / "alone"
     args = (FSDP, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 4, "--output-dir")
