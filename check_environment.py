@@ -1,10 +1,10 @@
-"""Say what this machine has, what is wrong, and what to do about it.
+"""Print what this machine has, what is wrong, and what to do.
 
     python3 check_environment.py            # one line per item: "ok", or "!!" and advice below
     python3 check_environment.py --brief    # the "!!" lines, their advice and the verdict
 
-Needs nothing installed, on Linux and macOS. Exit status 1 if something is wrong that the examples
-cannot do without, else 0: a machine without a GPU is fine.
+Needs only Python, on Linux and macOS. Exit status 1 if something is wrong that stops the examples,
+else 0: a machine without a GPU is fine.
 """
 
 import argparse
@@ -21,23 +21,23 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 INSTALL = "run 'make demo', or 'pip install -r requirements.txt' in a virtual environment"
-# A demo without these cannot start; the rest is for the course and the tests.
+# The demo needs these packages; the rest is for the course and the tests.
 ESSENTIAL = {"numpy", "scikit-learn"}
 
 
 class Check(NamedTuple):
     name: str
     found: str
-    advice: str = ""  # what to do; empty: nothing is wrong
-    stops: bool = False  # the examples do not work like this
+    advice: str = ""  # what to do; empty if nothing is wrong
+    stops: bool = False  # whether the examples cannot run
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Say what this machine has and what is wrong.")
-    parser.add_argument("--brief", action="store_true", help="leave out what is right")
+    parser = argparse.ArgumentParser(description="Print what this machine has and what is wrong.")
+    parser.add_argument("--brief", action="store_true", help="print only what is wrong")
     brief = parser.parse_args().brief
     checks = [ask("system", check_system, sys.platform)]
-    if not checks[0].stops:  # the other checks are for the systems that PyTorch's jobs run on
+    if not checks[0].stops:  # the other checks need Linux or macOS
         checks += check_all()
     for check in checks:
         if brief and not check.advice:
@@ -53,7 +53,7 @@ def main():
 def check_all():
     builds, others = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-common"))
     torch, torch_error = try_import("torch")
-    # Some builds write a package's name with "_" for "-": pip takes both as one name.
+    # Some builds write "_" instead of "-" in a package's name: pip treats both as one name.
     installed = {d.metadata["Name"].replace("_", "-"): d.version for d in metadata.distributions()}
     versions = installed.get("torch"), installed.get("torchvision")
     transformers_error = try_import("transformers")[1]
@@ -73,7 +73,7 @@ def check_all():
 
 
 def ask(name, check, *args):
-    """The check's answer. If the check itself raises, its error is the answer."""
+    """The check's result. If the check itself raises, its error is the result."""
     try:
         return check(*args)
     except Exception as error:
@@ -101,12 +101,12 @@ def check_torch(version, pin, error):
     found = f"{version} (pinned: {pin})"
     if tuple(map(int, version.split(".")[:2])) < (2, 11):
         return Check("torch", found, "the examples need 2.11 or newer: " + INSTALL, stops=True)
-    same = version.partition("+")[0] == pin  # after "+" stands the kind of build
+    same = version.partition("+")[0] == pin  # "+" precedes the kind of build
     return Check("torch", found, "" if same else "the course needs the pinned one: " + INSTALL)
 
 
 def check_torchvision(version, pin, torch, use):
-    """use: a function that calls compiled code of torchvision; raises if it does not fit torch."""
+    """use: calls compiled code of torchvision; raises if torchvision does not fit torch."""
     if version is None or torch is None:
         found = f"{version}, not tried without torch" if version else "not installed"
         return Check("torchvision", found, INSTALL, stops=True)
@@ -150,7 +150,7 @@ def check_backends(torch):
 def check_torchrun(local_addr):
     """torchrun --standalone connects to itself by two names, and waits for minutes if that fails.
 
-    local_addr: its option --local-addr; by default the second name is socket.getfqdn().
+    local_addr: torchrun's --local-addr; by default the second name is socket.getfqdn().
     """
     name = local_addr or socket.getfqdn()
     try:
@@ -168,7 +168,7 @@ def check_torchrun(local_addr):
 
 
 def connect(host):
-    """Connect to a server of this process, which listens on all addresses, as torchrun's does."""
+    """Connect to a server of this process that listens on all addresses, as torchrun's does."""
     both = socket.has_dualstack_ipv6()  # IPv4 and IPv6
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as server:
@@ -207,7 +207,7 @@ def own_address(name):
 
 
 def take_loopback():
-    """The command that keeps Gloo on this machine's loopback, which is lo0 on macOS."""
+    """The command that makes Gloo use this machine's loopback, which is lo0 on macOS."""
     here = [name for _, name in socket.if_nameindex()]
     return f"export GLOO_SOCKET_IFNAME={'lo0' if 'lo0' in here else 'lo'}"
 
@@ -223,7 +223,7 @@ def check_loopback():
 
 
 def check_gloo(torch, add):
-    """add: a function that lets two ranks add numbers, connected by Gloo; raises if they cannot."""
+    """add: makes two ranks add numbers over Gloo; raises if they cannot."""
     if torch is None:
         return Check("Gloo", "not tried without torch", INSTALL, stops=True)
     try:
@@ -259,7 +259,7 @@ def call_nms(torch):
 
 
 def two_gloo_ranks(torch):
-    """Join two ranks, here two threads, as torchrun does; Gloo chooses the address between them."""
+    """Connect two ranks, here two threads, as torchrun does; Gloo chooses their addresses."""
     dist, timeout = torch.distributed, timedelta(seconds=10)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
 

@@ -1,15 +1,15 @@
-"""Our shared-memory backend against Gloo, against torch's floor, and against the memory's limit.
+"""Our shared-memory backend against Gloo, against torch's overhead, and against memory bandwidth.
 
-    python benchmarks/backend.py                # all of it, 20 minutes; writes results/backend.md
+    python benchmarks/backend.py                # everything, 20 minutes; writes results/backend.md
     python benchmarks/backend.py --repeats 3 --parts latency bandwidth --no-write   # a quick look
 
 latency    small messages; the floor is a backend that does nothing. 2, 4 and 8 ranks
-busy       the same for two ranks while other processes keep all cores busy
+busy       small messages of two ranks while other processes keep all cores busy
 bandwidth  1 to 64 MB; the limit is `t.mul_(1.)`, which reads and writes every number once
 training   DDP, FSDP2 and tensor parallelism by hand, on a GPT and on a wide MLP
-mpi        Open MPI's all_reduce and messages, where mpicc and mpirun are installed
+mpi        Open MPI's all_reduce and messages, if mpicc and mpirun are installed
 
-All sides of a table take turns in one run, but MPI, whose processes are started in between.
+All sides of a table take turns in one run, except MPI, whose processes start in between.
 """
 
 import os
@@ -58,7 +58,7 @@ def part(name: str, repeats: int) -> None:
 
 
 def pin_to_a_core() -> None:
-    """Keep this rank, and every thread that it will start, on one core; each rank on another."""
+    """Pin this rank, and every thread that it will start, to a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
 
@@ -104,7 +104,7 @@ def latency_text(repeats: int) -> list[str]:
 
 def latency_table(found: dict) -> str:
     """Microseconds, and ratios pair by pair."""
-    rows = [("us a call: median (min ... max)", "nothing (floor)", "shm", "gloo")]
+    rows = [("us per call: median (min ... max)", "nothing (floor)", "shm", "gloo")]
     rows[0] += ("shm / floor", "gloo / shm")
     for name in dict.fromkeys(side.rpartition(", ")[0] for side in found):
         null, ours, gloo = (found[f"{name}, {b}"] for b in ("null", "shm", "gloo"))
@@ -155,7 +155,7 @@ def bandwidth(groups: dict, repeats: int) -> dict:
     return bench.alternate(repeats, sides)
 
 
-# The second names are those of torch before 2.13.
+# The second names are for torch before 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -226,7 +226,7 @@ def mpi_text(repeats: int) -> list[str]:
                 ours.setdefault(name, []).extend(seconds)
     floor = statistics.median(ours.pop("floor"))
     rows = [
-        ("us a call: median (min ... max)", "Open MPI, from C", "shm, from Python", "MPI / shm")
+        ("us per call: median (min ... max)", "Open MPI, from C", "shm, from Python", "MPI / shm")
     ]
     for name, seconds in mpi.items():
         ratio = statistics.median(bench.ratio_of_pairs(seconds, ours[name]))

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-SCRIPT = Path(__file__).with_name("backend.py")  # what is run, and calls this
+SCRIPT = Path(__file__).with_name("backend.py")  # the script that calls this module
 
 
 def training(groups: dict, repeats: int) -> dict:
@@ -121,7 +121,7 @@ def steps(build, wrap, loss, size: str = "", copies: int = 2) -> Callable[[], fl
             loss(model, x, y).backward()
             optimizer.step()
         rate = torch.tensor(4 * batch * copies / (time.perf_counter() - started))
-        dist.all_reduce(rate, op=dist.ReduceOp.MIN)  # as fast as the slower one
+        dist.all_reduce(rate, op=dist.ReduceOp.MIN)  # the slower rank's rate
         return rate.item()
 
     return samples_per_second
@@ -131,7 +131,7 @@ def alone_with_two_threads(side: Callable[[], float]) -> float:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count()))
     torch.set_num_threads(2)
-    # Both ranks must take part in the common start and end: rank 1's own copy would compete.
+    # Rank 1 only takes part in the common start and end: its own copy would compete.
     rate = side() if dist.get_rank() == 0 else wait_for_the_other()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, cores)
@@ -161,7 +161,7 @@ def training_text(repeats: int) -> list[str]:
         ratio = statistics.median(bench.ratio_of_pairs(rates, one))
         tp_rows.append((name, bench.summary(rates), f"{ratio:.3f}"))
     return [
-        "## Training on two ranks: GPT of 10.9 M parameters, 4 sequences a rank; MLP of 10 M",
+        "## Training on two ranks: GPT of 10.9 M parameters, 4 sequences per rank; MLP of 10 M",
         bench.table(rows),
         f"FSDP2 kept / DDP, both on shm: {bench.summary(kept)}",
         "## Two tensor-parallel ranks against one process with two threads",

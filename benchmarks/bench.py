@@ -1,4 +1,4 @@
-"""What benchmarks share: parts that run in processes of their own, repeats, readable reports."""
+"""Shared code of the benchmarks: parts in separate processes, alternating repeats, reports."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 RESULTS = Path(__file__).parent / "results"
-MARK = "SAMPLES "  # begins the line in which a part says what it has measured
+MARK = "SAMPLES "  # begins the line in which a part prints its measurements
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -26,7 +26,7 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def measure(*command, timeout: float = 3600) -> dict:
-    """Run one part of a benchmark in processes of its own; return what it said, see `say`."""
+    """Run one part of a benchmark in its own processes; return the samples it printed by `say`."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout)
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
@@ -35,22 +35,22 @@ def measure(*command, timeout: float = 3600) -> dict:
 
 
 def say(samples: dict) -> None:
-    """Hand the samples, which JSON can express, to the process that called `measure`."""
+    """Pass the samples, as JSON, to the process that called `measure`."""
     print(MARK + json.dumps(samples), flush=True)
 
 
 def main(
     name: str, title: str, description: str, texts: dict[str, Callable], part: Callable
 ) -> None:
-    """The command line of a benchmark whose parts can be asked for by name.
+    """The command line of a benchmark whose parts can be selected by name.
 
     texts: by name, a function of the number of repeats that measures and returns sections.
-    part: what a process of `measure_part` does with (name of the part, repeats).
+    part: what a process of `measure_part` runs, with (name of the part, repeats).
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=9, help="repeats of each measurement")
     parser.add_argument("--parts", nargs="+", choices=texts, default=list(texts))
-    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--no-write", action="store_true", help="only print the results")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # what a child measures
     args = parser.parse_args()
     if args.part:
@@ -69,7 +69,7 @@ def measure_part(script: Path, part: str, ranks: int, repeats: int) -> dict:
 
 
 def seconds_per_call(call: Callable[[], None], count: int) -> float:
-    """Of `count` calls, from a common start of all ranks; the mean of this rank's."""
+    """This rank's mean over `count` calls, from a common start of all ranks."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(count):
@@ -95,17 +95,17 @@ def summary(samples: list[float]) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits of it, or all before the point: 0.6312, 42.1, 15,130."""
+    """The value with four digits, or all digits before the point: 0.6312, 42.1, 15,130."""
     return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def ratio_of_pairs(a: list[float], b: list[float]) -> list[float]:
-    """a / b for each repeat: the two of a pair ran one after the other, so load hits both alike."""
+    """a / b for each repeat: both sides of a pair ran in turn, so load slows both alike."""
     return [x / y for x, y in zip(a, b, strict=True)]
 
 
 def machine() -> str:
-    """Processor, number of cores, GPU if there is one, and versions."""
+    """CPU, number of cores, GPU if there is one, and versions."""
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     return (
         f"{processor()}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, "
@@ -114,7 +114,7 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """Its name with family and model, as clouds hide the product's; vector instructions; caches."""
+    """The CPU's name, family and model (clouds hide the product), vector instructions, caches."""
     found = {}
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as info:
@@ -127,7 +127,7 @@ def processor() -> str:
     return f"{found['model name']} ({model}; {' '.join(sets)}; {caches})"
 
 
-VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # what a multiplication's speed depends on
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # a matrix product's speed depends on them
 
 
 def cache_sizes() -> list[tuple[str, str]]:
@@ -140,7 +140,7 @@ def cache_sizes() -> list[tuple[str, str]]:
 
 
 def table(rows: list[tuple]) -> str:
-    """Markdown, the first row being the heading."""
+    """A Markdown table; the first row is the heading."""
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
     return "\n".join(lines)

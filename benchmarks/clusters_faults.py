@@ -1,10 +1,10 @@
-"""(A part of clusters.py.) Faults on two hosts of the lab: when they are noticed, and made good.
+"""(Part of clusters.py.) Faults on two lab hosts: seconds until noticed, and until the next step.
 
     python benchmarks/clusters_faults.py --part torchft --repeats 1        # one column, printed
 
-restart    torchrun --nnodes=2 --max-restarts, clusters/elastic_train.py: both hosts or nobody
-elastic    the same with --nnodes=1:2, which goes on with one host
-torchft    clusters/torchft/train.py, a torchrun on each host, the lighthouse on a third
+restart    torchrun --nnodes=2 --max-restarts, clusters/elastic_train.py: needs both hosts
+elastic    elastic_train.py with --nnodes=1:2, which continues with one host
+torchft    clusters/torchft/train.py, a torchrun on each host, the lighthouse on a third host
 """
 
 import argparse
@@ -26,9 +26,9 @@ import lab
 import psutil
 from clusters_links import hosts
 
-TIMEOUT = 5  # seconds that a collective waits for the missing
+TIMEOUT = 5  # time-out of collectives, seconds
 KEEP_ALIVE = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
-NOTICED = r"\w*Error\b|got exception|exitcode: -9"  # a line that speaks of a fault has this in it
+NOTICED = r"\w*Error\b|got exception|exitcode: -9"  # a line that reports a fault contains this
 LIGHTHOUSE = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000"]
 FAULTS = {
     "rank": "kill -9 of a rank",
@@ -43,8 +43,8 @@ PARTS = {"restart": ["rank"], "elastic": list(FAULTS), "torchft": ["rank", "cut"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, required=True)
-    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, help="else all that it can bear")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of each measurement")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, help="default: all of the part")
     args = parser.parse_args()
     print("\n\n".join(faults_text(args.repeats, {args.part: args.faults or PARTS[args.part]})))
 
@@ -69,14 +69,14 @@ class Training:
         told = os.environ | {"PYTHONUNBUFFERED": "1", "RUST_LOG": "warn"}
         if self.name == "torchft":
             told |= {"TORCHFT_LIGHTHOUSE": f"http://{lab.address(2)}:29510"}
-        else:  # else new ranks meet the addresses of dead ones
+        else:  # otherwise new ranks read the dead ranks' addresses
             told |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         line = [*self.command, "exec", host, "--", *words]
         with self.outputs[-1].open("w") as file:
             return subprocess.Popen([*map(str, line)], env=told, stdout=file, stderr=file)
 
     def start(self, host: int) -> None:
-        """Its agent, which starts the rank."""
+        """Start this host's agent, which starts the rank."""
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
         if self.name == "torchft":
             words += ["--standalone", "--max-restarts=100", ROOT / "clusters/torchft/train.py"]
@@ -96,9 +96,9 @@ class Training:
         return [rank.parent(), rank]
 
     def next_step(self, ranks: int, since: float, before: tuple = (0, 0), anew: bool = False):
-        """(When a fault was first spoken of, when the first step was done by so many ranks.)
+        """(When a fault was first reported, when `ranks` ranks first finished a step.)
 
-        before: what `said` was. anew: only steps after a restart of the ranks are meant.
+        before: an earlier result of `said`. anew: count only steps after a restart of the ranks.
         """
         deadline, noticed = time.monotonic() + 120, None
         while len(done := self.steps(ranks, since)) < 5:
@@ -114,7 +114,7 @@ class Training:
         return noticed, done[0]
 
     def steps(self, ranks: int, since: float) -> list[float]:
-        """When steps have been done, by so many ranks."""
+        """When steps were finished by `ranks` ranks."""
         for log in self.folder.glob("*.jsonl"):
             with log.open() as file:
                 file.seek(self.read.get(log, 0))
@@ -127,13 +127,13 @@ class Training:
         return sorted(line["time"] for line in done)
 
     def said(self) -> tuple[int, int]:
-        """How often all outputs speak of a fault, and of a start of elastic_train.py."""
+        """How often all outputs report a fault, and a start of elastic_train.py."""
         text = "".join(path.read_text() for path in self.outputs)
         return len(re.findall(NOTICED, text)), text.count("rank(s), from step")
 
 
 def strike(job: Training, fault: str) -> dict[str, float]:
-    """Do it, and put all right again. Seconds until it is noticed, and until the next step."""
+    """Cause a fault, then repair it. Seconds until it is noticed, and until the next step."""
     agent, rank = job.processes(1)
     left = 1 if fault in ("cut", "frozen") or job.name == "torchft" else 2
     before, since = job.said(), time.time()
@@ -146,7 +146,7 @@ def strike(job: Training, fault: str) -> dict[str, float]:
         rank.suspend()
     elif fault == "agent":
         agent.kill()
-        job.start(1)  # without it nobody would notice
+        job.start(1)  # otherwise no process would notice
     elif fault == "first":
         for process in job.processes(0):
             process.kill()
@@ -159,7 +159,7 @@ def strike(job: Training, fault: str) -> dict[str, float]:
     if fault == "cut":
         job.lab("heal", 1)
     elif fault == "frozen":
-        # nsenter, above the agent, has stopped itself when it did.
+        # nsenter, the agent's parent, has stopped itself when the agent stopped.
         for process in (agent, rank, psutil.Process(job.agents[1].pid)):
             process.resume()
     job.next_step(2, time.time())
@@ -189,14 +189,15 @@ def faults_text(repeats: int, parts: dict[str, list[str]] = PARTS) -> list[str]:
 
 WHAT = ("noticed", "next step")
 ABOUT = (
-    "Medians (min ... max). One job, a rank on each of two hosts, is struck again and again, "
-    "and each time waited for until both are back. Noticed: the first line of any output that"
-    f" speaks of it. A collective waits {TIMEOUT} s for the missing; a host that is not heard of"
-    " is given up after 3 s (agents of torchrun) or 1 s (torchft's lighthouse). Where a cable is "
-    "cut or a host is frozen, the next step is that of the other host alone. An agent that is"
-    " killed is not noticed, its rank trains on: the seconds are from the start of a new "
-    "agent. Where they meet is the first host: the other agent ends itself, and the next step"
-    " is counted from the same commands again. restart can but wait for a host that is away."
+    "Medians (min ... max). One job, with one rank on each of two hosts, suffers one fault "
+    "after another; each time we wait until both ranks are back. Noticed: the first line of "
+    f"output that reports the fault. Collectives time out after {TIMEOUT} s; a host without "
+    "heartbeat is given up after 3 s (torchrun's agents) or 1 s (torchft's lighthouse). After a"
+    " cut cable or a frozen host, the next step is that of the other host alone. A killed agent"
+    " is not noticed, and its rank continues to train: the seconds count from the start of a "
+    "new agent. They meet on the first host: when it is killed, the other agent ends, and the "
+    "next step counts from the restart of the commands. restart can only wait for a host that "
+    "is missing."
 )
 
 

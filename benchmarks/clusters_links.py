@@ -1,10 +1,10 @@
-"""(A part of clusters.py.) Strategies on two hosts of the lab, at several rates of their cables.
+"""(Part of clusters.py.) DDP, FSDP, HSDP and compression on two lab hosts, at several link rates.
 
     python benchmarks/clusters_links.py --part hsdp --repeats 3        # one table, printed
 
-One job of four ranks, two on each host, measures all sides in turns: a process group of two ranks
-of one host, one of a rank on each host, and all four. Between two samples the ranks themselves set
-the rate at which their host sends. What a host sends is read from its interface, headers included.
+One job of four ranks, two on each host, measures all sides in turn: a process group of two ranks
+on one host, a group of one rank per host, and all four ranks. Between two samples the ranks set
+the rate of their host's interface, and read the bytes it has sent, headers included.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 LAB = ROOT / "clusters/lab.py"
 RATES = ("10gbit", "1gbit", "100mbit")
-WIDTH, ROWS, STEPS = 640, 32, 3  # of the model; samples of a rank; optimizer steps of a sample
+WIDTH, ROWS, STEPS = 640, 32, 3  # model width; local batch; optimizer steps per measurement
 PARAMETERS = 64 * WIDTH + 2 * WIDTH**2 + 10 * WIDTH + 3 * WIDTH + 10
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, required=True)
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats of each measurement")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         print("\n\n".join(TEXTS[args.part](args.repeats)))
@@ -64,9 +64,9 @@ def main() -> None:
 
 @contextmanager
 def hosts(count: int):
-    """A lab; yields the words with which its commands begin."""
+    """Run a lab; yields the first words of its commands."""
     command = [sys.executable, str(LAB), "--name", f"bench{os.getpid()}"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the last lines
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run the `finally` below
     subprocess.run([*command, "up", str(count)], check=True, capture_output=True, timeout=60)
     try:
         yield command
@@ -75,7 +75,7 @@ def hosts(count: int):
 
 
 def run(part: str, repeats: int) -> dict:
-    """What rank 0 says, of two ranks on each of two hosts."""
+    """Run a part on two hosts with two ranks each; return rank 0's samples."""
     words = (sys.executable, __file__, "--part", part, "--repeats", repeats)
     job = {"WORLD_SIZE": "4", "MASTER_ADDR": lab.address(0), "MASTER_PORT": "29500"}
     job |= {"GLOO_SOCKET_IFNAME": "eth0"}
@@ -93,7 +93,7 @@ def run(part: str, repeats: int) -> dict:
 
 
 def set_rate(rate: str | None) -> None:
-    """Of what this rank's host sends; None: as fast as it can."""
+    """Limit the rate at which this rank's host sends; None: no limit."""
     if dist.get_rank() % 2 == 0:  # the first rank of its host
         remove = ["tc", "qdisc", "del", "dev", "eth0", "root"]
         subprocess.run(remove, capture_output=True, timeout=20)  # fails where there is none
@@ -102,7 +102,7 @@ def set_rate(rate: str | None) -> None:
 
 
 def sample(step: Callable[[], None] | None, rate: str | None) -> tuple[float, float]:
-    """Seconds, and bytes that this host has sent, of an optimizer step; step: None if not ours."""
+    """Seconds and bytes sent by this host per optimizer step; step: None if not this rank's."""
     set_rate(rate)
     dist.barrier()
     started, sent = time.perf_counter(), bytes_sent()
@@ -120,25 +120,25 @@ def bytes_sent() -> int:
 
 
 def build() -> nn.Sequential:
-    """Most of its parameters are in two square matrices."""
+    """A model with most of its parameters in two square matrices."""
     torch.manual_seed(0)
     hidden = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
 
 
 def ddp_step(ranks: list[int], prepare: Callable = lambda model, group: None):
-    """(One optimizer step, the model) on these ranks; Nones on others."""
+    """(A function for one optimizer step, the model) on these ranks; (None, None) on others."""
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
         return None, None
-    # One bucket: PowerSGD starts more in callbacks, with several in another order on each rank.
+    # One bucket: PowerSGD starts collectives in callbacks, whose order may differ between ranks.
     model = DistributedDataParallel(build(), process_group=group, bucket_cap_mb=100)
     prepare(model, group)
     return partial(train, model, torch.optim.SGD(model.parameters(), lr=0.05), 1), model
 
 
 def fsdp_step(mesh: list, parts: int = 1):
-    """Likewise; mesh: ranks, or hosts of ranks: then it is HSDP. parts: accumulated in a step."""
+    """One FSDP step; HSDP if mesh is a list of hosts' ranks. parts: micro-batches per step."""
     names = ("replicate", "shard") if isinstance(mesh[0], list) else ("shard",)
     device_mesh = DeviceMesh("cpu", mesh, mesh_dim_names=names)
     if device_mesh.get_coordinate() is None:
@@ -154,7 +154,7 @@ IMAGES, LABELS = (torch.tensor(x) for x in load_digits(return_X_y=True))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, parts: int) -> None:
-    """One optimizer step; gradients are added up over the ranks after the last of the parts."""
+    """One optimizer step; gradients are reduced after the last of the `parts` micro-batches."""
     for part in range(parts):
         if parts > 1:
             model.set_requires_gradient_sync(part == parts - 1)
@@ -193,10 +193,10 @@ def links_text(repeats: int) -> list[str]:
             cells = (bench.summary(seconds), rate, megabytes(sent), formula)
             rows.append((f"{name}, {where}", *cells, bench.summary(slower)))
     about = (
-        f"{PARAMETERS:,} fp32 parameters, {ROWS} samples a rank, so that parameters dominate. By "
-        "formula, of N = 2 ranks: an all_reduce sends 2 (N - 1) / N of its 4 bytes a parameter, "
-        "an all_gather half of that. FSDP gathers twice, and reduce_scatter of Gloo is an "
-        "all_reduce: 8 bytes a parameter. (NCCL's is half an all_reduce: 6.)"
+        f"{PARAMETERS:,} fp32 parameters, {ROWS} samples per rank, so that parameters dominate. By "
+        "formula, for N = 2 ranks: an all_reduce sends 2 (N - 1) / N of its 4 bytes per parameter, "
+        "an all_gather half of that. FSDP all-gathers twice, and Gloo's reduce_scatter is an "
+        "all_reduce: 8 bytes per parameter. (NCCL's is half an all_reduce: 6.)"
     )
     return ["## DDP and FSDP: one host, and two", bench.table(rows), about]
 
@@ -205,10 +205,10 @@ def megabytes(sent) -> str:
     return bench.summary([nbytes / 1e6 for nbytes in sent])
 
 
-# ---- HSDP: sharded on a host, replicated between hosts
+# ---- HSDP: sharded within a host, replicated between hosts
 
 SLOW = "100mbit"
-# Bytes that a host sends to the other in an optimizer step, for each parameter; ", 4": of 4 parts.
+# Bytes that a host sends to the other per parameter and optimizer step; ", 4": 4 micro-batches.
 CROSSING = {"DDP": 6, "FSDP, 1": 12, "HSDP, 1": 4, "FSDP, 4": 30, "HSDP, 4": 4}
 
 
@@ -233,13 +233,13 @@ def hsdp_text(repeats: int) -> list[str]:
         title = f"{kind}, {parts} micro-batches" if parts == "4" else kind
         rows.append((title, bench.summary(seconds), megabytes(sent), formula, ratio))
     about = (
-        f"{PARAMETERS:,} fp32 parameters, {SLOW}. In a ring of all four ranks one rank of a host "
-        "sends to the other host, 3/4 of the bytes in an all_gather, 6/4 in an all_reduce. With k "
-        "micro-batches FSDP gathers 2 k times; with Gloo's reduce_scatter, an all_reduce, it is "
-        "6 k + 6 bytes a parameter, with a true one 6 k + 3. HSDP gathers on the host, and only "
-        "the two all_reduces of half the gradients each cross the link: 2 x 2 = 4 bytes a "
-        "parameter, whatever k is. So of the factor without micro-batches, 12 / 4, a quarter is "
-        "Gloo's: it would be 9 / 4."
+        f"{PARAMETERS:,} fp32 parameters, {SLOW}. In a ring of all four ranks, one rank of each "
+        "host sends to the other host: 3/4 of the bytes in an all_gather, 6/4 in an all_reduce. "
+        "With k micro-batches FSDP all-gathers 2 k times and sends 6 k + 6 bytes per parameter, "
+        "because Gloo's reduce_scatter is an all_reduce; a true one needs 6 k + 3. HSDP gathers "
+        "within the host, and only the two all_reduces of half the gradients each cross the link: "
+        "2 x 2 = 4 bytes per parameter for any k. Without micro-batches the ratio is 12 / 4; "
+        "with a true reduce_scatter it would be 9 / 4."
     )
     return [
         "## HSDP and FSDP when the link between the hosts is slow",
@@ -288,10 +288,10 @@ def compression_text(repeats: int) -> list[str]:
         loss = f"{found['losses'][name]:.3f}"
         rows.append((name, bench.summary(seconds), megabytes(sent), ratio, loss))
     about = (
-        f"Two hosts, a rank on each, {SLOW}; {PARAMETERS:,} fp32 parameters. fp16: "
+        f"Two hosts with one rank each, {SLOW}; {PARAMETERS:,} fp32 parameters. fp16: "
         "fp16_compress_hook, half the bytes. PowerSGD sends two thin matrices for each large one; "
-        "its first two steps, in the warm-up, are sent as they are. The losses are those of one "
-        "short training each, with batches of its own: near, not equal."
+        "its first two steps, in the warm-up, are not compressed. Each loss is of one short run "
+        "with its own batches: they are close, not equal."
     )
     return ["## Gradient compression", bench.table(rows), about]
 

@@ -1,14 +1,14 @@
-"""What communication costs, measured: the two sides of every comparison alternate in one run.
+"""Measure what communication costs; the two sides of every comparison alternate in one run.
 
-    python benchmarks/collectives.py               # all of it; writes results/collectives.md
+    python benchmarks/collectives.py               # everything; writes results/collectives.md
     python benchmarks/collectives.py --repeats 3   # a quick look
 
 (a) our ring (all_reduce_algorithms.py) against Gloo's all_reduce, 2 and 4 ranks, 1 KB to 64 MB
-(b) how much communication async_work.py hides behind computing, over loopback
-(c) the same over a link of 100 Mbit/s, between two network namespaces, in frames of 1,500 bytes and
-    of 9,000: the processor handles them one by one. Needs Linux with unshare, ip and tc, and root
-    or user namespaces; else it is left out, and the report says why. Nothing of this machine's
-    network is touched: both namespaces have no name, and end with their processes.
+(b) how much communication async_work.py overlaps with computation, over loopback
+(c) this overlap over a link of 100 Mbit/s, between two network namespaces, in frames of 1,500 and
+    of 9,000 bytes, which the CPU handles one by one. Needs Linux with unshare, ip and tc, and root
+    or user namespaces; otherwise (c) is left out, and the report says why. This machine's own
+    network is not touched: both namespaces have no name, and end with their processes.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from costs import bus_factor, fit_alpha_beta
 from runtime import Worker, distributed_worker
 
 SIZES = [2**k for k in range(10, 27, 2)]  # 1 KB to 64 MB
-LOOPBACK, SLOW = (8, 4.0), (8, 1.0)  # buckets, and the size of each in 2^20 bytes
-FRAMES = (1500, 9000)  # bytes: Ethernet's usual maximum, and that of "jumbo frames"
+LOOPBACK, SLOW = (8, 4.0), (8, 1.0)  # number of buckets, and size of each in 2^20 bytes
+FRAMES = (1500, 9000)  # bytes: Ethernet's usual maximum, and the maximum of "jumbo frames"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=9, help="repeats of each measurement")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
     args = parser.parse_args()
     if args.part:
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def against_gloo(worker: Worker, repeats: int) -> dict[str, dict]:
-    """For each size: samples of both, of the ring's two halves alone, and processor seconds."""
+    """For each size: samples of both, of the ring's messages and additions alone, CPU seconds."""
     results = {}
     for nbytes in SIZES:
         tensor = torch.zeros(nbytes // 4)
@@ -100,7 +100,7 @@ def against_gloo(worker: Worker, repeats: int) -> dict[str, dict]:
 
 
 def messages_alone(tensor: torch.Tensor, worker: Worker) -> None:
-    """What the ring sends, to the right and from the left, step by step, added to nothing."""
+    """The ring's messages, to the right and from the left, step by step, without additions."""
     chunks, n = tensor.chunk(worker.world_size), worker.world_size
     for step in range(2 * (n - 1)):
         send = dist.P2POp(dist.isend, chunks[step % 2], (worker.rank + 1) % n)
@@ -128,7 +128,7 @@ def slow(worker: Worker, repeats: int) -> dict:
 
 def overlap(buckets: int, megabytes: float, repeats: int) -> dict:
     tensors = [torch.zeros(int(megabytes * 2**18)) for _ in range(buckets)]
-    for _ in range(3):  # until computing and communicating do take equal time
+    for _ in range(3):  # until computation and communication take equal time
         results = measure_overlap(tensors, balanced_compute(tensors[0], ratio=1.0), repeats)
         if 0.8 < ratio_of(results) < 1.25:
             break
@@ -137,7 +137,7 @@ def overlap(buckets: int, megabytes: float, repeats: int) -> dict:
 
 
 def ratio_of(results: dict) -> float:
-    """Time to compute / time to communicate; the same on all ranks."""
+    """Time to compute / time to communicate; equal on all ranks."""
     return statistics.median(results["compute"]) / statistics.median(results["communicate"])
 
 
@@ -158,7 +158,7 @@ def ring_text(results: dict, ranks: int) -> list[str]:
     ]
     header = ("size", "ring, ms", "its messages alone", "its additions alone")
     parts = [(*header, "processor ms of all ranks: Gloo", "ring")]
-    small, large = [], []  # where the ring is slower: label, and why
+    small, large = [], []  # sizes at which the ring is slower: label, and why
     for size, sides in results.items():
         nbytes, name = int(size), label(int(size))
         gloo, ours = ([1e3 * t for t in sides[side]] for side in ("gloo", "ring"))
@@ -171,7 +171,7 @@ def ring_text(results: dict, ranks: int) -> list[str]:
         used = [1e3 * sides["processor"][side] for side in ("gloo", "ring")]
         parts.append((name, *(f"{ms:.3g}" for ms in (ring_ms, sent_ms, added_ms, *used))))
         if statistics.median(ratio) < 1 and nbytes < 2**20:
-            small.append(f"{name} ({1e3 * ring_ms / steps:.0f} us a step)")
+            small.append(f"{name} ({1e3 * ring_ms / steps:.0f} us per step)")
         elif statistics.median(ratio) < 1:
             share = f"messages {sent_ms / ring_ms:.0%}, additions {added_ms / ring_ms:.0%}"
             large.append(f"{name} ({share}; {used[1] / used[0]:.2f})")
@@ -189,14 +189,15 @@ def ring_text(results: dict, ranks: int) -> list[str]:
     ]
     if small:
         text.append(
-            f"Slower at {', '.join(small)}: there the steps count, not the bytes, and each of the "
-            f"ring's {steps} is started and waited for from Python, and wakes another thread."
+            f"Slower at {', '.join(small)}: there the number of steps matters, not the bytes: "
+            f"Python starts each of the ring's {steps} steps and waits for it, and each wakes a "
+            "thread."
         )
     if large:
         text.append(
-            f"Slower at {', '.join(large)}. In brackets what its messages alone, and its additions "
-            "alone, would take of its time, then its processor time in units of Gloo's: over "
-            "loopback that is what a transfer is made of."
+            f"Slower at {', '.join(large)}. In brackets: the share of its time that its messages "
+            "alone and its additions alone take, then its CPU time relative to Gloo's. Over "
+            "loopback, CPU time is the cost of a transfer."
         )
     return [*text, bench.table(parts)]
 
@@ -216,9 +217,9 @@ def overlap_text(results: dict, buckets: int, megabytes: float) -> list[str]:
     gain = bench.ratio_of_pairs(results["sequential"], results["overlapped"])
     share = [100 * h for h in hidden(results)]
     rows.append(("sequential / overlapped, pair by pair", bench.summary(gain), ""))
-    rows.append(("hidden of the communication, per cent", bench.summary(share), ""))
+    rows.append(("communication overlapped, per cent", bench.summary(share), ""))
     alone, sent = (statistics.median(results[name]) for name in ("compute", "communicate"))
-    limits = [("no order can take fewer ms than", "ms", "hides at most, per cent")]
+    limits = [("no order can take fewer ms than", "ms", "overlaps at most, per cent")]
     for name, seconds in bounds(results, buckets, cores).items():
         most = min(100, 100 * (alone + sent - seconds) / sent)
         limits.append((name, f"{1e3 * seconds:.4g}", f"{most:.3g}"))
@@ -237,9 +238,9 @@ def slow_text(results: dict, frame: int) -> list[str]:
     return [
         f"### In frames of {frame:,} bytes",
         *overlap_text(results, buckets, megabytes),
-        f"Sent at {rate:.0f} Mbit/s in each direction. The aim is 70 % hidden where computing and "
-        f"communicating take equal time. Here computing took {ratio:.2f} times as long, and "
-        f"{share:.0%} was hidden: {verdict}.",
+        f"Sent at {rate:.0f} Mbit/s in each direction. The aim is 70 % overlap if computation and "
+        f"communication take equal time. Here computation took {ratio:.2f} times as long, and "
+        f"{share:.0%} of the communication was overlapped: {verdict}.",
     ]
 
 

@@ -1,11 +1,11 @@
-"""What DDP costs, measured: the two sides of every comparison alternate in one run.
+"""Measure what DDP costs; the two sides of every comparison alternate in one run.
 
-    python benchmarks/ddp.py                 # all of it, about ten minutes; writes results/ddp.md
+    python benchmarks/ddp.py                 # everything, about ten minutes; writes results/ddp.md
     python benchmarks/ddp.py --repeats 3     # a quick look
 
 (a) train.py against the barest loop, one process   (b) two ranks against one, same global batch
-(c) DDP against ddp_from_scratch.py, two ranks       (d) from the launch to the first step
-(e) the checksum of the replicas against a step, two ranks
+(c) DDP against ddp_from_scratch.py, two ranks       (d) time from launch to the first step
+(e) time of the replicas' checksum against that of a step, two ranks
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "ddp_basics"), str(ROOT / "benchmarks")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and for the one process too
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, also for one process
 
 import bench
 import torch
@@ -45,7 +45,7 @@ SETTINGS = Settings(optimizer="adamw", lr=2e-3)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=9, help="repeats of each measurement")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
     args = parser.parse_args()
     if args.part:
@@ -97,7 +97,7 @@ def template(worker: Worker, repeats: int) -> dict[str, list[float]]:
 
 
 def scaling(worker: Worker, repeats: int) -> dict[str, list[float]]:
-    """One process with the global batch (the other rank waits) against both ranks with a half."""
+    """One process with the global batch (the other rank waits) against two ranks with half each."""
     batch = 256
 
     def one() -> float:
@@ -113,7 +113,7 @@ def scaling(worker: Worker, repeats: int) -> dict[str, list[float]]:
 
 
 def from_scratch(worker: Worker, repeats: int) -> dict[str, list[float]]:
-    """A model of 13 M parameters, so that there are several buckets, and much to communicate."""
+    """A model of 14 M parameters, so that there are several buckets, and much to communicate."""
 
     def build() -> nn.Module:
         wide = [m for _ in range(3) for m in (nn.Linear(2048, 2048), nn.ReLU())]
@@ -133,7 +133,7 @@ def from_scratch(worker: Worker, repeats: int) -> dict[str, list[float]]:
 
 
 def steps(model: nn.Module, global_batch: int, local_batch: int, count: int) -> float:
-    """Images per second, over all ranks, of `count` optimizer steps after one that warms up."""
+    """Images per second over all ranks, of `count` optimizer steps after one warm-up step."""
     torch.manual_seed(0)
     images, labels = torch.rand(local_batch, 1, 28, 28), torch.randint(10, (local_batch,))
     optimizer = make_optimizer(model, SETTINGS)
@@ -146,7 +146,7 @@ def steps(model: nn.Module, global_batch: int, local_batch: int, count: int) -> 
     return count * global_batch / (time.perf_counter() - started)
 
 
-# ---- (e) seconds of a step, and of the checksum that the template takes once in --log-every steps
+# ---- (e) seconds of a step, and of the checksum that the template takes every --log-every steps
 
 
 def checksum(worker: Worker, repeats: int) -> dict[str, list[float]]:
@@ -185,7 +185,7 @@ PARTS = {
 }
 
 
-# ---- (d) seconds from the launch of torchrun to the first step done
+# ---- (d) seconds from the launch of torchrun to the end of the first step
 
 BARE = """
 import sys, torch, torch.distributed as dist
@@ -218,7 +218,7 @@ def start_up(repeats: int) -> dict[str, list[float]]:
 
 
 def seconds_until(mark: Path, command: list) -> float:
-    """Start the command; return the time until the file `mark` has content; let the job end."""
+    """Start the command; return the seconds until the file `mark` has content; let the job end."""
     started = time.perf_counter()
     with subprocess.Popen(
         list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

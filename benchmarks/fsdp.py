@@ -1,9 +1,9 @@
-"""What sharding costs and saves, measured: the strategies alternate in one run.
+"""Measure what sharding costs and saves; the strategies alternate in one run.
 
-    python benchmarks/fsdp.py              # all of it, most of an hour; writes results/fsdp.md
+    python benchmarks/fsdp.py              # everything, most of an hour; writes results/fsdp.md
     python benchmarks/fsdp.py --repeats 2 --sizes tiny --no-write    # a quick look
 
-(a) images per second   (b) peak memory and bytes held per rank   (c) how long a save stops training
+(a) images per second   (b) peak memory and bytes held per rank   (c) seconds a save stops training
 """
 
 import argparse
@@ -28,7 +28,7 @@ from runtime import Worker, distributed_worker
 from strategies import build, make_meshes
 
 COMPARED = ("DDP", "ZeRO-2", "ZeRO-3", "HSDP")
-SIZES = {  # dim, blocks, global batch, timed steps a sample; about 12 x blocks x dim^2 parameters
+SIZES = {  # dim, blocks, global batch, timed steps per sample; about 12 blocks dim^2 parameters
     "tiny": (32, 2, 16, 2),
     "small": (128, 4, 256, 4),
     "medium": (256, 8, 128, 4),
@@ -38,15 +38,15 @@ SIZES = {  # dim, blocks, global batch, timed steps a sample; about 12 x blocks 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=7, help="repeats of each measurement")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium", "large"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--no-write", action="store_true", help="only print the results")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
     args = parser.parse_args()
     if args.part:
         if args.part == "held":
-            process_memory.return_freed_memory()  # or RSS would not fall; it makes training slower
+            process_memory.return_freed_memory()  # otherwise RSS would not fall; it slows training
         with distributed_worker("cpu") as worker:
             samples = PARTS[args.part](worker, args.repeats, args.sizes)
             if worker.is_main:
@@ -90,13 +90,13 @@ def images_per_second(name: str, size: str, mesh) -> float:
     local = batch // mesh.size()
     images, labels = torch.rand(local, 1, 8, 8), torch.randint(10, (local,))
     for i in range(steps + 2):
-        if i == 2:  # the first makes the optimizer state, after it DDP rebuilds its buckets
+        if i == 2:  # step 0 creates the optimizer state, then DDP rebuilds its buckets
             dist.barrier()
             started = time.perf_counter()
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
-    dist.barrier()  # a step is over when the last rank's is
+    dist.barrier()  # a step ends when the last rank ends it
     return steps * batch / (time.perf_counter() - started)
 
 
@@ -172,10 +172,10 @@ def text(results: dict, args) -> list[str]:
         sections.append(bench.table(rows))
     sections.append(
         "## (b) Memory of the fullest rank\n\n"
-        "peak: of the process in a step, above what it was before the model was built, MB: median "
-        "(min ... max)\n\nheld: parameters, gradients and optimizer state, counted, MB; in "
-        "brackets the ratios to the exact formula, and to 16 bytes a parameter divided by the "
-        "ranks that share them"
+        "peak: memory of the process in a step, minus its memory before the model was built, MB: "
+        "median (min ... max)\n\nheld: parameters, gradients and optimizer state, counted, MB; in "
+        "brackets the ratios to the exact formula, and to 16 bytes per parameter divided by the "
+        "number of ranks in a shard group"
     )
     for ranks in args.ranks:
         rows = [(f"{ranks} ranks", *map(describe, args.sizes))]
@@ -205,7 +205,10 @@ def ratios(sample: list[float]) -> str:
 def save_text(waits: dict) -> list[str]:
     fraction = bench.ratio_of_pairs(waits["async_save"], waits["save"])
     rows = [
-        (f"{waits['bytes'] / 1e6:.0f} MB a rank", "training waits, seconds: median (min ... max)"),
+        (
+            f"{waits['bytes'] / 1e6:.0f} MB per rank",
+            "training waits, seconds: median (min ... max)",
+        ),
         ("dcp.save", bench.summary(waits["save"])),
         ("dcp.async_save", bench.summary(waits["async_save"])),
         ("ratio, pair by pair", bench.summary(fraction)),

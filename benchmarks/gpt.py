@@ -1,6 +1,6 @@
-"""How fast the GPT trains, measured: the sides of every comparison take turns in one run.
+"""Measure how fast the GPT trains; the sides of every comparison take turns in one run.
 
-    python benchmarks/gpt.py               # all of it, about ten minutes; writes results/gpt.md
+    python benchmarks/gpt.py               # everything, about ten minutes; writes results/gpt.md
     python benchmarks/gpt.py --repeats 1 --sizes tiny --no-write     # a quick look
 
 (a) one process, one thread: train.py's step, a bare loop, transformers' GPT-2; and MFU
@@ -40,9 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=7, help="repeats of each measurement")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium"])
-    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--no-write", action="store_true", help="only print the results")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child measures
     args = parser.parse_args()
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def pin_to_a_core() -> None:
-    """Keep this rank, and every thread that it will start, on one core; each rank on another."""
+    """Pin this rank, and every thread that it will start, to a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
 
@@ -98,7 +98,7 @@ def bare(
     loss=cross_entropy,
     clip: bool = True,
 ) -> Callable[[], float]:
-    """The plainest loop, with whatever `wrap` makes of the model; `batch` sequences per rank."""
+    """The plainest loop, with the model that `wrap` returns; `batch` sequences per rank."""
     config = config_of(size)
     model = wrap(initialize(GPT(config), 0).to(worker.device))
     return loop(model, lambda x, y: loss(model(x), y), config, worker, batch, clip)
@@ -126,7 +126,7 @@ def hugging_face(size: str, worker: Worker, batch: int):
 
 
 def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int, clip: bool = True):
-    # A group of its own for DTensors: a fused call takes tensors of one kind.
+    # DTensors get their own group: a fused call takes tensors of one kind.
     groups = [
         {"params": [p for p in model.parameters() if isinstance(p, DTensor) == kind]}
         for kind in (False, True)
@@ -150,11 +150,11 @@ def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int, clip: bo
     return tokens_per_second
 
 
-STEPS = 4  # of a sample
+STEPS = 4  # per sample
 
 
 def alone(side: Callable[[], float], worker: Worker, threads: int = 1) -> Callable[[], float]:
-    """Rank 0 works, the others wait."""
+    """Rank 0 works, the other ranks wait."""
 
     def run() -> float:
         torch.set_num_threads(threads)
@@ -167,7 +167,7 @@ def alone(side: Callable[[], float], worker: Worker, threads: int = 1) -> Callab
 
 
 def together(side: Callable[[], float], worker: Worker, copies: int = 1) -> Callable[[], float]:
-    """All ranks work, from a common start to the end of the last; `copies` do so at once."""
+    """All ranks work, from a common start to the end of the last one, on `copies` batches."""
 
     def run() -> float:
         dist.barrier()
@@ -190,13 +190,13 @@ def one_process(worker: Worker, repeats: int, size: str) -> dict:
         "fp32 peak": lambda: matmul_peak(worker.device, torch.float32),
         "bf16 peak": lambda: matmul_peak(worker.device, torch.bfloat16),
     }
-    if sides["bf16 peak"]() > sides["fp32 peak"]():  # or it is emulated: nobody would train so
+    if sides["bf16 peak"]() > sides["fp32 peak"]():  # otherwise bf16 is emulated, and useless
         sides["bf16"] = template(mesh, size, worker, batch, precision="bf16")
     return bench.alternate(repeats, sides)
 
 
 def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
-    """One rank with its batch against two with twice as many sequences; then two kinds of FSDP."""
+    """One rank with its batch against two ranks with twice the batch; then two kinds of FSDP."""
     batch = SIZES[size][1]
     both = (size, worker, 2 * batch)
     one = bare(size, worker, batch)
@@ -213,9 +213,9 @@ def data_parallel(worker: Worker, repeats: int, size: str) -> dict:
 
 
 def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
-    """No side clips gradients: that would be other operations in some and not in others.
+    """No side clips gradients, because the sides would need different operations for it.
 
-    train.py's step sums the norm all the same, one number: it is in the log.
+    train.py's step still sums the norm, one number, for the log.
     """
     common, mesh = (size, worker, SIZES[size][1]), init_device_mesh(worker.device.type, (2,))
     plain = partial(bare, *common, clip=False)
@@ -223,12 +223,14 @@ def tensor_parallel(worker: Worker, repeats: int, size: str) -> dict:
     one = "one process, two threads" if worker.device.type == "cpu" else "one GPU"
     sides = {
         one: alone(plain(), worker, threads=2),
-        "the same, blocks compiled": alone(plain(apply_compile), worker, threads=2),
+        "blocks compiled": alone(plain(apply_compile), worker, threads=2),
         "by hand": together(plain(cut_model, vocab_parallel_cross_entropy), worker),
         "DTensor": together(plain(cut), worker),
         "DTensor, blocks compiled": together(plain(lambda m: apply_compile(cut(m))), worker),
         "train.py --tp 2": template("tp=2", *common, clip=0.0),
-        "and --sequence-parallel": template("tp=2", *common, clip=0.0, sequence_parallel=True),
+        "train.py --tp 2 --sequence-parallel": template(
+            "tp=2", *common, clip=0.0, sequence_parallel=True
+        ),
     }
     return bench.alternate(repeats, sides)
 
@@ -252,7 +254,7 @@ def table(samples: dict, names: list[str], ratios: dict[str, tuple[str, str]]) -
 def describe(size: str) -> str:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(config_of(size)).parameters())
-    return f"{size}: {parameters / 1e6:.1f} M parameters, {SIZES[size][1]} sequences a rank"
+    return f"{size}: {parameters / 1e6:.1f} M parameters, {SIZES[size][1]} sequences per rank"
 
 
 def one_process_text(samples: dict, on_gpu: bool) -> list[str]:
@@ -291,13 +293,13 @@ def data_parallel_text(samples: dict, on_gpu: bool) -> list[str]:
         "ZeRO-2 / DDP": ("ZeRO-2", "DDP"),
         "ZeRO-3 / DDP": ("ZeRO-3", "DDP"),
     }
-    place = "a GPU of its own" if on_gpu else "one thread and stays on one core"
+    place = "its own GPU" if on_gpu else "one thread and stays on one core"
     shared = "the CPU's memory, power, cooling" if on_gpu else "memory, caches"
     text = (
         "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
         f"--dp-shard 2. Each rank has {place}. One rank has half of the sequences; the other rank "
-        "waits. Two that send nothing are two such processes, each with a model of its own: what "
-        f"they miss of 2 is not communication, but what they share ({shared})."
+        "waits. Two that send nothing are two such processes, each with its own model: they "
+        f"stay below 2 because of what they share ({shared}), not because of communication."
     )
     heading = "## (c) Two data-parallel ranks"
     return [heading, table(samples, names, ratios), text]

@@ -1,10 +1,10 @@
 """Check and measure this repository on a machine with a GPU: `make gpu`.
 
-The steps, one after the other: the machine, tests on GPUs, every script, losses next to the CPU's,
-checkpoints, speed and memory of two GPTs, offload, traces, hidden waits, and NCCL between ranks.
-Each step has a time limit, after which it is ended: 28 minutes in all on one GPU, 39 on several.
-Written after every command: runs/gpu/gpu.md (the report), gpu.json, and the output of each command.
-A complete run also writes benchmarks/results/gpu.md. Exit status 0: no step failed.
+It runs these steps in order: the machine, tests on GPUs, every script, losses compared with the
+CPU's, checkpoints, speed and memory of two GPTs, offload, traces, hidden synchronizations, and NCCL
+between ranks. Each step ends at its time limit: 28 minutes in total on one GPU, 39 on several.
+After every command it writes runs/gpu/gpu.md (the report), gpu.json, and the command's output. A
+complete run also writes benchmarks/results/gpu.md. Exit status 0: no step failed.
 
     python3 benchmarks/gpu.py                        # all steps
     python3 benchmarks/gpu.py --only speed traces    # some of the steps
@@ -40,7 +40,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> None:
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Job.run_all then ends what runs
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # Job.run_all then ends the running commands
     day = {"machine": bench.machine(), "date": str(date.today()), "steps": {}}
     for name in args.only or STEPS:
         carry_out(name, args, day)
@@ -51,7 +53,7 @@ def main() -> None:
 
 
 def carry_out(name: str, args, day: dict) -> None:
-    """Run one step, whatever happens in it, and keep gpu.json and gpu.md up to date."""
+    """Run one step, record any failure, and keep gpu.json and gpu.md up to date."""
 
     def save() -> None:
         page = bench.page("What a GPU showed", [*map(section, day["steps"].values())])
@@ -78,7 +80,7 @@ def carry_out(name: str, args, day: dict) -> None:
 
 
 def python(script: str, *flags, ranks: int = 1) -> tuple:
-    """A command: the script as one plain process, or on so many ranks of this node."""
+    """A command: the script as one plain process, or on `ranks` ranks of this node."""
     launcher = bench.torchrun(ranks) if ranks > 1 else [sys.executable]
     return (*launcher, ROOT / script, *flags)
 
@@ -89,7 +91,7 @@ def measurement(job: Job, name: str, size: str = "124M") -> tuple:
     return python("benchmarks/gpu_measurements.py", name, *flags)
 
 
-# ---- the steps, in their order
+# ---- the steps, in order
 
 
 def environment(job: Job) -> None:
@@ -97,7 +99,7 @@ def environment(job: Job) -> None:
 
 
 def tests(job: Job) -> None:
-    """With NCCL where each rank of a test has a GPU, else with Gloo on one GPU."""
+    """With NCCL if each rank of a test has a GPU, else with Gloo on one GPU."""
     needed = ("pytest", "xdist", "pytest_timeout", "psutil")
     if not all(map(has, needed)):
         raise LeftOut(f"needs the modules {', '.join(needed)}")
@@ -106,7 +108,7 @@ def tests(job: Job) -> None:
         one = (ROOT / "tests/test_gpu.py", "-k", "minimal and fsdp and 1")
         job.run("pytest", *pytest, *one, expects=" passed")
         return
-    # Ranks of two jobs of NCCL would compete for their GPUs: with several, one job at a time.
+    # The ranks of two NCCL jobs would compete for GPUs: with several GPUs, one job at a time.
     at_once, workers = (2, 4) if job.args.count == 1 else (1, 1)
     commands = {}
     quick = ("--device", "cuda", "-m", "quick or not slow")
@@ -116,7 +118,7 @@ def tests(job: Job) -> None:
 
 
 def test_files(marker: str) -> list[Path]:
-    """Those with such tests: another file may import what is not installed."""
+    """The files with tests of this marker: other files may import modules that are missing."""
     files = sorted((ROOT / "tests").glob("test_*.py"))
     return [file for file in files if re.search(rf"mark\.{marker}\b", file.read_text())]
 
@@ -126,14 +128,14 @@ def scripts(job: Job) -> None:
 
 
 def two_ranks(job: Job) -> None:
-    """With N GPUs N / 2 scripts at a time, each on two GPUs of its own."""
+    """With N GPUs, N / 2 scripts run at a time, each on its own two GPUs."""
     if job.args.count < 2 or job.is_tiny:
         raise LeftOut("needs two devices, and --sizes full")
     run_scripts(job, ranks=2, gpus=2, visible=pairs_of_gpus(job.args.count))
 
 
 def run_scripts(job: Job, ranks: int, gpus: int, **how) -> None:
-    """Each script must name its device. gpus: how many GPUs its ranks see together."""
+    """Each script must print its device. gpus: the number of GPUs that its ranks see together."""
     commands = {}
     for name in ["collectives/hello_world.py"] if job.is_tiny else scripts_with_device():
         reason = why_not(name, job.args.device, ranks, gpus)
@@ -160,7 +162,7 @@ def numbers(job: Job) -> None:
 
 
 def checkpoints(job: Job) -> None:
-    """CPU for 2 steps, device for 2, CPU for 2; then the device writes text with that model."""
+    """Train 2 steps on the CPU, 2 on the device, 2 on the CPU; then generate on the device."""
     flags = "--steps 6 --checkpoint-every 2 --keep 3 --log-every 1 --eval-batches 1 --sample 0"
     flags = [*flags.split(), "--batch-size", 4, "--data", ROOT / "tests/test_repository.py"]
     losses, previous = {}, None
@@ -209,7 +211,7 @@ def offload(job: Job) -> None:
         folder = job.folder / name
         more = ["--offload"] if name == "offload" else []
         command = python("fsdp_basics/train.py", *flags, *more, "--output-dir", folder)
-        job.run(name, *command, threads=os.cpu_count())  # the CPU takes the step of the offloaded
+        job.run(name, *command, threads=os.cpu_count())  # with --offload the CPU runs the optimizer
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         peaks.append(max(logged(folder, "memory_mb").values()))
         _, *rates = logged(folder, "samples_per_second").values()  # the first steps warm up
@@ -296,7 +298,7 @@ STEPS = {
     "scripts": Step(scripts, 5, "Every script that has --device, one rank"),
     "two-ranks": Step(two_ranks, 5, "The same scripts on two ranks", needs_two=True),
     "numbers": Step(numbers, 1, "Losses and gradient norms: relative differences from the CPU's"),
-    "checkpoints": Step(checkpoints, 2, "A checkpoint of the CPU continued on the device and back"),
+    "checkpoints": Step(checkpoints, 2, "A CPU checkpoint continued on the device and back"),
     "speed": Step(speed, 8, "GPT in bf16"),
     "offload": Step(offload, 2, "FSDP with and without --offload"),
     "traces": Step(traces, 2, "Traces of three steps"),
@@ -309,13 +311,13 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--only", nargs="+", choices=STEPS, metavar="STEP", help=", ".join(STEPS))
-    says = "sum of the time limits: the cheapest steps that fit (default: all)"
+    says = "run the cheapest steps whose time limits fit into MINUTES (default: all)"
     add("--minutes", type=float, default=math.inf, help=says)
     add("--sizes", choices=("full", "tiny"), default="full", help="tiny: a rehearsal")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--output-dir", type=Path, default=ROOT / "runs/gpu", help="default: runs/gpu")
-    add("--nodes", type=int, default=1, help="step ranks: type the same line on each of N nodes")
-    add("--host", help="with --nodes: the name or address of one of them")
+    add("--output-dir", type=Path, default=ROOT / "runs/gpu", help="directory (default: runs/gpu)")
+    add("--nodes", type=int, default=1, help="step ranks: run the same line on each of N nodes")
+    add("--host", help="with --nodes: the name or address of one node")
     args = parser.parse_args()
     args.output_dir = args.output_dir.resolve()
     args.count = torch.cuda.device_count() if args.device == "cuda" else 2

@@ -1,12 +1,12 @@
-"""The measurements of benchmarks/gpu.py: each prints rows of its report, or ends with an error.
+"""The measurements of benchmarks/gpu.py: each prints rows of the report, or ends with an error.
 
     python benchmarks/gpu_measurements.py numbers --device cuda
     torchrun --standalone --nproc_per_node=2 benchmarks/gpu_measurements.py equivalence
 
 environment   names, versions, and the ceilings: memory copies, matrix products
-numbers       losses and gradient norms of train.py's step, next to plain PyTorch on the CPU
-speed         tokens per second, MFU and peak memory of one GPT, next to goals and a formula
-equivalence   train.py's step on every mesh of this job's ranks, next to one process
+numbers       losses and gradient norms of train.py's step, compared with plain PyTorch on the CPU
+speed         tokens per second, MFU and peak memory of one GPT, compared with goals and a formula
+equivalence   train.py's step on every mesh of this job's ranks, compared with one process
 """
 
 import argparse
@@ -111,9 +111,9 @@ def device_name(device: torch.device) -> str:
 # ---- numbers: what a step computes
 
 # precision, matmul precision, largest relative difference of a loss and of a gradient norm. In fp32
-# sums in another order: 1e-7 seen. bf16 has 7 bits of mantissa: 4e-4 and 2e-3 seen after 20 steps
-# on a CPU. TF32 has 10, so expect an eighth of that. Allowed is about ten times as much, and in
-# fp32 less than what bf16 or TF32 would show.
+# only the order of sums differs: 1e-7 seen. bf16 has 7 mantissa bits: 4e-4 and 2e-3 seen after 20
+# steps on a CPU. TF32 has 10 bits, so expect an eighth of that. The tolerances are about ten times
+# larger; fp32's are smaller than the differences of bf16 or TF32.
 MODES = {
     "fp32": ("fp32", "highest", 2e-5, 1e-4),
     "TF32": ("fp32", "high", 5e-4, 3e-3),
@@ -150,7 +150,7 @@ def numbers(worker: Worker, size: str) -> None:
 
 
 def modes_without_effect(differences_of: dict[str, list[float]], reduced: list[str]) -> list[str]:
-    """A mode that rounds more than fp32 must differ more, at least twice as much: or it was off.
+    """A mode that rounds more than fp32 must differ at least twice as much, or it was off.
 
     differences_of: mode -> relative differences of the loss and of the gradient norm.
     """
@@ -208,8 +208,8 @@ VARIANTS = {
 }
 GOALS = {"124M": 0.45, "1B": 0.55}  # MFU, of 989 TFLOP/s on an H100
 # Peak memory and expected_bytes may differ by 15 % (an emulated GPU showed 5 %; cuBLAS and the
-# attention kernels need some memory of their own). Compiled, a peak may also be lower: what the
-# compiler fuses it does not keep.
+# attention kernels need memory, too). With torch.compile the peak may be lower, because fused
+# operations keep no intermediate results.
 MARGIN = 0.15
 
 
@@ -228,13 +228,15 @@ def speed(worker: Worker, size: str) -> None:
             if row is None:
                 batch //= 2
                 free_memory(worker.device)
-        if worker.device.type != "cpu":  # there it would be the memory of the whole process
+        if worker.device.type != "cpu":  # on a CPU it is the memory of the whole process
             expected = expected_bytes(config_of(size), batch, recomputes)
             ratio = row["peak memory_mb"] * 1e6 / expected
             verdict = verdict_on_memory(ratio, is_compiled="compile" in flags)
             row |= {"formula (eager), MB": expected / 1e6, "peak / formula": ratio}
             row["verdict on memory"] = verdict
-            if verdict != "as computed" and size != "tiny":  # where a MB more or less is a lot
+            if (
+                verdict != "as computed" and size != "tiny"
+            ):  # in a tiny model one MB is a large share
                 failures.append(f"{variant}: the peak is {ratio:.3f} of the formula, {verdict}")
         report(worker, {f"{size}, {variant}": row})
     if failures:
@@ -250,7 +252,7 @@ def verdict_on_memory(ratio: float, is_compiled: bool) -> str:
 
 
 def verdict_on_mfu(size: str, mfu: float, gpu: str) -> dict:
-    """The goal, which is for an H100, and whether the measured MFU of 989 TFLOP/s reaches it."""
+    """The goal for an H100, and whether the measured MFU (of 989 TFLOP/s) reaches it."""
     goal = GOALS.get(size)
     if goal is None:
         return {"goal": "none", "verdict on MFU": ""}
@@ -260,7 +262,7 @@ def verdict_on_mfu(size: str, mfu: float, gpu: str) -> dict:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free what the variant before has left, and what was compiled for its batch."""
+    """Free the previous variant's memory, and the code compiled for its batch."""
     torch.compiler.reset()
     gc.collect()  # a model is full of reference cycles
     if device.type != "cpu":
@@ -271,7 +273,7 @@ def train_fast(worker: Worker, size: str, flags: dict, batch: int) -> dict:
     """20 steps to warm up, then 10 samples of 5 steps (tiny: 1, then 2 samples of 1)."""
     warm_up, samples, steps = (1, 2, 1) if size == "tiny" else (20, 10, 5)
     options = {"compile": False, "activation_checkpointing": False, **flags}
-    options["compile"] &= size != "tiny"  # which takes a CPU a minute
+    options["compile"] &= size != "tiny"  # compiling takes a minute on a CPU
     options |= {"size": size, "batch_size": batch, "precision": "bf16", "clip": 1.0}
     options |= {"keep_gathered": True, "sequence_parallel": False}
     run = MeshRun("dp_shard=1", SimpleNamespace(**options), worker)
@@ -307,11 +309,11 @@ def batch_that_fits(config: GPTConfig, device: torch.device, recomputes: bool) -
 def expected_bytes(config: GPTConfig, batch: int, recomputes: bool) -> int:
     """Peak of a bf16 step on one rank: at the start of backward, or at its end.
 
-    A parameter takes 12 bytes (fp32: itself and AdamW's two averages), 2 for the gathered bf16
-    copy, and in the end 4 for its gradient. A block keeps 32 bytes per token and channel: inputs
+    A parameter takes 12 bytes (fp32: itself and AdamW's two averages), 2 for the unsharded bf16
+    copy, and at the end 4 for its gradient. A block keeps 32 bytes per token and channel: inputs
     of the two norms (2 each), of query, key and value (2 together), of attention (6), its output
-    (2), inputs of the MLP, of GELU and of the last layer (2, 8, 8); or, if it recomputes, its input
-    (2), and one block at a time the rest. The loss has three fp32 copies of the logits at a time.
+    (2), inputs of the MLP, of GELU and of the last layer (2, 8, 8). A block that recomputes keeps
+    its input (2); one block at a time holds the rest. The loss holds three fp32 logits tensors.
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(config).parameters())

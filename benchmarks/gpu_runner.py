@@ -1,4 +1,4 @@
-"""Run the commands of benchmarks/gpu.py in processes of their own, to a deadline; show a record."""
+"""Run the commands of benchmarks/gpu.py in their own processes until a deadline; format records."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ KILL_SECONDS = 10
 
 
 class Failed(Exception):
-    """A command ended with another status than 0, without an expected line, or too late."""
+    """A command ended with a status other than 0, without an expected line, or too late."""
 
 
 class LeftOut(Exception):
@@ -59,10 +59,10 @@ class Job:
         """Run commands to their end or the deadline, then raise `Failed` if one of them failed.
 
         expects: a pattern; each command must print a line that matches.
-        seconds: of one command at most, so that one that hangs leaves time for the others.
-        threads: of each process on the CPU.
-        visible: values of CUDA_VISIBLE_DEVICES instead of `at_once`: a command gets one of them for
-            itself, so that jobs which run at the same time share no GPU.
+        seconds: limit of one command, so that a hanging command leaves time for the others.
+        threads: CPU threads of each process.
+        visible: values of CUDA_VISIBLE_DEVICES instead of `at_once`: each running command has one
+            value for itself, so that simultaneous jobs share no GPU.
         """
         waiting, running = list(commands.items()), []
         free = list(visible) or [None] * at_once
@@ -102,13 +102,13 @@ class Job:
 
 
 class Process:
-    """A command that runs, with all processes that it starts; FOLDER/NAME.log has its output."""
+    """A running command with all processes that it starts; FOLDER/NAME.log has its output."""
 
     def __init__(self, name: str, command: tuple, folder: Path, threads: int, visible: str | None):
         self.name, self.visible = name, visible
         self.command = [str(word) for word in command]
         self.log = folder / f"{re.sub('[^a-zA-Z0-9]+', '_', name)}.log"
-        # torchrun's ranks lead sessions of their own: we find them by a mark in their environment.
+        # torchrun's ranks lead their own sessions: we find them by a mark in their environment.
         self.mark = uuid.uuid4().hex
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         environment |= {"GPU_DAY": self.mark}
@@ -129,7 +129,7 @@ class Process:
         return self.process.poll() is not None
 
     def end(self, expects: str) -> dict:
-        """Kill what still runs. Returns the record; it has a "why" if the command failed."""
+        """Kill the processes left. Returns the record; it has a "why" if the command failed."""
         status = self.process.poll()
         left = self.kill()
         output = self.log.read_text(errors="replace")
@@ -149,7 +149,7 @@ class Process:
         return record
 
     def rows(self) -> dict[str, dict]:
-        """The rows that a measurement has printed by now, see bench.say."""
+        """The rows that a measurement has printed so far, see bench.say."""
         rows = {}
         for line in self.log.read_text(errors="replace").splitlines():
             if line.startswith(bench.MARK):
@@ -158,9 +158,9 @@ class Process:
         return rows
 
     def kill(self) -> list[int]:
-        """Kill until nothing is found: a process may just be starting another one.
+        """Kill until no process is found, because a process may be starting another one.
 
-        Returns what still runs after KILL_SECONDS: in the driver of a broken GPU, for example.
+        Returns the processes left after KILL_SECONDS: stuck in a broken GPU's driver, for example.
         """
         deadline = time.monotonic() + KILL_SECONDS
         while True:
@@ -176,7 +176,7 @@ class Process:
 
 
 def processes_with(mark: str) -> list[int]:
-    """The processes that have this in their environment, on Linux; a zombie has none."""
+    """The processes with this mark in their environment, on Linux; a zombie has none."""
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which scripts benchmarks/gpu.py runs, and with which flags: those that can compute on a GPU."""
+"""Select the scripts that benchmarks/gpu.py runs on a GPU, and their flags."""
 
 import importlib.util
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-RANKS = {  # the fewest ranks with which a script runs, where that is not one
+RANKS = {  # the minimum number of ranks of a script, if it is not one
     "collectives/hangs.py": 2,
     "collectives/point_to_point.py": 2,
     "fsdp_basics/fsdp1_to_fsdp2.py": 2,
@@ -64,7 +64,7 @@ def text_with_imports(name: str) -> str:
 
 
 def why_not(name: str, device: str, ranks: int, gpus: int) -> str:
-    """Why the script cannot run on so many ranks that see so many GPUs together; "" if it can."""
+    """Why the script cannot run on `ranks` ranks that see `gpus` GPUs together; "" if it can."""
     if name == ONLY_CUDA and (ranks > 1 or device != "cuda"):
         return "needs one rank on a CUDA device"
     if ranks < RANKS.get(name, 1):

@@ -3,9 +3,9 @@
     python benchmarks/gpu_syncs.py ddp_basics --device cuda --epochs 1
 
 The arguments after the directory are train.py's. A step that reads a number from the GPU (.item(),
-float(), .cpu()) stops the program from queuing work ahead. From the third call of train_step to the
-eighth, torch raises an error there: the loop between these calls is watched, too. (Of what waits,
-torch reports .item() and the like, not torch.cuda.synchronize() and not collectives.)
+float(), .cpu()) keeps the program from queuing work ahead. From the third call of train_step to the
+eighth, including the loop between the calls, torch raises an error at such a line. (torch reports
+.item() and similar calls, not torch.cuda.synchronize() and not collectives.)
 """
 
 import importlib

@@ -1,4 +1,4 @@
-// A backend that does nothing: what remains of a call is torch itself, the floor for any backend.
+// A backend that does nothing: a call's time is torch's own overhead, the floor for any backend.
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>

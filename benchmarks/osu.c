@@ -1,5 +1,5 @@
-/* all_reduce, and send and receive there and back, by MPI: seconds a call, as JSON.
-   Memory and counts as in backend.py; compiled and run by it where there is an MPI. */
+/* MPI's all_reduce, and send and receive there and back: prints seconds per call as JSON.
+   backend.py, whose sizes and counts it uses, compiles and runs it if MPI is installed. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

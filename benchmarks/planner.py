@@ -1,10 +1,10 @@
-"""The planner's predictions of this machine next to train.py's measured steps.
+"""Compare the planner's predictions for this machine with train.py's measured steps.
 
     python benchmarks/planner.py               # calibrate, then every mesh: about ten minutes
     python benchmarks/planner.py --repeats 1 --steps 8 --seconds 1 --no-write      # a quick look
 
-calibrate.py measures four constants on as many ranks as a mesh has; transformer_basics/train.py
-then trains a GPT on the mesh, and its log says tokens per second and peak memory.
+calibrate.py measures four constants on as many ranks as the mesh has; transformer_basics/train.py
+then trains a GPT on the mesh, and logs tokens per second and peak memory.
 """
 
 import argparse
@@ -75,7 +75,7 @@ fp32, one thread per rank. Error: of the predicted time."""
 
 
 def calibrated(folder: Path, ranks: int, seconds: float) -> str:
-    """The file of this machine's constants, measured on as many ranks."""
+    """Measure this machine's constants on `ranks` ranks; returns the file's name."""
     output = folder / f"machine_{ranks}.toml"
     options = ("--output", output, "--seconds", seconds, "--device", "cpu")
     run(*bench.torchrun(ranks), ROOT / "planner/calibrate.py", *options)

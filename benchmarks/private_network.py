@@ -1,11 +1,11 @@
-r"""Two ranks with a link of 100 Mbit/s between them, on one machine: each in a network of its own.
+r"""Run two ranks on one machine with a 100 Mbit/s link between their network namespaces.
 
     unshare --net --pid --fork --kill-child --mount-proc \
         python benchmarks/private_network.py 1500 COMMAND...    # 1500: bytes of the largest frame
 
-COMMAND runs twice, with what torchrun tells rank 0 and rank 1 of two nodes in its environment.
-Needs Linux with unshare, ip and tc, and root or user namespaces. Nothing of this machine's network
-is touched: both namespaces have no name, and end with their processes.
+COMMAND runs twice, with torchrun's variables for rank 0 and rank 1 of two nodes. Needs Linux with
+unshare, ip and tc, and root or user namespaces. This machine's own network is not touched: both
+namespaces have no name, and end with their processes.
 """
 
 import os
@@ -13,9 +13,8 @@ import shutil
 import subprocess
 import sys
 
-# Process 1 of namespaces of its own: when it ends, however it ends, the kernel ends all its
-# children, and with the last process of a network namespace go its devices. --kill-child: the same
-# if unshare itself is stopped.
+# This is process 1 of its own namespaces: however it ends, the kernel then ends all its children,
+# and a network namespace's devices go with its last process. --kill-child: also when unshare ends.
 UNSHARE = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 if os.geteuid():
     UNSHARE += ["--user", "--map-root-user"]
@@ -27,7 +26,7 @@ ip link set v1 mtu $frame up && {SLOWED.format("v1")} && exec "$@"
 
 
 def why_not() -> str | None:
-    """What keeps this machine from it, or None."""
+    """Why this machine cannot make such a link, or None."""
     if missing := [name for name in ("unshare", "ip", "tc") if not shutil.which(name)]:
         return f"needs {' and '.join(missing)}, which this machine lacks"
     make = f"ip link add v0 type veth peer name v1 && {SLOWED.format('v0')}"
@@ -36,7 +35,7 @@ def why_not() -> str | None:
 
 
 def two_ranks(frame: int, *command) -> list[str]:
-    """What runs `command` on two ranks, with frames of at most `frame` bytes between them."""
+    """The command that runs `command` on two ranks, with frames of at most `frame` bytes."""
     return [*UNSHARE, sys.executable, __file__, str(frame), *map(str, command)]
 
 
@@ -51,7 +50,7 @@ def main() -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    other.stdout.readline()  # it is in its namespace now
+    other.stdout.readline()  # now it is in its namespace
     shell(f"ip link set v1 netns {other.pid}")
     shell("ip addr add 10.77.0.1/24 dev v0")
     shell(f"ip link set v0 mtu {frame} up")

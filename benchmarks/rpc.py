@@ -1,10 +1,10 @@
-"""What a remote call costs: one tensor there and back between two processes, on four ways.
+"""Measure what a remote call costs: a tensor's round trip between two processes, in four ways.
 
     python benchmarks/rpc.py                # writes results/rpc.md
     python benchmarks/rpc.py --repeats 3 --no-write    # a quick look
 
-rpc_sync, send and recv of a Gloo group, an actor of Ray (where it is installed), a plain socket;
-and calls per second, one after the other and 100 in flight. All take turns in the same processes.
+rpc_sync, send and recv of a Gloo group, a Ray actor (if Ray is installed), a plain socket; and
+calls per second, one at a time and with 100 in flight. All take turns in the same processes.
 """
 
 import importlib.util
@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "rpc_basics"), str(ROOT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are few on a busy machine
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics home
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few on a busy machine
 
 import bench
 import torch
@@ -93,7 +93,7 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def actor_of(ray):
-    class Echo:  # local: Ray's processes, which know nothing of our folders, get all of it
+    class Echo:  # local: Ray sends all of it to its processes, which cannot import our files
         def echo(self, tensor: torch.Tensor) -> torch.Tensor:
             return tensor
 
@@ -118,7 +118,7 @@ def many_calls(other: str, x: torch.Tensor) -> None:
 
 
 def over_socket(connection: socket.socket, x: torch.Tensor) -> None:
-    """The least that a message needs: its length, then its bytes."""
+    """The minimal message: its length, then its bytes."""
     data = memoryview(x.numpy()).cast("B")
     connection.sendall(len(data).to_bytes(8, "little"))
     connection.sendall(data)
@@ -136,7 +136,7 @@ def many_over_socket(connection: socket.socket, x: torch.Tensor) -> None:
 
 
 def answer_on_a_socket() -> int:
-    """Run by the other worker: a thread sends back what it reads; returns its port."""
+    """Runs on the other worker: a thread sends back what it reads. Returns the port."""
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=send_back, args=(server,), daemon=True).start()
     return server.getsockname()[1]
@@ -187,7 +187,7 @@ def latency_text(repeats: int) -> list[str]:
 
 
 def nothing() -> None:
-    """What a rank does while others are measured: it waits at the next start, and answers."""
+    """A rank's part while another rank is measured: it only waits for the next start."""
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""10,000 lists of random operations on our shared-memory backend: does one hang, err or differ?
+"""Run 10,000 lists of random operations on our shared-memory backend: does one hang, fail, differ?
 
     python benchmarks/shm_endurance.py                        # half an hour; writes the results
     python benchmarks/shm_endurance.py --jobs 3 --no-write    # a quick look
 
-A job is a torchrun of 2, 3 or 4 ranks. It makes groups of its own and goes through 100 lists of 20
-operations, as tests/workers/shm_stress.py says, each compared with Gloo; then it must end with
-status 0, every second job without having called destroy_process_group.
+A job is a torchrun of 2, 3 or 4 ranks. It creates groups and runs 100 lists of 20 operations (see
+tests/workers/shm_stress.py), each compared with Gloo. Then it must end with status 0; every second
+job does not call destroy_process_group.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def job(seed: int, ranks: int) -> float:
-    """Seconds that it took. Raises: RuntimeError where it failed, TimeoutExpired where it hung."""
+    """Seconds of a job. Raises RuntimeError if it fails, TimeoutExpired if it hangs."""
     leave = ["--leave"] if seed % 2 else []
     command = [*bench.torchrun(ranks), str(STRESS), str(seed), str(LISTS * OPERATIONS), *leave]
     started = time.perf_counter()

@@ -1,13 +1,13 @@
-"""The backend with slow links against a real slow link, and both against the formula.
+"""Compare the slow backend with a real slow link, and both with the formula.
 
     python benchmarks/slow_links.py               # writes results/slow_links.md
     python benchmarks/slow_links.py --repeats 3
 
-The real link is one of 100 Mbit/s between two network namespaces (private_network.py), over which
-the backend "ring" sends. The other is the backend "slow" of custom_backend/ over loopback, told
-the rate that such a link leaves for data. Both run twice, in turns. Needs Linux with unshare, ip
-and tc, and root or user namespaces. The real link has no latency worth the name: to give it one,
-the kernel needs netem, and whether this one has it is said in the report.
+The real link has 100 Mbit/s between two network namespaces (private_network.py), over which the
+backend "ring" sends. The other is the backend "slow" of custom_backend/ over loopback, set to the
+rate that such a link leaves for data. Both run twice, in turn. Needs Linux with unshare, ip and
+tc, and root or user namespaces. The real link has almost no latency: to add some, the kernel needs
+netem, and the report says whether this kernel has it.
 """
 
 import argparse
@@ -34,15 +34,15 @@ from slow_wire import register
 
 SIZES = [10**4, 10**5, 10**6, 4 * 10**6]
 FRAME = 1500
-# Of the 1,514 bytes that a full frame takes of the link, 1,448 are data: the rest are the headers
-# of Ethernet (14), IP (20) and TCP (32).
+# A full frame has 1,514 bytes: 1,448 bytes of data and the headers of Ethernet (14), IP (20) and
+# TCP (32).
 TABLE = f"default 0 {100 * 1448 / 1514:.1f}Mbit"
 LINKS = read_links(TABLE)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=9, help="repeats of each measurement")
     parser.add_argument("--part", choices=("ring", "slow"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
@@ -70,7 +70,7 @@ def measure_part(backend: str, repeats: int) -> None:
                 ("message", partial(send_one, x, 1)),
                 ("all_reduce", partial(dist.all_reduce, x)),
             ):
-                # The first one warms up.
+                # The first repeat warms up.
                 results[name][nbytes] = seconds_of(run, group, repeats + 1)[1:]
         if worker.is_main:
             bench.say(results)

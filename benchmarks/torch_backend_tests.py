@@ -1,13 +1,13 @@
-"""PyTorch's own tests of its backends, on Gloo and on our shared-memory backend.
+"""Run PyTorch's own backend tests on Gloo and on our shared-memory backend.
 
     python benchmarks/torch_backend_tests.py               # writes results/torch_backend_tests.md
     python benchmarks/torch_backend_tests.py --ranks 2 --only all_reduce --no-write
 
-PyTorch installs them with itself: `DistributedTest._DistTestBase` in torch.testing. A test that is
-written for GPUs by its name is left out. Most others skip a backend that is not named "gloo" or
-"nccl" before they call it once; so shm takes them twice: as they are, and with these gates open.
+PyTorch installs these tests: `DistributedTest._DistTestBase` in torch.testing. Tests whose name
+says that they need a GPU are left out. Most other tests skip a backend not named "gloo" or "nccl"
+before they call it; so shm runs them twice: unchanged, and with these gates open.
 
-Needs `pip install expecttest`. One run of all takes about a minute and a half.
+Needs `pip install expecttest`. One run of all tests takes about a minute and a half.
 """
 
 import argparse
@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 import bench
 import torch
 
-# torch's own tests: what is measured here, and there is no public name for it.
+# torch's own tests, which have no public name.
 MODULE = "torch.testing._internal.distributed.distributed_test"
 FOR_GPUS = re.compile("cuda|nccl|gpu|xpu|hpu|accelerator", re.IGNORECASE)
 SIDES = {"gloo": ("gloo", False), "shm": ("shm", False), "shm, gates open": ("shm", True)}
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def both(ranks: int, only: str) -> list[str]:
-    """What each side answers on `ranks` ranks, and each test in which shm is not as Gloo."""
+    """Each side's results on `ranks` ranks, and each test in which shm differs from Gloo."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(WORLD_SIZE=str(ranks), TEMP_DIR=folder)
@@ -71,7 +71,7 @@ def both(ranks: int, only: str) -> list[str]:
     return [bench.table(rows), bench.table(different)]
 
 
-# ---- in a process of its own, for the module reads the backend's name when it is imported
+# ---- in a separate process, because the module reads the backend's name when it is imported
 
 
 def run_tests(backend: str, open_gates: bool, only: str) -> dict[str, tuple[str, str]]:
@@ -82,7 +82,7 @@ def run_tests(backend: str, open_gates: bool, only: str) -> dict[str, tuple[str,
     if backend == "shm":
         import shm  # noqa: F401 (registers itself)
 
-        # Which backend may what is written there, and nowhere else.
+        # Only this table says which features a backend has.
         from torch.testing._internal.common_distributed import DistTestCases
 
         for feature in ("ddp", "subgroup", "plugin", *(["gpu"] if open_gates else [])):
@@ -105,7 +105,7 @@ def run_tests(backend: str, open_gates: bool, only: str) -> dict[str, tuple[str,
 
 
 class Outcomes(unittest.TestResult):
-    """Keeps, for each test by name, what became of it and the line that says why."""
+    """Keeps each test's outcome, and the line that says why."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Outcomes(unittest.TestResult):
 
 
 def opened():
-    """PyTorch's module with every gate that asks for "gloo" letting "shm" through, too."""
+    """PyTorch's module in which every gate for "gloo" also lets "shm" through."""
     spec = importlib.util.find_spec(MODULE)
     text = Path(spec.origin).read_text()
     text = text.replace('BACKEND != "gloo"', 'BACKEND not in ("gloo", "shm")')

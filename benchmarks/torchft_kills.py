@@ -1,13 +1,12 @@
-"""Kill ranks at random, and count what it costs: torchft, and restart from a checkpoint.
+"""Kill ranks at random, and compare the cost with torchft and with restarts from a checkpoint.
 
     python benchmarks/torchft_kills.py                            # some minutes
     python benchmarks/torchft_kills.py --groups 3 --kills 6 --seed 1    # some minutes
 
-The same kills (kill -9, at the same steps, of the same ranks) hit three trainings:
-clusters/torchft/train.py; the same with fixed shares of the data; and clusters/elastic_train.py,
-where torchrun restarts all ranks from the last save. Look at the steps that were lost, and at the
-time in which no rank trained. The lighthouse, which the groups ask who is here, is a thread of this
-process.
+The same kills (kill -9, at the same steps, of the same ranks) hit three runs:
+clusters/torchft/train.py; train.py with fixed shards of the data; and clusters/elastic_train.py,
+where torchrun restarts all ranks from the last save. Look at the lost steps, and at the time in
+which no rank trained. torchft's lighthouse is a thread of this process.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from pathlib import Path
 import psutil
 import torch
 
-os.environ.setdefault("RUST_LOG", "warn")  # else the lighthouse says what it is asked, each step
+os.environ.setdefault("RUST_LOG", "warn")  # otherwise the lighthouse logs each step
 try:
     from torchft.coordination import LighthouseServer
 except ImportError as error:
@@ -55,7 +54,7 @@ def main() -> None:
         folder = args.output_dir or Path(temporary)
         columns = {
             "torchft": replica_groups(args, kills, folder / "torchft"),
-            "fixed shares": replica_groups(args, kills, folder / "shares", FIXED),
+            "fixed shards": replica_groups(args, kills, folder / "shares", FIXED),
             "restart": restarts(args, kills, folder / "restart"),
         }
     print(f"\n{'':36}", *(f"{name:>14}" for name in columns))
@@ -70,11 +69,11 @@ def random_kills(steps: int, kills: int, ranks: int, seed: int) -> list[tuple[in
     return [(step, chance.randrange(ranks)) for step in when]
 
 
-# ---- the trainings
+# ---- the training runs
 
 
 def replica_groups(args, kills, folder: Path, *more: str) -> dict:
-    """Train with torchft, a torchrun for each group; return what is counted."""
+    """Train with torchft, one torchrun per group; return the counts."""
     lighthouse = LighthouseServer("[::]:0", min_replicas=1, heartbeat_timeout_ms=1000)
     port = lighthouse.address().rpartition(":")[2]
     environment = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
@@ -97,28 +96,28 @@ def replica_groups(args, kills, folder: Path, *more: str) -> dict:
 
 
 def restarts(args, kills, folder: Path) -> dict:
-    """Train under one torchrun, which restarts all ranks when one fails; return what is counted."""
+    """Train under one torchrun, which restarts all ranks when one fails; return the counts."""
     script = [CLUSTERS / "elastic_train.py", "--steps", args.steps, "--output-dir", folder]
     job = [*TORCHRUN, f"--nproc-per-node={args.groups}", *script]
     log = folder / "log.jsonl"
-    # Else ranks that are started anew meet the addresses of the dead: see clusters/elastic.md.
+    # Otherwise restarted ranks read the dead ranks' addresses: see clusters/elastic.md.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     times = train_and_kill([job], [log] * args.groups, kills, environment, moment=0)
     lines = read(log)
     return {
         "no rank trains, s (median)": median_wait([line["time"] for line in lines], times),
-        "steps done in vain": len(lines) - len({line["step"] for line in lines}),
+        "lost steps": len(lines) - len({line["step"] for line in lines}),
         "steps without all ranks": 0,
-        "batches left out": 0,  # its data follow from the step, and what is undone is done again
+        "batches left out": 0,  # the data depend on the step, and lost steps are repeated
         "batches trained on twice": 0,
     }
 
 
 def train_and_kill(jobs, logs, kills, environment: dict, moment: float) -> list[float]:
-    """Run the jobs to their end, and kill ranks on the way; return when that was.
+    """Run the jobs to their end, and kill ranks on the way; return the times of the kills.
 
-    jobs: one for each rank, or one for all. A kill waits until all ranks are there, for the last
-    group can be healed by nobody. It comes up to `moment` seconds later, anywhere in a step.
+    jobs: one per rank, or one for all. A kill waits until all ranks are there, because no peer
+    could heal the last group. It comes up to `moment` seconds later, anywhere in a step.
     """
     chance, times, struck = random.Random(len(kills)), [], {}
     logs[0].parent.mkdir(parents=True, exist_ok=True)
@@ -149,11 +148,9 @@ def train_and_kill(jobs, logs, kills, environment: dict, moment: float) -> list[
 
 
 def rank_at(agent, local_rank, log, step, ranks, dead, since) -> psutil.Process | None:
-    """This rank's process, none of the dead, if since then it has come to this step with all."""
+    """This rank's process, not in `dead`, if since `since` all ranks have reached this step."""
     if agent.poll() == 0:
-        sys.exit(
-            "torchft_kills.py: error: the training was over before all kills: give it more --steps"
-        )
+        sys.exit("torchft_kills.py: error: training ended before all kills: use more --steps")
     lines = [line for line in read(log) if line["time"] > since]
     if not lines or lines[-1]["step"] < step or lines[-1]["ranks"] != ranks:
         return None
@@ -169,31 +166,33 @@ def wait_for(condition, agents, output: Path, seconds: float = 300):
     while not (value := condition()):
         if any(agent.poll() for agent in agents) or time.monotonic() > deadline:
             said = output.read_text()[-4000:]
-            sys.exit(f"torchft_kills.py: error: a training failed, or hangs:\n{said}")
+            sys.exit(f"torchft_kills.py: error: a run failed, or hangs:\n{said}")
         time.sleep(0.005)
     return value
 
 
-# ---- what is counted
+# ---- the counts
 
 
 def read(log: Path) -> list[dict]:
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half there
+    return [
+        json.loads(line) for line in lines if line.endswith("\n")
+    ]  # the last line may be incomplete
 
 
 def count(lines: list[dict], groups: int) -> dict[str, int]:
-    """From the logs of all groups, also of those that were killed in between.
+    """Count steps and batches in the logs of all groups, also of those killed in between.
 
-    An attempt is known by its step and by how many took part. Where one of them has committed it,
-    the gradients of all are in.
+    An attempt is identified by its step and its number of groups. If one group has committed it,
+    the gradients of all its groups are included.
     """
     committed = {(line["step"], line["ranks"]) for line in lines if line.get("committed")}
     attempts = [line for line in lines if "batch" in line]
     tried = {(line["step"], line["ranks"]) for line in attempts}
     used = Counter(x["batch"] for x in attempts if (x["step"], x["ranks"]) in committed)
     return {
-        "steps done in vain": len(tried - committed),
+        "lost steps": len(tried - committed),
         "steps without all ranks": sum(here < groups for _, here in committed),
         "batches left out": max(used) + 1 - len(used),
         "batches trained on twice": used.total() - len(used),
@@ -201,7 +200,7 @@ def count(lines: list[dict], groups: int) -> dict[str, int]:
 
 
 def median_wait(done: list[float], kills: list[float]) -> float:
-    """Of the longest times between two steps, each ending after a kill and before the next."""
+    """The median, over the kills, of the longest time between two steps after the kill."""
     pairs = list(itertools.pairwise(sorted(done)))
     ends = [*kills[1:], math.inf]
     found = [
@@ -212,7 +211,7 @@ def median_wait(done: list[float], kills: list[float]) -> float:
 
 
 def same_bits(a: dict, b: dict) -> bool:
-    """Whether two states, dicts in dicts, hold equal tensors and numbers under equal names."""
+    """Whether two nested dicts hold equal tensors and numbers under equal names."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -221,14 +220,14 @@ def same_bits(a: dict, b: dict) -> bool:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--groups", type=int, default=2, help="replica groups, of one rank each")
-    add("--steps", type=int, default=600, help="optimizer steps")
-    add("--kills", type=int, default=4)
-    add("--seed", type=int, default=0, help="of the steps and ranks")
-    add("--output-dir", type=Path, help="an empty one, for the logs; else they are not kept")
+    add("--groups", type=int, default=2, help="number of replica groups, of one rank each")
+    add("--steps", type=int, default=600, help="number of optimizer steps")
+    add("--kills", type=int, default=4, help="number of kills")
+    add("--seed", type=int, default=0, help="random seed of the kills' steps and ranks")
+    add("--output-dir", type=Path, help="empty directory for the logs (default: not kept)")
     args = parser.parse_args()
     if not 2 <= args.groups <= 12:
-        parser.error(f"--groups {args.groups}: 2 to 12, somebody must be left to go on")
+        parser.error(f"--groups {args.groups}: must be 2 to 12, so that a group survives a kill")
     room = args.steps * 3 // 4 - args.steps // 10
     if not 1 <= args.kills <= room:
         parser.error(f"--kills {args.kills}: {args.steps} steps have room for 1 to {room}")

@@ -1,17 +1,17 @@
-r"""Train on the hosts that there are; while they come and go, the result stays what it was.
+r"""Elastic training: hosts join and leave, and the result stays that of one process.
 
     python clusters/elastic_train.py                                        # one process
     torchrun --standalone --nproc_per_node=3 clusters/elastic_train.py      # the same losses
 
-    # on each host that is there now, or comes later (see elastic.md)
+    # on each available host, and on each host that joins later (see elastic.md)
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:3 --nproc-per-node=1 --rdzv-id=a \
         --rdzv-backend=c10d --rdzv-endpoint=host0:29500 --max-restarts=100 \
         clusters/elastic_train.py --output-dir runs/elastic
 
-A step is PARTS small batches, however many ranks there are. They are dealt out like cards: three
-ranks take 4 each, five take 3, 3, 2, 2 and 2. A rank adds up the gradients of its own before the
-ranks add up theirs. So the global batch, the order of the data and the learning rate depend on the
-step alone, and what a rank holds in memory does not grow when another one leaves.
+A step has PARTS micro-batches, for any number of ranks. They are distributed round-robin: three
+ranks take 4 each, five take 3, 3, 2, 2 and 2. Each rank accumulates the gradients of its own
+micro-batches, then DDP sums over the ranks. So the global batch, the order of the data and the
+learning rate depend on the step alone, and a rank's memory does not grow when another rank leaves.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
 def train(args, rank: int, world_size: int) -> bool:
     """Train to the end and return True, or save and return False when a rank has got SIGTERM."""
     asked = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # a host joins, or we must go
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # a host joins, or we must leave
     images, labels = load_data()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -75,7 +75,7 @@ def train(args, rank: int, world_size: int) -> bool:
         for part in my_parts:
             x, y = (data[indices].chunk(PARTS)[part] for data in (images, labels))
             with nullcontext() if part == my_parts[-1] else ddp_model.no_sync():
-                # DDP will divide the sum over ranks by their number, but here a mean is over PARTS.
+                # DDP divides the sum by the number of ranks, but here the mean is over PARTS.
                 loss = F.cross_entropy(ddp_model(x), y) / PARTS
                 (loss * world_size).backward()
             notes[0] += loss.detach()
@@ -84,7 +84,7 @@ def train(args, rank: int, world_size: int) -> bool:
             time.sleep(0.1)
 
         notes[1] = bool(asked)
-        dist.all_reduce(notes)  # the loss of the global batch; and all leave after the same step
+        dist.all_reduce(notes)  # the global batch's loss, and whether any rank must leave
         loss, stopping = notes.tolist()
         last = step + 1 == args.steps
         if rank == 0 and file and (stopping or last or (step + 1) % args.save_every == 0):
@@ -102,7 +102,7 @@ def train(args, rank: int, world_size: int) -> bool:
 
 
 def check_all_equal(args, first: int) -> None:
-    """End the job if ranks mean different runs, or have found different states of it."""
+    """End the job if the ranks have different settings, or have read different states."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, f"{args.steps} steps from {first} in {args.output_dir}")
     runs = sorted(set(everyone))
@@ -120,7 +120,7 @@ def load_data() -> tuple[Tensor, Tensor]:
 
 
 def global_batch(step: int, count: int) -> Tensor:
-    """The indices of this step's images, the same on all ranks: a new order for each epoch."""
+    """The indices of this step's images, equal on all ranks; each epoch has a new order."""
     epoch, place = divmod(step, count // (PARTS * PART))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
     return order[place * PARTS * PART :][: PARTS * PART]
@@ -131,7 +131,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def save(file: Path, model, optimizer, step: int) -> None:
-    """A kill or a full disk leaves the old file or the new one, never a part."""
+    """A kill or a full disk leaves the old file or the new one, never a partial one."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     temporary = file.with_suffix(".tmp")
     try:
@@ -146,7 +146,7 @@ def save(file: Path, model, optimizer, step: int) -> None:
 
 
 def append(file: Path, line: dict) -> None:
-    """A full disk leaves no part of a line."""
+    """Append a line; a full disk leaves no partial line."""
     end = file.stat().st_size if file.exists() else 0
     try:
         with file.open("a") as out:
@@ -157,7 +157,7 @@ def append(file: Path, line: dict) -> None:
 
 
 def load(file: Path, model, optimizer) -> int:
-    """Every rank reads it: a disk that all hosts share. Returns the steps done."""
+    """Every rank reads the file, from a disk that all hosts share. Returns the steps done."""
     state = torch.load(file, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -170,13 +170,17 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
-    parser.add_argument("--output-dir", type=Path, help="state and log; continues what is there")
-    parser.add_argument("--save-every", type=int, default=20, help="steps")
-    parser.add_argument("--timeout", type=float, default=60, help="seconds, of a collective")
-    parser.add_argument("--hold", type=Path, help="0.1 s longer a step while this file is there")
+    parser.add_argument(
+        "--output-dir", type=Path, help="directory of state and log; a run there continues"
+    )
+    parser.add_argument("--save-every", type=int, default=20, help="save every N steps")
+    parser.add_argument(
+        "--timeout", type=float, default=60, help="time-out of collectives, seconds"
+    )
+    parser.add_argument("--hold", type=Path, help="slow each step by 0.1 s while this file exists")
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) > PARTS:
-        parser.error(f"a step has {PARTS} parts: at most so many ranks")
+        parser.error(f"a step has {PARTS} micro-batches: at most {PARTS} ranks")
     if args.output_dir:
         args.output_dir.mkdir(parents=True, exist_ok=True)
     return args

@@ -1,20 +1,20 @@
-r"""A hang, and what each rank was doing when it began: the flight recorder, read by torchfrtrace.
+r"""Find out why a job hangs: torch's flight recorder with Gloo, read by torchfrtrace.
 
     torchrun --standalone --nproc_per_node=2 clusters/flight_recorder.py \
         --output-dir runs/hang                  # ends with status 1
     torchfrtrace runs/hang --prefix rank_
 
-After step 5, rank 0 writes a file and all ranks meet in a barrier. But the barrier is indented
-into the `if rank == 0:`. The job ends after --timeout seconds, and the error says neither
-which rank went wrong nor where. torch knows: of every rank it keeps the last 2000 collectives
-(TORCH_FR_BUFFER_SIZE) with their sizes and the Python stack. Look at what torchfrtrace makes of
-the files: the first collective in which the ranks differ, who called what, and at which line.
+After step 5, rank 0 writes a file and all ranks should meet in a barrier. But the barrier is
+indented into the `if rank == 0:`. The job ends after --timeout seconds, and the error names neither
+the rank that went wrong nor the line. torch's flight recorder keeps the last 2000 collectives of
+each rank (TORCH_FR_BUFFER_SIZE) with their sizes and Python stacks. Look at torchfrtrace's output:
+the first collective in which the ranks differ, what each rank called, and at which line.
 
-    --bug stuck    the last rank hangs in reading its data: nothing is raised there
+    --bug stuck    the last rank hangs while it reads its data, without an exception
     --bug none     no file is written
 
-NCCL's watchdog writes such files when it ends a job (TORCH_NCCL_DUMP_ON_TIMEOUT, and where to:
-TORCH_FR_DUMP_TEMP_FILE). Gloo has no watchdog. To have them with Gloo, copy flight_recorder().
+NCCL's watchdog writes such files when it ends a job (TORCH_NCCL_DUMP_ON_TIMEOUT; the path is in
+TORCH_FR_DUMP_TEMP_FILE). Gloo has no watchdog. To get the files with Gloo, copy flight_recorder().
 """
 
 import argparse
@@ -53,16 +53,16 @@ def main() -> None:
 def flight_recorder(folder: Path, store: dist.Store, groups=()):
     """When an exception leaves this block on one rank, all ranks write folder/rank_<rank>.
 
-    All: a rank that hangs outside of collectives raises nothing, so a thread of each asks the
-    store four times a second whether another rank has failed. store: one that all ranks reach.
-    groups: those in which this rank makes collectives, besides the default one.
+    A rank that hangs outside of collectives raises nothing, so a thread on each rank asks the
+    store four times per second whether another rank has failed. store: one that all ranks reach.
+    groups: the groups, besides the default one, in which this rank calls collectives.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     written = [f"flight_recorder/written_{other}" for other in range(world_size)]
     over = threading.Event()
 
     def watch() -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it the job
+        with suppress(RuntimeError):  # the store is gone: the job has ended
             while not over.wait(0.25):
                 if store.check(["flight_recorder/failed"]):
                     write_record(folder / f"rank_{rank}", groups)
@@ -76,8 +76,8 @@ def flight_recorder(folder: Path, store: dist.Store, groups=()):
     except Exception:
         with suppress(RuntimeError):
             store.set("flight_recorder/failed", "")
-            # torchrun ends all ranks as soon as one has failed: not before they have written. (No
-            # store.wait(): it would keep our own watcher from the store.)
+            # Wait until all have written, because torchrun ends all ranks when one fails. (No
+            # store.wait(): it would block our own watcher's use of the store.)
             deadline = time.monotonic() + 10
             while not store.check(written) and time.monotonic() < deadline:
                 over.wait(0.1)
@@ -88,12 +88,12 @@ def flight_recorder(folder: Path, store: dist.Store, groups=()):
 
 
 def write_record(path: Path, groups=()) -> None:
-    """This rank's last collectives, as torchfrtrace reads them."""
+    """Write this rank's last collectives in torchfrtrace's format."""
     # Private: torch has no public call that writes the record of Gloo's groups.
     from torch._C._distributed_c10d import _dump_fr_trace
 
     content = pickle.loads(_dump_fr_trace())
-    # Gloo leaves out who is in which group, and without it torchfrtrace raises KeyError.
+    # Gloo leaves out the ranks of each group, without which torchfrtrace raises KeyError.
     content["pg_config"] = {
         group.group_name: {
             "name": group.group_name,
@@ -127,7 +127,7 @@ def train(bug: str, folder: Path, steps: int = 10) -> None:
         if bug == "barrier" and step == 5 and rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(model.state_dict(), folder / "model.pt")
-            dist.barrier()  # the bug: this line belongs outside of the `if`
+            dist.barrier()  # the bug: this line belongs outside the `if`
 
 
 def read_from_a_dead_disk() -> None:
@@ -140,10 +140,10 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--bug", choices=("barrier", "stuck", "none"), default="barrier", help="fault"
+        "--bug", choices=("barrier", "stuck", "none"), default="barrier", help="the bug"
     )
-    parser.add_argument("--timeout", type=float, default=5, help="of the collectives, in seconds")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/hang"), help="of the dumps")
+    parser.add_argument("--timeout", type=float, default=5, help="time-out of collectives, seconds")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/hang"), help="for the dumps")
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error(

@@ -1,12 +1,12 @@
-"""Who am I? Rank, world size and meeting point, whoever started this process.
+"""Start a rank under any launcher: set RANK, WORLD_SIZE and MASTER_ADDR from its variables.
 
     srun python clusters/from_any_launcher.py ddp_basics/train.py
     mpirun python clusters/from_any_launcher.py ddp_basics/train.py
-    python clusters/from_any_launcher.py                # says what is known here, and who says it
+    python clusters/from_any_launcher.py                # print the six variables and the launcher
 
 PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which
-torchrun sets. Every other launcher tells the same under names of its own. As a command this file
-sets the six and becomes the script; to do it within a script: os.environ.update(who_am_i()).
+torchrun sets. Every other launcher uses other names. As a command this file sets the six variables
+and executes the script in its own process; within a script: os.environ.update(who_am_i()).
 """
 
 import os
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 
 # rank, world size, local rank, local world size. A launcher has started us if all of its names are
-# there. Inner ones first: Slurm's are there, too, when mpirun has started us within its job.
+# set. Inner launchers first: Slurm's names are set, too, if mpirun has started us in a Slurm job.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": [f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
@@ -24,24 +24,24 @@ LAUNCHERS = {
     "PALS": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # HPE Cray's mpiexec
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Intel MPI, too
     "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"),
-    # A batch script is process 0 as well; only what srun has started has a step's tasks.
+    # A batch script is process 0 as well; only processes that srun has started have a step's tasks.
     "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    # One rank on each host, or in each pod: there is no local rank.
+    # One rank per host or pod: there is no local rank.
     "RANK and WORLD_SIZE": ("RANK", "WORLD_SIZE"),  # Volcano's, Kubeflow's, or your own
     "Kubernetes": ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),  # an Indexed Job
 }
-# A process in which one of these is set is a rank, of a launcher that may be unknown here. (Not
+# If one of these is set, some launcher, perhaps unknown here, has started this rank. (Not
 # SLURM_PROCID: it is 0 in a batch script.)
 TRACES = {name for names in LAUNCHERS.values() for name in names[:1]} - {"SLURM_PROCID"}
 TRACES |= {"WORLD_SIZE", "LOCAL_RANK", "PALS_RANKID", "PMIX_RANK"}
 
 
 def who_am_i(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The six variables that PyTorch reads; those of a world of one if no launcher left a trace.
+    """The six variables that PyTorch reads; without a launcher, those of a world of one.
 
-    MASTER_ADDR and MASTER_PORT are kept where they are set. Raises ValueError, in one sentence, if
-    a launcher's names are incomplete, the numbers cannot be true, or the address of rank 0's host
-    is unknown.
+    MASTER_ADDR and MASTER_PORT are kept if they are set. Raises ValueError, in one sentence, if
+    a launcher's names are incomplete, the numbers contradict each other, or the address of rank
+    0's host is unknown.
     """
     launcher = launched_by(env)
     rank, size, *local = [env[name] for name in LAUNCHERS.get(launcher, ())] or ["0", "1"]
@@ -69,7 +69,7 @@ def who_am_i(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def launched_by(env: Mapping[str, str]) -> str:
-    """A name of LAUNCHERS, or "nobody". Raises ValueError if a launcher's names are incomplete."""
+    """A name of LAUNCHERS, or "no launcher". Raises ValueError if its names are incomplete."""
     complete = [name for name, names in LAUNCHERS.items() if all(x in env for x in names)]
     one_a_host = complete[:1] in (["RANK and WORLD_SIZE"], ["Kubernetes"])
     if complete and not (one_a_host and "LOCAL_RANK" in env):  # half of torchrun's names
@@ -78,11 +78,11 @@ def launched_by(env: Mapping[str, str]) -> str:
     if found:
         needed = ", ".join(LAUNCHERS["torchrun"])
         raise ValueError(f"a launcher has set {found}, which is not enough: set {needed}")
-    return "nobody"
+    return "no launcher"
 
 
 def equal_share(tasks: str, nodes: str) -> str:
-    """Tasks of each node, of a launcher that does not say how many this node has."""
+    """Tasks of each node, for a launcher that does not say how many this node has."""
     if not (tasks + nodes).isdigit() or not int(nodes) or int(tasks) % int(nodes):
         raise ValueError(
             f"{tasks} tasks on {nodes} nodes: set LOCAL_WORLD_SIZE to those of this node"
@@ -91,7 +91,7 @@ def equal_share(tasks: str, nodes: str) -> str:
 
 
 def tasks_of_node(counts: str, node: int) -> str:
-    """The number for a node in a list such as 4(x2),3: four on each of two nodes, three on one."""
+    """The tasks of a node in a list such as 4(x2),3: four on each of two nodes, three on one."""
     each = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [count for count, times in each for _ in range(int(times or 1))][node]
 
@@ -104,17 +104,17 @@ def first_host(nodes: str) -> str:
 
 def main() -> None:
     try:
-        told = who_am_i()
+        six = who_am_i()
         if len(sys.argv) > 1 and not os.path.isfile(sys.argv[1]):
             raise ValueError(f"there is no script {sys.argv[1]} in {os.getcwd()}")
     except ValueError as error:
         print(f"from_any_launcher.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     if len(sys.argv) == 1:
-        words = " ".join(f"{name}={value}" for name, value in told.items())
+        words = " ".join(f"{name}={value}" for name, value in six.items())
         print(f"started by {launched_by(os.environ)}: {words}")
         sys.exit()
-    os.environ.update(told)
+    os.environ.update(six)
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])  # the same process: signals reach it
 
 

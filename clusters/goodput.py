@@ -1,11 +1,11 @@
-"""How often to save, and which part of a cluster's time is left for training.
+"""How often to save checkpoints, and which share of the time remains for training (goodput).
 
     python clusters/goodput.py                                # the table, 16 to 16,384 GPUs
     python clusters/goodput.py --restart 60                   # what a quicker restart is worth
     python clusters/goodput.py --save 5 --durable-after 60    # what a background save is worth
 
-To save often costs the time of saving; to save rarely costs what is done twice after a failure.
-Look at both halves of the table: the same job on a cluster that was tuned for it, and on a research
+Frequent saves cost time; after a failure, rare saves cost the work that must be repeated. Look at
+both halves of the table: the same job on a cluster that was tuned for it, and on a research
 cluster, where a job is interrupted six times as often.
 
     J. W. Young, A first order approximation to the optimum checkpoint interval,
@@ -39,15 +39,15 @@ def main() -> None:
 
 
 def young(save: float, mtbf: float) -> float:
-    """The interval between saves at which saving costs as much as what is lost. Young 1974.
+    """The interval between saves at which saves cost as much as repeated work. Young 1974.
 
-    Per unit of work: save / interval for saving; of each failure, half an interval is done again.
+    Per unit of work, saves cost save / interval; each failure repeats half an interval on average.
     """
     return math.sqrt(2 * save * mtbf)
 
 
 def daly(save: float, mtbf: float) -> float:
-    """The same to a higher order, for when failures are not rare. Daly 2006."""
+    """Young's interval to a higher order, for failures that are not rare. Daly 2006."""
     if save >= 2 * mtbf:
         return mtbf
     ratio = save / (2 * mtbf)
@@ -55,16 +55,16 @@ def daly(save: float, mtbf: float) -> float:
 
 
 def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
-    """The share of the time that becomes training: 1 would be a machine that never fails or saves.
+    """The share of the time that becomes training: 1 for a machine that never fails or saves.
 
-    interval: work between two saves. restart: from a failure to the next step, to notice it too.
-    Failures come at random (exponentially), also during saves and restarts: then this is exact.
+    interval: work between two saves. restart: from a failure, with its detection, to the next step.
+    Exact if failures come at random (exponentially distributed), also during saves and restarts.
     Daly 2006: on average it takes mtbf e^(restart/mtbf) (e^((interval+save)/mtbf) - 1) to do and
     save one interval.
 
-    A save in the background stops the training for `save` and is durable `delay` later; only then
-    it counts. After a failure everything that counts comes `delay` later, as if the restart took
-    that much longer: pass restart + delay, and an interval of at least `delay`.
+    A background save stops the training for `save`, and counts only when it is durable, `delay`
+    later. After a failure each save counts `delay` later, as if the restart took `delay` longer:
+    pass restart + delay, and an interval of at least `delay`.
     """
     takes = mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf)
     return interval / takes
@@ -103,22 +103,22 @@ def spoken(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
-# ---- the check: the same by throwing dice
+# ---- the check: the same by Monte Carlo simulation
 
 
 def replay(failures, interval: float, save: float, restart: float, end: float) -> int:
-    """How many intervals are saved by the time `end`, if it fails at these times, in order."""
+    """How many intervals are saved by the time `end`, if the job fails at these sorted times."""
     now = saved = 0
     for failure in [*failures, end]:
         if failure > end:
             failure = end
         saved += max(0, math.floor((failure - now) / (interval + save)))
-        now = failure + restart  # struck again before that, it begins to restart anew
+        now = failure + restart  # a failure before that time starts the restart again
     return saved
 
 
 def random_failures(mtbf: float, end: float, seed: int) -> list[float]:
-    """When a job fails until `end`: the times between failures are exponentially distributed."""
+    """The times at which a job fails until `end`; the gaps are exponentially distributed."""
     chance, now, failures = random.Random(seed), 0.0, []
     while (now := now + chance.expovariate(1 / mtbf)) < end:
         failures.append(now)

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: to try what a job does on many, and what breaks there.
+"""Make several hosts on one machine, to try a job on several hosts and to cut their cables.
 
     python clusters/lab.py up 3 --rate 1gbit        # host0, host1, host2, joined by a switch
     python clusters/lab.py exec 0 -- ping -c 1 host2
@@ -7,13 +7,12 @@
     python clusters/lab.py show
     python clusters/lab.py down
 
-A host is a network namespace of Linux: it has a name, an interface eth0, an address (10.77.0.1 is
-host0's, fd77::1 too) and a loopback of its own. Its files, processors and memory are this
-machine's. Nothing of this machine's network is touched.
+A host is a Linux network namespace with its own name, interface eth0, address (host0 has 10.77.0.1
+and fd77::1) and loopback. Its files, cores and memory are this machine's. This machine's own
+network is not touched.
 
-No file says that there is a lab, and none is left behind: it is a process, the keeper, which holds
-the namespaces. When the keeper ends, however it ends, the kernel ends whatever runs on the hosts,
-and takes the network away.
+A lab leaves no files behind: it is a process, the keeper, which holds the namespaces. However the
+keeper ends, the kernel then ends everything that runs on the hosts, and removes the network.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from pathlib import Path
 
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 OWN_USER = ["--user", "--map-root-user"] if os.geteuid() else []
-# The keeper is process 1 of a process namespace: with it the kernel ends all others in there.
+# The keeper is process 1 of a process namespace: when it ends, the kernel ends the other processes.
 KEEPER = [*OWN_USER, "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
 PARENT = len(KEEPER) + 2  # where this file stands in the line that starts the keeper
 HOST = ["--net", "--uts", "--mount"]
@@ -57,7 +56,10 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--name", default=os.environ.get("LAB", "lab"), type=word, help="of the lab; else $LAB"
+        "--name",
+        default=os.environ.get("LAB", "lab"),
+        type=word,
+        help="name of the lab; or set $LAB",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, *arguments in (
@@ -74,11 +76,11 @@ def parse_args() -> argparse.Namespace:
         command = commands.add_parser(name, help=run.__doc__.splitlines()[0])
         command.set_defaults(run=run)
         if "host" in arguments:
-            command.add_argument("host", type=int, metavar="HOST", help="its number")
+            command.add_argument("host", type=int, metavar="HOST", help="host's number")
         if "count" in arguments:
             command.add_argument("count", type=int, choices=range(1, 65), metavar="HOSTS")
         if "rate" in arguments:
-            command.add_argument("--rate", type=rate, help="of each cable, such as 1gbit or 50mbit")
+            command.add_argument("--rate", type=rate, help="rate of each cable, such as 50mbit")
         if "new_rate" in arguments:
             command.add_argument("rate", type=rate)
         if "program" in arguments:
@@ -106,11 +108,11 @@ def check_tools() -> None:
         raise LabError(f"a lab needs {what}{how}")
 
 
-# ---- what a user calls
+# ---- the commands
 
 
 def up(args) -> None:
-    """Make a lab (its cables as fast as --rate says) and return; the keeper stays."""
+    """Make a lab whose cables have this --rate, and return; the keeper stays."""
     if find(args.name, "keep"):
         raise LabError(f"{args.name} is up already; `lab.py down` ends it")
     more = ["--rate", args.rate] if args.rate else []
@@ -133,7 +135,7 @@ def up(args) -> None:
 def execute(args) -> None:
     """Run a command on a host, in this directory; its exit status is the command's."""
     there = inside(host_process(args))
-    # After the change of mounts the directory is looked up again.
+    # In the host's mount namespace the directory must be looked up again.
     command = [*there, "sh", "-c", 'cd "$0" && exec "$@"', os.getcwd(), *args.program]
     os.execvp(command[0], command)
 
@@ -145,13 +147,13 @@ def cut(args) -> None:
 
 
 def heal(args) -> None:
-    """Put it back."""
+    """Put a host's cable back."""
     host_process(args)
     at_switch(args, f"ip link set v{args.host} up")
 
 
 def slow(args) -> None:
-    """Give a host's cable another rate, both ways."""
+    """Change the rate of a host's cable, in both directions."""
     shell(SLOW.format("eth0", args.rate), inside(host_process(args)))
     at_switch(args, SLOW.format(f"v{args.host}", args.rate))
 
@@ -163,7 +165,7 @@ def show(args) -> None:
     for number in sorted(find(args.name, "host")):
         cable = re.search(rf"^v{number}@\S+ +(\S+)", links, re.MULTILINE)[1]
         limit = re.search(rf"dev v{number} root .*?rate (\S+)", queues)
-        state = "cut" if cable == "DOWN" else limit[1].lower() if limit else "as fast as it can"
+        state = "cut" if cable == "DOWN" else limit[1].lower() if limit else "no limit"
         print(f"host{number}   {address(number)}   {state}")
 
 
@@ -182,7 +184,7 @@ def down(args) -> None:
 
 
 def keep(args) -> None:
-    """(Started by "up".) Make a switch and hosts, and keep them."""
+    """(Started by "up".) Make a switch and the hosts, and keep them alive."""
     shell("ip link add switch type bridge")
     shell("ip link set switch up")
     for number in range(args.count):
@@ -191,7 +193,7 @@ def keep(args) -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        host.stdout.readline()  # it is in namespaces of its own now
+        host.stdout.readline()  # now it is in its own namespaces
         there, cable = inside(host.pid), f"v{number}"
         shell(f"ip link add {cable} type veth peer name eth0 netns {host.pid}")
         shell(f"ip link set {cable} master switch up")
@@ -207,7 +209,7 @@ def keep(args) -> None:
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     while True:
-        os.wait()  # whatever is left over on a host becomes a child of process 1
+        os.wait()  # an orphan on a host becomes a child of process 1
 
 
 def be_host(args) -> None:
@@ -216,11 +218,11 @@ def be_host(args) -> None:
     lines = ["127.0.0.1 localhost", "::1 localhost"]
     for number in range(args.count):
         lines += [f"{address(number)} host{number}", f"fd77::{number + 1:x} host{number}"]
-    # An /etc/hosts of its own, in memory; /mnt is covered for a moment, and on this host only.
+    # This host's own /etc/hosts, in memory; it covers /mnt for a moment, on this host only.
     shell("mount -t tmpfs tmpfs /mnt")
     Path("/mnt/hosts").write_text("\n".join(lines) + "\n")
     shell("mount --bind /mnt/hosts /etc/hosts")
-    # No name server is to be reached from here: asking for one would take seconds.
+    # No name server is reachable from here: a query would take seconds to fail.
     Path("/mnt/resolv.conf").touch()
     if Path("/etc/resolv.conf").exists():
         shell("mount --bind /mnt/resolv.conf /etc/resolv.conf")
@@ -240,7 +242,7 @@ def this(command: str, name: str, *arguments) -> list[str]:
 def find(name: str, command: str, first: int = 1) -> dict[int, int]:
     """Processes of this lab's keeper or hosts, by the number behind the command.
 
-    first: where this file stands among their words. 1: `python lab.py ...`.
+    first: the position of this file in the command line; 1 in `python lab.py ...`.
     """
     found = {}
     for place in Path("/proc").glob("[0-9]*/cmdline"):
@@ -256,7 +258,7 @@ def find(name: str, command: str, first: int = 1) -> dict[int, int]:
 def keeper_process(name: str) -> int:
     found = find(name, "keep")
     if not found:
-        raise LabError(f"there is no lab of the name {name}; `lab.py up 3` makes one")
+        raise LabError(f"there is no lab named {name}; `lab.py up 3` makes one")
     return next(iter(found.values()))
 
 
@@ -269,7 +271,7 @@ def host_process(args) -> int:
 
 
 def inside(process: int) -> list[str]:
-    """What runs a command in the namespaces of that process."""
+    """The words that run a command in the namespaces of that process."""
     own_user = ["--user", "--preserve-credentials"] if OWN_USER else []
     return ["nsenter", f"--target={process}", *own_user, "--net", "--uts", "--mount", "--pid", "--"]
 

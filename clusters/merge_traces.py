@@ -1,18 +1,18 @@
-"""The traces of all ranks on one timeline, with their clocks brought in line; and who comes last.
+"""Merge the traces of all ranks into one timeline with aligned clocks, and find the straggler.
 
     torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --profile --output-dir runs/digits
     python clusters/merge_traces.py runs/digits/trace_*.json --output runs/digits/timeline.json
 
-Opens in https://ui.perfetto.dev: a process for each rank. Look at the table: how sure the clocks
-are, and which rank comes last into the collectives, so that the other ranks of its group wait.
+Open it in https://ui.perfetto.dev; each rank is a process. Look at the table: the error of each
+clock, and the rank that enters the collectives last, so that the other ranks of its group wait.
 
 Hosts have different clocks, but no rank leaves an all_reduce before all ranks of its group have
 entered it. So for each collective, and ranks i and j of its group on two hosts,
 
     entry of j + offset of j's host  <=  exit of i + offset of i's host
 
-which bounds the difference of the two offsets; a chain of hosts adds up its bounds. We take the
-middle of the narrowest bounds. A collective inside one host (tensor parallelism, HSDP's shards)
+which bounds the difference of the two offsets; along a chain of hosts the bounds add up. We take
+the middle of the narrowest bounds. A collective inside one host (tensor parallelism, HSDP's shards)
 says nothing about clocks. NCCL's kernels carry their group and number; Gloo's events carry neither,
 so the groups of a Gloo trace are known only if all of them have the same ranks.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # Collectives that every rank must enter before any rank leaves: not broadcast, reduce, send, recv.
-# On GPUs we read the kernels: NCCL's other events end when the operation is only queued.
+# On GPUs we read the kernels: NCCL's other events end as soon as the operation is queued.
 SYNCHRONIZE = r"(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier)"
 KERNELS = re.compile(rf"^nccl(Dev)?Kernel.*{SYNCHRONIZE}", re.IGNORECASE)
 ON_CPU = re.compile(rf"^(?!nccl)\w+:{SYNCHRONIZE}", re.IGNORECASE)  # gloo:all_reduce
@@ -50,18 +50,18 @@ class Call(NamedTuple):
 
 @dataclass
 class Trace:
-    """One rank's. calls: the collectives of each group by number; without numbers, by order."""
+    """One rank's trace. calls: each group's collectives by number; without numbers, by order."""
 
     rank: int
     host: str
     events: list[dict]
     calls: dict[Group, dict[int, Call]]
-    unknown: int  # collectives whose group the trace does not say
+    unknown: int  # collectives whose group the trace does not name
 
 
 @dataclass
 class Clock:
-    """What to add to a host's times, microseconds, so that they fit those of `reference`."""
+    """Microseconds to add to a host's times, so that they fit the times of `reference`."""
 
     offset: float
     error: float
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def read(path: Path) -> Trace:
-    """A trace that torch.profiler has exported. Raises ValueError if it is something else."""
+    """Read a trace that torch.profiler has exported. Raises ValueError for any other file."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
             content = json.load(file)
@@ -97,7 +97,7 @@ def read(path: Path) -> Trace:
         raise ValueError(f"{path} is not a trace of torch.profiler") from None
     about = content.get("distributedInfo", {})
     if about.get("rank") is None:
-        raise ValueError(f"{path} does not say of which rank it is: profile after joining a group")
+        raise ValueError(f"{path} does not name its rank: profile after joining a group")
     for event in events:
         if "ts" in event:
             event["ts"] += zero
@@ -140,14 +140,14 @@ def by_number(spans: list[dict]) -> dict[int, Call]:
 
 
 def by_order(spans: list[dict]) -> dict[int, Call]:
-    """Entries and exits are sorted each: when a rank has left k of them, all have entered k."""
+    """Sort entries and exits separately: when a rank has left k, all ranks have entered k."""
     entries = sorted(span["ts"] for span in spans)
     exits = sorted(span["ts"] + span["dur"] for span in spans)
     return dict(enumerate(map(Call, entries, exits)))
 
 
 def matched(traces: list[Trace]) -> list[dict[int, Call]]:
-    """The collectives that several of the traces hold: each with the calls of its ranks.
+    """The collectives that occur in several traces, each with the calls of its ranks.
 
     Raises ValueError if ranks of a group have different numbers of collectives without a number.
     """
@@ -216,7 +216,7 @@ def narrowest(hosts: list[str], limits: dict, start: str) -> dict[str, float]:
 
 
 def moved(trace: Trace, clock: Clock) -> list[dict]:
-    """The events on the reference's clock, as those of a process that is named after the rank."""
+    """The events on the reference's clock, in a process named after the rank."""
     name = f"rank {trace.rank} ({trace.host})"
     events = [
         {"ph": "M", "name": "process_name", "pid": trace.rank, "args": {"name": name}},
@@ -233,7 +233,7 @@ def moved(trace: Trace, clock: Clock) -> list[dict]:
         event = {**event, "pid": trace.rank}
         if "ts" in event:
             event["ts"] += clock.offset
-        if "id" in event:  # arrows from forward to backward: not to another rank
+        if "id" in event:  # arrows from forward to backward, within this rank
             event["id"] = f"{trace.rank}/{event['id']}"
         events.append(event)
     return events
@@ -242,35 +242,35 @@ def moved(trace: Trace, clock: Clock) -> list[dict]:
 def waits(
     traces: list[Trace], collectives: list[dict[int, Call]], clocks: dict[str, Clock]
 ) -> dict[int, tuple[int, int, float]]:
-    """For each rank: its collectives, into how many it came last, how long the group waited there.
+    """For each rank: its collectives, how many it entered last, and how long its group waited then.
 
-    Microseconds, of the rank that waited longest, summed over those collectives. A rank that had to
-    wait in one group comes late into the next: the longest wait is that of the guilty rank.
+    Microseconds of the rank that waited longest, summed over the collectives that this rank entered
+    last. A rank that waited in one group is late in the next: the straggler has the longest sum.
     """
     offset = {trace.rank: clocks[trace.host].offset for trace in traces}
-    told = {trace.rank: (0, 0, 0.0) for trace in traces}
+    sums = {trace.rank: (0, 0, 0.0) for trace in traces}
     for calls in collectives:
         times = {rank: call.entry + offset[rank] for rank, call in calls.items()}
         last = max(times, key=times.get)
         waited = times[last] - min(times.values())
         for rank in times:
-            count, came_last, total = told[rank]
-            guilty = rank == last
-            told[rank] = count + 1, came_last + guilty, total + waited * guilty
-    return told
+            count, came_last, total = sums[rank]
+            is_last = rank == last
+            sums[rank] = count + 1, came_last + is_last, total + waited * is_last
+    return sums
 
 
 def show(traces: list[Trace], collectives: list[dict[int, Call]], clocks: dict[str, Clock]) -> None:
     print(f"{'':6}{'host':16}{'clock, ms':>14}{'+/-':>9}{'collectives':>13}", end="")
     print(f"{'came last':>11}{'others waited, ms':>19}")
-    told = waits(traces, collectives, clocks)
+    sums = waits(traces, collectives, clocks)
     for trace in traces:
-        clock, (count, came_last, waited) = clocks[trace.host], told[trace.rank]
+        clock, (count, came_last, waited) = clocks[trace.host], sums[trace.rank]
         print(f"rank {trace.rank} {trace.host:16}{clock.offset / 1e3:13.3f}", end="")
         print(f"{clock.error / 1e3:9.3f}{count:13}{came_last:11}{waited / 1e3:19.1f}")
     unknown = sum(trace.unknown for trace in traces)
     if unknown:
-        print(f"{unknown} collectives left out: the traces do not say of which group they are")
+        print(f"{unknown} collectives left out: the traces do not name their group")
     first, *others = dict.fromkeys(clock.reference for clock in clocks.values())
     for host in others:
         print(f"no collective connects {host} with {first}: {host} keeps its own clock")
@@ -281,7 +281,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("traces", nargs="+", type=Path, help="one of each rank")
+    parser.add_argument("traces", nargs="+", type=Path, help="trace files, one per rank")
     parser.add_argument("--output", type=Path, default=Path("timeline.json"), help="merged trace")
     return parser.parse_args()
 

@@ -31,10 +31,10 @@ def main() -> None:
     places = [None] * world_size
     dist.all_gather_object(places, f"{socket.gethostname()}, {device}")
 
-    # One step of data parallelism. Each rank takes its part of the batch; all average.
+    # One step of data parallelism: each rank has a local batch, and all ranks average.
     torch.manual_seed(0)  # the same numbers on all ranks
     x, weight = torch.randn(8 * world_size, 4), torch.randn(4, requires_grad=True)
-    (expected,) = torch.autograd.grad((x @ weight).square().mean(), weight)  # of one process
+    (expected,) = torch.autograd.grad((x @ weight).square().mean(), weight)  # in one process
     my_x = x.chunk(world_size)[rank]
     gradient = torch.autograd.grad((my_x @ weight).square().mean(), weight)[0].to(device)
     dist.all_reduce(gradient)
@@ -50,9 +50,9 @@ def main() -> None:
     if rank == 0:
         print(*(f"rank {number} on {place}" for number, place in enumerate(places)), sep="\n")
         sent = 2 * (world_size - 1) / world_size * MB  # by each rank
-        print(f"gradient as of one process; all_reduce sends {sent / seconds:,.0f} MB/s")
+        print(f"gradient equals one process's; all_reduce sends {sent / seconds:,.0f} MB/s")
 
-    dist.barrier()  # no rank leaves while another one still waits for a message
+    dist.barrier()  # no rank leaves while another rank still waits for a message
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Look at all hosts before a training: which host, link or device is wrong or slow?
+"""Check all hosts before a training job: which host, link or device is wrong or slow?
 
     python clusters/preflight.py hosts.txt --directory runs        # over ssh; one name per line
     python clusters/preflight.py --srun --directory runs           # in a job of Slurm: its nodes
@@ -6,10 +6,10 @@
     python clusters/preflight.py --plan 1000                       # how long would 1000 hosts take?
 
 Compares versions, clocks, devices, network cards, limits, disks, names and a directory that all
-should share; measures each pair's latency and bandwidth both ways, all_reduce between neighbours
-(all GPUs, each GPU with its peer, the GPUs of a host), and matrix products.
-The verdict names what differs from the best host or from most hosts, and hosts that do not answer.
-Exit status: 0 if there is nothing, 1 if something is named. No process is left anywhere.
+hosts should share; measures the latency and both bandwidths of each pair of hosts, all_reduce
+between neighbours (all GPUs, each GPU with its peer, the GPUs of a host), and matrix products.
+It names hosts that differ from most hosts, that are slower than the best, or do not answer.
+Exit status: 0 if nothing is wrong, 1 if it names something. It leaves no process on any host.
 """
 
 import argparse
@@ -59,12 +59,12 @@ def parse_args() -> argparse.Namespace:
     add(
         "--directory", default=".", help="directory that all hosts share and may write (default: .)"
     )
-    add("--free", type=float, default=1, help="GB that must be free there (default: 1)")
+    add("--free", type=float, default=1, help="GB that must be free in it (default: 1)")
     add(
         "--slow",
         type=float,
         default=0.6,
-        help="name what has less than this share of the best (default: 0.6)",
+        help="a link or device is slow below this share of the best one (default: 0.6)",
     )
     add(
         "--gpu-seconds",
@@ -76,13 +76,13 @@ def parse_args() -> argparse.Namespace:
         "--plan",
         type=int,
         metavar="HOSTS",
-        help="only print how long that many hosts would take (default: none)",
+        help="only print how long this many hosts would take (default: none)",
     )
     args = parser.parse_args()
     if not (args.plan or args.lab or args.hosts or args.srun):
         parser.error("a file of hosts, --srun or --lab N is needed")
     if args.srun and "SLURM_JOB_NODELIST" not in os.environ:
-        parser.error("--srun: this is no job of Slurm; salloc --nodes=N --exclusive makes one")
+        parser.error("--srun: not in a Slurm job; salloc --nodes=N --exclusive starts one")
     args.directory = os.path.abspath(args.directory)
     return args
 
@@ -113,20 +113,20 @@ def fail(sentence: str):
     sys.exit(2)
 
 
-# ---- what is looked at
+# ---- the checks
 
 
 def look(fleet: Fleet, args) -> list[str]:
-    """Sentences, each with the name of a host, a link or a device."""
+    """What is wrong, in sentences that name a host, a link or a device."""
     names = [host.rpartition("@")[2] for host in fleet.hosts]
-    fleet.all("clock", seconds=30)  # all that answer are there, and awake
+    fleet.all("clock", seconds=30)  # afterwards every host has answered, or is lost
     found = look_at_those_that_answer(fleet, names, args) if fleet.here else []
     return [f"{names[i]}: {why}" for i, why in sorted(fleet.lost.items())] + found
 
 
 def look_at_those_that_answer(fleet: Fleet, names: list[str], args) -> list[str]:
     offsets = {}
-    for i in fleet.here:  # the way there and back is short, so halve what it took
+    for i in fleet.here:  # the round trip is short: take its middle
         before = time.time()
         for there in fleet.ask({i: {"do": "clock"}}).values():
             offsets[names[i]] = there - (before + time.time()) / 2
@@ -146,7 +146,7 @@ def look_at_those_that_answer(fleet: Fleet, names: list[str], args) -> list[str]
     latency, rate, broken = measure_pairs(fleet, names)
     found += broken_links(names, broken, len(fleet.here))
     found += slow_links(names, rate, args.slow, lambda r: f"{r * 8e-6:.0f} Mbit/s")
-    # The shortest time is the best; a fraction of a millisecond more or less says nothing.
+    # The shortest time is the best; differences below half a millisecond do not matter.
     speed = {pair: 1 / (seconds + 5e-4) for pair, seconds in latency.items()}
     found += slow_links(names, speed, 0.3, lambda v: f"{(1 / v - 5e-4) * 1e3:.2f} ms", "latency")
 
@@ -169,7 +169,7 @@ def look_at_those_that_answer(fleet: Fleet, names: list[str], args) -> list[str]
 
 
 def not_shared(fleet: Fleet, has_it: list[int], directory: str) -> list[str]:
-    """Each host writes a file; the first one should see all of them."""
+    """Each host writes a file; the first host should see all files."""
     mark = f".preflight-{uuid.uuid4().hex[:8]}-"
     try:
         told = {i: {"do": "write", "directory": directory, "name": f"{mark}{i}"} for i in has_it}
@@ -189,7 +189,7 @@ def listing(directory: str, prefix: str, do: str = "listing") -> dict:
 
 
 def measure_pairs(fleet: Fleet, names: list[str]) -> tuple[dict, dict, dict]:
-    """Seconds for a byte there and back, bytes per second (of the slower way), errors."""
+    """Seconds for a byte's round trip, bytes per second (of the slower direction), errors."""
     ports = fleet.all("listen")
     latency, rate, broken = {}, {}, {}
     for pairs in rounds(len(names)):
@@ -215,11 +215,12 @@ def measure_pairs(fleet: Fleet, names: list[str]) -> tuple[dict, dict, dict]:
 def measure_all_reduce(
     fleet: Fleet, names: list[str], gpus: dict[int, int], skip: set, slow: float
 ) -> list[str]:
-    """Between neighbours of a ring: each host has two, in two or three rounds. Sentences.
+    """Measure all_reduce between neighbours in a ring of the hosts, in two or three rounds.
 
-    gpus: of each host. Every GPU gets a rank, of the host with more only as many as the other has.
-    Each pair of hosts measures all ranks together; each rank with its peer on the other host, which
-    NCCL gives the network card next to the GPU; the ranks of each host, on NVLink.
+    gpus: the number of each host's GPUs. Every GPU gets a rank; both hosts of a pair get the
+    smaller of their two numbers. Each pair measures all ranks together; each rank with its peer on
+    the other host, for which NCCL uses the network card next to the GPU; and the ranks of each
+    host, over NVLink. Returns what is slow or fails, in sentences.
     """
     between, peers, inside, failed = {}, {}, {}, []
     for neighbours in ring(sorted(gpus)):

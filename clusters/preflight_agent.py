@@ -1,9 +1,9 @@
-"""What clusters/preflight.py runs on each host: it does what it is told, a line of JSON at a time.
+"""The agent that clusters/preflight.py runs on each host: each line of JSON is one request.
 
     echo '{"do": "clock"}' | python clusters/preflight_agent.py
 
-It needs nothing but Python and the PyTorch that the training will use. It ends with its input: when
-the program that asked has ended, or the connection to it, no process is left here.
+It needs only Python and the PyTorch that the training will use. It ends at the end of its input:
+when preflight.py or the connection has ended, no process is left on the host.
 """
 
 import json
@@ -25,13 +25,13 @@ stores = []
 
 
 def clock() -> float:
-    """Seconds since 1970, as this host has it."""
+    """Seconds since 1970 on this host's clock."""
     return time.time()
 
 
 def facts(hosts: list[str], directory: str) -> dict:
-    """Versions, devices, limits, free space; and what is wrong in itself, in words."""
-    import torch  # seconds: not before somebody asks
+    """Versions, devices, limits, free space; and what is wrong on this host alone, in words."""
+    import torch  # takes seconds: only when requested
 
     wrong = [sentence for host in hosts if (sentence := name_error(host))]
     same = {"python": platform.python_version(), "torch": torch.__version__}
@@ -106,9 +106,7 @@ def name_error(host: str) -> str | None:
     except OSError as error:
         return f"the name {host} is not known here: {error.strerror}"
     local = [address for address in found if address.startswith("127.") or address == "::1"]
-    return (
-        f"the name {host} means {local[0]} here, which is no address for others" if local else None
-    )
+    return f"the name {host} is {local[0]} here: other hosts cannot reach it" if local else None
 
 
 def write(directory: str, name: str) -> None:
@@ -116,7 +114,7 @@ def write(directory: str, name: str) -> None:
 
 
 def listing(directory: str, prefix: str) -> list[str]:
-    """Names of files: what other hosts have written into a directory that is shared."""
+    """Names of the files that hosts have written into a shared directory."""
     return [path.name for path in Path(directory).glob(f"{prefix}*")]
 
 
@@ -126,7 +124,7 @@ def remove(directory: str, prefix: str) -> None:
 
 
 def listen() -> int:
-    """Make the port to which partners will connect."""
+    """Open the port to which partners will connect."""
     listening.append(socket.create_server(("", 0)))
     listening[0].settimeout(5)
     return listening[0].getsockname()[1]
@@ -142,7 +140,7 @@ def serve(seconds: float) -> float:
             connection.sendall(b"p")
         rate = receive(connection)
         send(connection, seconds)
-        connection.recv(1)  # it has all
+        connection.recv(1)  # the partner has received everything
         return rate
 
 
@@ -162,7 +160,7 @@ def measure(host: str, port: int, seconds: float) -> dict:
 
 
 def send(connection: socket.socket, seconds: float) -> None:
-    """As much as goes within that time, then an end mark: a byte that is not 0."""
+    """Send as much as possible in that time, then an end mark: a byte that is not 0."""
     block, until = bytes(2**16), time.perf_counter() + seconds
     while time.perf_counter() < until:
         connection.sendall(block)
@@ -185,11 +183,11 @@ def receive(connection: socket.socket) -> float:
 
 
 def matmul(seconds: float, gpu_seconds: float) -> dict:
-    """FLOP per second of one core, and of each GPU while all GPUs compute: medians. Random numbers:
-    with constant ones a GPU takes less power, and its clock would not drop."""
+    """Median FLOP per second of one core, and of each GPU while all GPUs compute. The numbers are
+    random: with constant ones a GPU needs less power, and its clock would not drop."""
     import torch
 
-    torch.set_num_threads(1)  # the other cores may belong to somebody; how many there are is a fact
+    torch.set_num_threads(1)  # other jobs may use the other cores; facts() has their number
     size, times, until = 256, [], time.perf_counter() + seconds
     x = torch.randn(size, size)
     while len(times) < 3 or time.perf_counter() < until:
@@ -205,7 +203,7 @@ def matmul(seconds: float, gpu_seconds: float) -> dict:
 
 
 def matmul_on_gpus(torch, count: int, seconds: float) -> tuple[list[float], list[str]]:
-    """FLOP per second of each GPU; what the driver says of their clocks meanwhile."""
+    """FLOP per second of each GPU, and the driver's reasons for a lower clock during the run."""
     size, products = 8192, 10
     devices = [torch.device("cuda", i) for i in range(count)]
     data = [torch.randn(size, size, dtype=torch.bfloat16, device=device) for device in devices]
@@ -227,8 +225,8 @@ def matmul_on_gpus(torch, count: int, seconds: float) -> tuple[list[float], list
 
 
 def slowed_down(reasons: list[str]) -> list[str]:
-    """reasons: of each GPU, the bits of NVML's nvmlClocksEventReasons, such as 0x0000000000000040.
-    A power limit by software (0x4) is usual under full load."""
+    """Name the GPUs with a lower clock. reasons: for each GPU the bits of NVML's
+    nvmlClocksEventReasons, such as 0x0000000000000040. A software power limit (0x4) is usual."""
     bits = {0x8: "hardware", 0x20: "heat (software)", 0x40: "heat", 0x80: "its power supply"}
     found = []
     for gpu, text in enumerate(reasons):
@@ -249,8 +247,8 @@ def store() -> int:
 
 
 def all_reduce(node: int, ranks: int, **where) -> dict:
-    """Bytes per second between two hosts: "all" of the slowest rank here, with all ranks together;
-    "peers" of each rank here, with its peer on the other host; "inside" of the ranks here.
+    """Bytes per second between two hosts. "all": of this host's slowest rank, with all ranks;
+    "peers": of each rank here with its peer on the other host; "inside": among the ranks here.
 
     node: 0 or 1, this host. ranks: processes on each host, one per GPU, so that every GPU, NVLink
     and network card takes part. where: see `one_rank`.
@@ -298,7 +296,7 @@ def one_rank(node: int, local_rank: int, ranks: int, host: str, port: int, devic
     count = 2**20 if device == "cpu" else 2**26
     data = torch.randn(count, device=place)  # float32
     found = {}
-    for name, group in groups.items():  # the groups of one name work at the same time
+    for name, group in groups.items():  # groups with the same name run at the same time
         times = []
         for _ in range(5):
             dist.barrier()
@@ -315,7 +313,7 @@ def one_rank(node: int, local_rank: int, ranks: int, host: str, port: int, devic
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # a library's prints must not mix with the answers
     known = (
         clock,
         facts,
@@ -335,7 +333,7 @@ def main() -> None:
         told = json.loads(line)
         try:
             answer = {"is": commands[told.pop("do")](**told)}
-        except Exception as error:  # whatever it is, the other side names this host with it
+        except Exception as error:  # preflight.py reports it with this host's name
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             answer = {"error": first_line}
         print(json.dumps(answer), file=answers, flush=True)
@@ -343,4 +341,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # with a store or a group that never met, an orderly exit could wait
+    os._exit(0)  # a normal exit could wait for a store or a group that never met

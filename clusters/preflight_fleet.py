@@ -1,6 +1,6 @@
-"""One agent on each host, asked through pipes: the network under test is not needed.
+"""Start an agent on each host, and send it requests over ssh, srun or the lab's pipes.
 
-Used by clusters/preflight.py.
+Used by clusters/preflight.py. The requests do not use the network under test.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 AGENT = [sys.executable, "-u", str(HERE / "preflight_agent.py")]
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-# --overlap: a step on CPUs that another step may use, too. It gets all of the job's CPUs and GPUs
-# on its host.
+# --overlap: the step may share CPUs with another step, and gets all of the job's CPUs and GPUs on
+# its host.
 SRUN = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered"]
 
 
 class Fleet:
-    """hosts: their names. A host that does not answer is lost: it is not asked again.
+    """The agents on all hosts. A host that does not answer is lost, and is not asked again.
 
-    lost: {number of a host: what is wrong with it, in words}.
+    hosts: their names. lost: {number of a host: what is wrong with it, in words}.
     """
 
     def __init__(self, hosts: list[str], transport: str):
@@ -41,11 +41,11 @@ class Fleet:
         return [number for number in range(len(self.hosts)) if number not in self.lost]
 
     def all(self, do: str, seconds: float = 30, **told) -> dict[int, object]:
-        """Tell all hosts the same; the answer of each that answers."""
+        """Send one request to all hosts. Returns the answers of the hosts that answer."""
         return self.ask({number: {"do": do, **told} for number in self.here}, seconds)
 
     def ask(self, told: dict[int, dict], seconds: float = 30) -> dict[int, object]:
-        """The same with a request for each host. One that answers with an error is lost, too."""
+        """Send each host its own request. A host that answers with an error is lost, too."""
         answers = self.try_to(
             {n: request for n, request in told.items() if n in self.here}, seconds
         )
@@ -55,7 +55,7 @@ class Fleet:
         return {number: answer["is"] for number, answer in answers.items() if "is" in answer}
 
     def try_to(self, told: dict[int, dict], seconds: float = 30) -> dict[int, dict]:
-        """Tell some hosts what to do, all at once: {host: {"is": answer} or {"error": why not}}."""
+        """Send requests to some hosts at once: {host: {"is": answer} or {"error": why not}}."""
         for number, request in told.items():
             with contextlib.suppress(OSError):  # it has ended: its last words are read below
                 self.agents[number].stdin.write(json.dumps(request) + "\n")

@@ -1,6 +1,6 @@
-"""Which pairs to measure in which round, and what the numbers say: nothing here touches a network.
+"""Plan the measurements of preflight.py (a round-robin tournament), and judge their results.
 
-Used by clusters/preflight.py.
+Used by clusters/preflight.py. Nothing here uses the network.
 """
 
 from collections import Counter
@@ -10,8 +10,8 @@ from statistics import median
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """Every pair of `count` hosts once, in rounds in which no host has two partners.
 
-    The plan of a round-robin tournament: one host stays, the others move on by a seat each round.
-    count - 1 rounds, or count if it is odd: then one host has no partner in each.
+    A round-robin tournament: one host keeps its seat, the others move by one seat per round.
+    count - 1 rounds, or count if it is odd: then one host has no partner in each round.
     """
     seats: list[int | None] = [*range(count)] + [None] * (count % 2)
     plan = []
@@ -24,17 +24,17 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def differing(hosts: list[str], same: list[dict]) -> list[str]:
-    """What should be the same everywhere: name the hosts that differ from most of the others."""
+    """Name the hosts whose values differ from those of most hosts."""
     found = []
     for name in dict.fromkeys(name for values in same for name in values):
         values = {host: spoken(at.get(name)) for host, at in zip(hosts, same, strict=True)}
         (usual, times), *others = Counter(values.values()).most_common()
-        if others and others[0][1] == times:  # nobody can say who is right
+        if others and others[0][1] == times:  # no majority
             listed = ", ".join(f"{host} {value}" for host, value in values.items())
             found.append(f"hosts differ in {name}: {listed}")
         else:
             odd = [host for host in hosts if values[host] != usual]
-            found += [f"{host}: {name} {values[host]}, the others have {usual}" for host in odd]
+            found += [f"{host}: {name} {values[host]}, other hosts have {usual}" for host in odd]
     return found
 
 
@@ -45,7 +45,7 @@ def spoken(value) -> str:
 
 
 def wrong_clocks(hosts: list[str], offsets: list[float], limit: float = 1.0) -> list[str]:
-    """offsets: seconds by which each clock is ahead of ours, however far ours is off."""
+    """Name the clocks off the median. offsets: seconds by which each clock is ahead of ours."""
     middle = median(offsets)
     return [
         f"{host}: its clock is {abs(x - middle):.0f} s {'ahead' if x > middle else 'behind'}"
@@ -63,7 +63,7 @@ def slow_devices(hosts: list[str], speeds: list[list[float]], share: float) -> l
             for index, speed in enumerate(numbers[part]):
                 if speed < share * best:
                     device = f"GPU {index}" if kind == "GPU" else "processor"
-                    unit, name = (1e12, "TFLOP/s") if kind == "GPU" else (1e9, "GFLOP/s a core")
+                    unit, name = (1e12, "TFLOP/s") if kind == "GPU" else (1e9, "GFLOP/s per core")
                     much = f"{speed / unit:.1f} {name}, the best {kind} {best / unit:.1f}"
                     found.append(f"{host}: its {device} is slow: {much}")
     return found
@@ -77,9 +77,9 @@ def slow_links(
     what: str = "link",
     best: float = 0.0,
 ) -> list[str]:
-    """A host whose best pair is slow is to blame itself; else a slow pair is the link's.
+    """Name slow hosts and links: a host if even its best pair is slow, else the link of the pair.
 
-    values: of pairs of hosts, more is better. say: a value in words. best: of other pairs.
+    values: of pairs of hosts, more is better. say: formats a value. best: of other pairs.
     """
     if not values:
         return []
@@ -90,15 +90,15 @@ def slow_links(
         for i in pair:
             best_of[i] = max(best_of[i], value)
     measured = {i for pair in values for i in pair}
-    guilty = {i for i in measured if best_of[i] < limit}
-    if guilty == measured:  # the best is of other pairs: these hosts have nothing to compare with
-        guilty = set()
+    slow_hosts = {i for i in measured if best_of[i] < limit}
+    if slow_hosts == measured:  # the best is of other pairs: these hosts have no fast pair
+        slow_hosts = set()
     found = [
         f"{hosts[i]}: its {what} is slow: {say(best_of[i])} to any host, the best pair {say(best)}"
-        for i in sorted(guilty)
+        for i in sorted(slow_hosts)
     ]
     for (a, b), value in sorted(values.items()):
-        if value < limit and not guilty & {a, b}:
+        if value < limit and not slow_hosts & {a, b}:
             pair = f"{hosts[a]} - {hosts[b]}"
             found.append(f"{pair}: the {what} is slow: {say(value)}, the best pair {say(best)}")
     return found
@@ -107,17 +107,17 @@ def slow_links(
 def broken_links(
     hosts: list[str], errors: dict[tuple[int, int], str], tried: int | None = None
 ) -> list[str]:
-    """errors: of the pairs that could not be measured, in words. tried: how many of the hosts."""
+    """Name unreachable hosts and pairs. errors: of the failed pairs. tried: number of hosts."""
     tried = len(hosts) if tried is None else tried
     of = Counter(i for pair in errors for i in pair)
     most = max(of.values(), default=0)
-    # A host that nobody reaches takes part in every broken pair; its partners in one each.
-    guilty = {i for i, times in of.items() if times == tried - 1 == most and tried > 2}
+    # An unreachable host is in all broken pairs; each of its partners is in one.
+    unreachable = {i for i, times in of.items() if times == tried - 1 == most and tried > 2}
     found = [
         f"{hosts[i]}: no connection with any host: {next(e for p, e in errors.items() if i in p)}"
-        for i in sorted(guilty)
+        for i in sorted(unreachable)
     ]
     for (a, b), error in sorted(errors.items()):
-        if not guilty & {a, b}:
+        if not unreachable & {a, b}:
             found.append(f"{hosts[a]} - {hosts[b]}: no connection: {error}")
     return found

@@ -1,12 +1,12 @@
-"""Name the rank that every other rank waits for, while they train: four lines in a training loop.
+"""Find the straggler, the rank that all other ranks wait for: four lines in a training loop.
 
     torchrun --standalone --nproc_per_node=2 clusters/straggler.py                    # no rank
     torchrun --standalone --nproc_per_node=2 clusters/straggler.py --slow-rank 1      # rank 1
 
 One slow rank slows all ranks, and the time of a step does not tell which: each step ends with a
 collective, in which the fast ranks wait for the slow one. Look at the table at the end: "a whole
-step" takes equally long on all ranks. "Own work", from the end of one collective to the beginning
-of the next, differs: in that time a rank waits for no other rank.
+step" takes equally long on all ranks. "Own work", from the end of one collective to the start
+of the next, differs: during it a rank waits for no other rank.
 
 To use it, copy the class, and mark in the loop where the rank waits for other ranks:
 
@@ -37,12 +37,12 @@ from torch.nn.parallel import DistributedDataParallel
 class StragglerWatch:
     """Compares the median time of each rank's own work; rank 0 prints which ranks are slow.
 
-    store: a store that all ranks reach. Each rank writes one short text per look. No rank waits for
-        the text of another rank: rank 0 reads the texts that are there.
-    device: of the model. On a GPU, events in its stream take the times; one look synchronizes once.
-    every: seconds between two looks; a look also needs five steps.
+    store: a store that all ranks reach. Each rank writes one short text per check. No rank waits
+        for the text of another rank: rank 0 reads the texts that are there.
+    device: the model's. On a GPU, events in its stream take the times; a check synchronizes once.
+    every: seconds between two checks; a check also needs five steps.
     factor: a rank is slow if it takes `factor` times as long as the median rank in two consecutive
-        looks. (One look may be bad luck.) It is named after 2 to 3 times `every`.
+        checks. (One check may be bad luck.) It is named after 2 to 3 times `every`.
     """
 
     def __init__(self, store, rank, world_size, device="cpu", every=10.0, factor=1.2):
@@ -58,8 +58,8 @@ class StragglerWatch:
         """Put it around each step's lines from the first collective to the last.
 
         Under DDP that is backward(); own work is then the loader, the forward pass and the
-        optimizer. With BatchNorm, DDP sends buffers in the forward pass: include that as well. FSDP
-        gathers in the forward pass: include it, and own work is the loader and the optimizer only.
+        optimizer. With BatchNorm, DDP sends buffers in the forward pass: include it as well. FSDP
+        all-gathers in the forward pass: include it; own work is the loader and the optimizer only.
         (preflight.py finds a slow GPU.)
         """
         self.marks.append(self._now())
@@ -72,7 +72,7 @@ class StragglerWatch:
         if self.device == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
-        event.record()  # when the GPU comes to this place in its stream
+        event.record()  # the time at which the GPU reaches this place in its stream
         return event
 
     def _look(self) -> None:
@@ -88,8 +88,8 @@ class StragglerWatch:
         before, self.slow = self.slow, slow_ranks(seconds, self.factor)
         for rank in sorted(before.keys() & self.slow.keys() - self.named):
             print(
-                f"straggler: rank {rank} on {hosts[rank]} takes {seconds[rank] * 1e3:.1f} ms a step"
-                f" for its own work, {self.slow[rank]:.1f} times the median rank: all wait for it",
+                f"straggler: rank {rank} on {hosts[rank]} takes {seconds[rank] * 1e3:.1f} ms per"
+                f" step for its own work, {self.slow[rank]:.1f} times the median rank",
                 flush=True,
             )
         for rank in sorted(self.named - before.keys() - self.slow.keys()):
@@ -99,7 +99,7 @@ class StragglerWatch:
 
 
 def own_work(marks: list) -> list[float]:
-    """Seconds from each beginning to the end that follows it: numbers, or events of a GPU."""
+    """Seconds from each start to the end that follows it. marks: numbers, or events of a GPU."""
     if not isinstance(marks[0], float):
         marks[-1].synchronize()
         return [a.elapsed_time(b) / 1e3 for a, b in zip(marks[::2], marks[1::2], strict=False)]
@@ -107,9 +107,9 @@ def own_work(marks: list) -> list[float]:
 
 
 def slow_ranks(seconds: list[float], factor: float) -> dict[int, float]:
-    """{rank: how many times the median rank's time it takes}, of those at `factor` or above.
+    """{rank: its time relative to the median rank's}, for ranks at `factor` or above.
 
-    The lower median: of two ranks it is the faster one, and the other is compared with it.
+    This is the lower median: with two ranks, the slower one is compared with the faster one.
     """
     usual = statistics.median_low(seconds)
     return {rank: t / usual for rank, t in enumerate(seconds) if t >= factor * usual}
@@ -152,28 +152,29 @@ def train(args, rank: int, watch: StragglerWatch) -> tuple[float, float]:
 
 def show_table(rank: int, world_size: int, own: float, whole: float) -> None:
     lines = [None] * world_size
-    line = f"{rank:4}  {socket.gethostname():12} {own * 1e3:9.1f} {whole * 1e3:15.1f}"
+    line = f"{rank:4}  {socket.gethostname():12} {own * 1e3:11.1f} {whole * 1e3:16.1f}"
     dist.all_gather_object(lines, line)
     if rank == 0:
-        print("\nrank  host          own work    a whole step    (median, ms)", *lines, sep="\n")
+        heading = "\nrank  host          own work, ms   whole step, ms    (medians)"
+        print(heading, *lines, sep="\n")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slow-rank", type=int, help="rank that is slowed down (default: none)")
+    parser.add_argument("--slow-rank", type=int, help="slow this rank down (default: none)")
     parser.add_argument(
         "--sleep",
         type=float,
         default=0.03,
-        help="seconds that it sleeps in each step (default: 0.03)",
+        help="seconds that the slow rank sleeps in each step (default: 0.03)",
     )
     parser.add_argument("--steps", type=int, default=200, help="number of steps (default: 200)")
     parser.add_argument(
-        "--every", type=float, default=1.0, help="seconds between two looks (default: 1)"
+        "--every", type=float, default=1.0, help="seconds between two checks (default: 1)"
     )
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("it needs other ranks: torchrun --standalone --nproc_per_node=2 straggler.py")
+        parser.error("needs two ranks: torchrun --standalone --nproc_per_node=2 straggler.py")
     world_size = int(os.environ["WORLD_SIZE"])
     if args.slow_rank is not None and not 0 <= args.slow_rank < world_size:
         parser.error(f"there is no rank {args.slow_rank} in a job of {world_size}")

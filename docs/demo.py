@@ -1,10 +1,10 @@
-"""Make docs/pictures/demo.gif: two ranks train, one is killed, the job goes on and ends the same.
+"""Make docs/pictures/demo.gif: two ranks train, one is killed, the job continues, same result.
 
     .venv/bin/python docs/demo.py
 
-Two real runs: one undisturbed, one whose rank 1 is killed at step 100. The picture shows what the
-second printed (not the losses and torchrun's traceback) and its loss at each step, at a speed of
-its own.
+It records two real runs: one undisturbed, and one whose rank 1 is killed after step 91. The picture
+shows the output of the second run (without losses and torchrun's traceback) and its loss at each
+step, but not its speed.
 """
 
 import json
@@ -38,7 +38,7 @@ def main() -> None:
         said = train(Path(folder) / "killed", kill_at=KILL_AT)
         expected = learned(Path(folder) / "undisturbed")
         if learned(Path(folder) / "killed") != expected:
-            sys.exit("error: the killed run has not learned what the undisturbed one has")
+            sys.exit("error: the losses of the killed run differ from those of the undisturbed run")
     frames = draw(said, {step: x for (step, name), x in expected.items() if name == "loss"})
     frames[0][0].save(
         ROOT / "docs/pictures/demo.gif",
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def train(folder: Path, kill_at: int | None) -> list[str]:
-    """Run COMMAND and return the lines that it printed, with the line of a kill among them."""
+    """Run COMMAND and return its output lines, with a line for the kill."""
     command = [*COMMAND.split(), "--log-every", "1", "--output-dir", folder]
     command[0] = Path(sys.executable).with_name("torchrun")
     job = subprocess.Popen(
@@ -83,7 +83,7 @@ def learned(folder: Path) -> dict[tuple[int, str], float]:
 
 
 def draw(said: list[str], expected: dict[int, float]) -> list[tuple[Image.Image, int]]:
-    """Frames, and for how many milliseconds each is shown."""
+    """The frames, each with its duration in milliseconds."""
     terminal = [("$ " + COMMAND.removesuffix(SCRIPT) + "\\", WHITE), (f"      {SCRIPT}", WHITE)]
     curve: list[tuple[int, float]] = []
     frames = [(frame(terminal, curve, expected), 1500)]
@@ -101,7 +101,7 @@ def draw(said: list[str], expected: dict[int, float]) -> list[tuple[Image.Image,
 
 
 def shown(line: str) -> str:
-    """The line as the picture shows it; "" for what it leaves out."""
+    """The line as the picture shows it; "" if the picture leaves it out."""
     if "test accuracy" in line and line.startswith("step"):
         return line
     if line.startswith(("2 rank(s)", "test loss", "$ kill")):
@@ -142,7 +142,7 @@ def frame(terminal: list, losses: list, expected: dict[int, float]) -> Image.Ima
 
 
 def runs(losses: list[tuple[int, float]]) -> list[list[tuple[int, float]]]:
-    """The curve in pieces: a new one begins where the step goes back."""
+    """The curve in pieces: a new piece begins where the step number goes back."""
     pieces: list[list[tuple[int, float]]] = [[]]
     for pair in losses:
         if pieces[-1] and pair[0] <= pieces[-1][-1][0]:

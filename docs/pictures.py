@@ -1,7 +1,7 @@
 """Make the pictures of the READMEs, except demo.gif: python docs/pictures.py
 
-Most come out of the chapters, where code draws them from what ranks recorded. The map and the
-badges are drawn here. A test makes all of them again and compares.
+Most pictures come from the notebooks, where code draws them from the ranks' records. This script
+draws the map and the badges. A test makes all pictures again and compares.
 """
 
 import base64
@@ -17,8 +17,8 @@ FOLDER = ROOT / "docs/pictures"
 class Picture:
     name: str
     chapter: str
-    cell: str  # how the last line of the cell that draws it begins
-    number: int = 0  # among the pictures below that cell
+    cell: str  # beginning of the last line of the cell that draws it
+    number: int = 0  # index among the pictures below that cell
 
 
 FROM_CHAPTERS = (
@@ -41,7 +41,7 @@ BADGES = {
     "license": ("license", "BSD-3-Clause"),
 }
 
-# Part of the course, its chapters, the directory to copy, what that directory has.
+# Part of the course, its chapters, the directory to copy, the directory's content.
 MAP = (
     ("I  communication", "01-05", "collectives/", "groups, collectives, their cost, hangs"),
     ("II  data parallelism", "06-07", "ddp_basics/", "DDP: a training script that survives faults"),

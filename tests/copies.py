@@ -1,9 +1,9 @@
-"""Files that several example directories need: the one list of them, and what keeps them equal.
+"""List the files that several example directories hold as copies, and keep the copies equal.
 
     make copies            # or: python3 tests/copies.py
 
 Each directory must work when it is copied alone, so such a file lies in each of them. It is changed
-at its home; this program then writes the other copies anew. A test fails while one differs, and
+at its home; this program then overwrites the other copies. A test fails while one differs, and
 while two directories hold an equal file that is not listed here.
 """
 

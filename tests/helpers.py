@@ -263,7 +263,7 @@ class Job:
 
 
 class Patience:
-    """Over when jobs have printed nothing and computed next to nothing for so many seconds.
+    """Over when jobs have printed nothing and computed next to nothing for this many seconds.
 
     A limit on the wall clock would fail on a busy machine, where a job gets little of a processor;
     it gets some. A job that waits for what will not come uses less than 2 % of one, or it spins:

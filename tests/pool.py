@@ -44,7 +44,7 @@ def run(
 ) -> Result:
     """Run `script` to its end on `ranks` ranks, or as one plain process; no process is left.
 
-    nodes: as if the ranks were on so many nodes, all of which are this machine.
+    nodes: as if the ranks were on this many nodes, all of which are this machine.
     cwd: a list has a folder for each rank, as the disks of hosts that share none.
     cold: new processes, not forks: for what happens at the end of the interpreter.
 

@@ -103,7 +103,7 @@ def test_ranks_of_two_jobs_do_not_train_together(tmp_path):
 def test_more_ranks_than_parts(tmp_path):
     result = python(SCRIPT, timeout=60, WORLD_SIZE="13")
     assert result.returncode == 2
-    assert "elastic_train.py: error: a step has 12 parts: at most so many ranks" in result.output
+    assert "elastic_train.py: error: a step has 12 micro-batches: at most 12 ranks" in result.output
 
 
 # ---- hosts of the lab
@@ -178,7 +178,7 @@ class Hosts(Lab):
         return self.agents[host]
 
     def wait_for(self, ranks: int, steps: int = 5, since: float = 0, timeout: float = 120) -> dict:
-        """Until this many ranks have done so many steps; the first of them."""
+        """Wait until `ranks` ranks have done `steps` steps; returns the first step."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             lines = [x for x in log(self.folder / "run") if x["time"] > since]
@@ -224,7 +224,7 @@ def wait_until(condition, timeout: float = 120) -> None:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """Where one process has trained that nobody disturbed."""
+    """The folder of an undisturbed run of one process."""
     folder = tmp_path_factory.mktemp("one_process")
     python(SCRIPT, "--output-dir", folder, timeout=200).check()
     return folder
@@ -270,7 +270,7 @@ def test_the_template_goes_on_with_any_number_that_divides_its_batch(hosts, tmp_
         return sum(job.output.count(f"{ranks} rank(s) on cpu") for job in hosts.all)
 
     def wait_for(ranks: int, before: int) -> None:
-        """Until so many ranks have begun once more, and have done three steps."""
+        """Wait until `ranks` ranks have started again, and have done three steps."""
         wait_until(lambda: starts(ranks) > before)
         done = len(learned(run))
         wait_until(lambda: len(learned(run)) >= done + 3)
@@ -375,7 +375,7 @@ def test_a_link_and_a_host_that_stand_still_cost_time_only(hosts, tmp_path, one_
     time.sleep(5)  # the fault itself
     hosts.run("heal", 1)
     reported(hosts, "a cable is cut for 5 s", since, hosts.wait_for(ranks=2, since=since + 5))
-    assert attempts() == before  # TCP sends again what was lost: nobody notices
+    assert attempts() == before  # TCP retransmits: no process notices
 
     frozen = agents[1].processes()
     since = time.time()

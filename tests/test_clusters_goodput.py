@@ -1,4 +1,4 @@
-"""clusters/goodput.py: the formulas against an exact optimum, dice, and killed processes."""
+"""clusters/goodput.py: the formulas against an exact optimum, Monte Carlo, and killed processes."""
 
 import json
 import math

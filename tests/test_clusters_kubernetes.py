@@ -521,7 +521,7 @@ def test_a_preempted_pod_takes_the_others_along_and_all_continue(hosts, app, who
         assert statuses == [143, 143], said + jobs[1].output
         assert not any(job.kill() for job in jobs)
     assert "stopped by SIGTERM after step 30 of 44: saved to runs/digits/checkpoints" in said
-    # One was the target of a disruption, the other was not: neither counts, both are made anew.
+    # One was the target of a disruption, the other was not: neither counts, both are recreated.
     assert these[1].when_failed(143, disrupted=True) == these[0].when_failed(143) == "Ignore"
     (app / "runs/preempted").touch()
     with ExitStack() as stack:

@@ -129,7 +129,7 @@ def test_nothing_is_left(hosts, end):
     again = lab("show", name=hosts)
     assert again.returncode == 2
     assert again.output == (
-        f"lab.py: error: there is no lab of the name {hosts}; `lab.py up 3` makes one\n"
+        f"lab.py: error: there is no lab named {hosts}; `lab.py up 3` makes one\n"
     )
     lab("up", 1, name=hosts).check()  # and a new one can be made
 
@@ -178,7 +178,9 @@ def test_a_job_on_three_hosts(hosts):
     table = re.findall(r"^host\d: rank (\d) on (host\d), cpu$", said, re.MULTILINE)
     assert [rank for rank, _ in table] == ["0", "1", "2"]
     assert {host for _, host in table} == {"host0", "host1", "host2"}
-    speed = re.search(r": gradient as of one process; all_reduce sends ([\d,]+) MB/s$", said, re.M)
+    speed = re.search(
+        r": gradient equals one process's; all_reduce sends ([\d,]+) MB/s$", said, re.M
+    )
     assert 0 < float(speed[1].replace(",", "")) <= 125  # 1 Gbit/s, at most
 
 
@@ -280,7 +282,7 @@ def test_when_one_host_fails_all_end(hosts, tmp_path):
     script.write_text(FAILS_ON_HOST1)
     with launch("--lab", 3, script, name=hosts) as job:
         result = job.wait(120)
-        assert not job.kill()  # nobody was left
+        assert not job.kill()  # no process was left
     assert result.returncode == 1
     assert "host1: ValueError: a mistake on this host" in re.sub(r"\[rank\d\]: ", "", result.output)
     assert "launch.py: host1 has ended with status 1" in result.output

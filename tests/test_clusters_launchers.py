@@ -52,7 +52,7 @@ TORCHRUN = dict(zip(NAMES, ["2", "4", "0", "2", "10.0.0.1", "4711"], strict=True
 @pytest.mark.parametrize(
     ("env", "launcher", "told"),
     [
-        ({}, "nobody", "0 1 0 1 127.0.0.1 29500"),
+        ({}, "no launcher", "0 1 0 1 127.0.0.1 29500"),
         (TORCHRUN, "torchrun", "2 4 0 2 10.0.0.1 4711"),
         (SLURM, "Slurm", "5 7 1 2 gpu07 20412"),
         (SLURM | {"SLURM_NODEID": "3", "SLURM_LOCALID": "0"}, "Slurm", "5 7 0 1 gpu07 20412"),
@@ -86,7 +86,7 @@ def test_each_launcher(env, launcher, told):
 def test_a_batch_script_is_no_rank():
     """Slurm sets SLURM_PROCID=0 there, too, beside the number of tasks that srun would start."""
     batch = {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_PROCID": "0"}
-    assert launched_by(batch) == "nobody"
+    assert launched_by(batch) == "no launcher"
     assert who_am_i(batch)["WORLD_SIZE"] == "1"
 
 
@@ -180,7 +180,7 @@ def test_the_script_is_the_same_process(tmp_path):
     ("host", "says"),
     [
         ("none.invalid", "none.invalid cannot be reached: ssh: Could not resolve hostname"),
-        ("localhost", "localhost cannot be reached: "),  # nobody listens there, or lets us in
+        ("localhost", "localhost cannot be reached: "),  # no server there, or it refuses us
     ],
 )
 def test_a_host_that_cannot_be_reached(tmp_path, host, says):
@@ -190,7 +190,7 @@ def test_a_host_that_cannot_be_reached(tmp_path, host, says):
     launch = [sys.executable, ROOT / "clusters/torchrun/launch.py", hosts, SCRIPT]
     bin = tmp_path / "bin"
     bin.mkdir()
-    # ssh itself, to a port where certainly nobody listens: a test must not log in anywhere
+    # ssh itself, to a port on which no server listens: a test must not log in anywhere
     (bin / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F none -p 1 "$@"\n')
     (bin / "ssh").chmod(0o755)
     with Job(launch, PATH=f"{bin}:{os.environ['PATH']}") as job:

@@ -196,7 +196,7 @@ def test_groups_that_a_trace_does_not_name(tmp_path):
     """Gloo's events say nothing of a group: where there are several, none of them is used."""
     rows, said = table(two_by_two(late=2, numbered=False).write(tmp_path))
     assert [(row.clock, row.error, row.collectives) for row in rows] == [(0, 0, 0)] * 4
-    assert "400 collectives left out: the traces do not say of which group they are\n" in said
+    assert "400 collectives left out: the traces do not name their group\n" in said
     assert "no collective connects beta with alpha: beta keeps its own clock\n" in said
 
 
@@ -254,7 +254,7 @@ def change(path: Path, **fields) -> None:
         (lambda path: path.write_text("no json"), "is not a trace of torch.profiler"),
         (lambda path: path.write_text("[1]"), "is not a trace of torch.profiler"),
         (lambda path: path.unlink(), "No such file"),
-        (lambda path: change(path, distributedInfo={}), "does not say of which rank"),
+        (lambda path: change(path, distributedInfo={}), "does not name its rank"),
         (
             lambda path: change(path, distributedInfo={"rank": 0, "pg_config": []}),
             "two traces are of one rank",

@@ -11,4 +11,4 @@ from helpers import ROOT
 def test_minimal(ranks, nodes):
     said = pool.run(ROOT / "clusters/minimal.py", ranks=ranks, nodes=nodes).check().output
     assert re.findall(r"^rank (\d) on \S+, cpu$", said, re.M) == [str(i) for i in range(ranks)]
-    assert re.search(r"^gradient as of one process; all_reduce sends [\d,]+ MB/s$", said, re.M)
+    assert re.search(r"^gradient equals one process's; all_reduce sends [\d,]+ MB/s$", said, re.M)

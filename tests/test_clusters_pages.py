@@ -105,7 +105,7 @@ def test_an_agent_runs_what_a_stranger_puts_into_its_store(tmp_path):
 
 def test_the_line_of_torchrun():
     """Its options are torchrun's: numbers for two hosts."""
-    (line,) = re.findall(r"^    torchrun (.*) SCRIPT$", text("platforms.md"), re.M)
+    (line,) = re.findall(r"^torchrun (.*) SCRIPT$", text("platforms.md"), re.M)
     line = line.replace("NODES", "2").replace("NUMBER", "1").replace("FIRST", "host0")
     options = get_args_parser().parse_args([*line.split(), "script.py"])
     assert (options.nnodes, options.node_rank, options.master_addr) == ("2", 1, "host0")

@@ -85,8 +85,8 @@ def test_hosts_that_cannot_be_reached():
 def test_the_odd_one_out():
     two, three = {"torch": "2.15.0", "GPUs": ["H"] * 8}, {"torch": "2.13.0", "GPUs": ["H"] * 7}
     assert verdict.differing(["a", "b", "c"], [two, three, two]) == [
-        "b: torch 2.13.0, the others have 2.15.0",
-        "b: GPUs 7 x H, the others have 8 x H",
+        "b: torch 2.13.0, other hosts have 2.15.0",
+        "b: GPUs 7 x H, other hosts have 8 x H",
     ]
     assert verdict.differing(["a", "b"], [two, two]) == []
     assert verdict.differing(["a", "b"], [{"CUDA": None}, {"CUDA": "13.2"}]) == [
@@ -103,7 +103,7 @@ def test_clocks_and_devices():
     ]
     found = verdict.slow_devices(["a", "b"], [[9e9, 7e14, 7e14], [3e9, 7e14, 1e14]], 0.6)
     assert found == [
-        "b: its processor is slow: 3.0 GFLOP/s a core, the best processor 9.0",
+        "b: its processor is slow: 3.0 GFLOP/s per core, the best processor 9.0",
         "b: its GPU 1 is slow: 100.0 TFLOP/s, the best GPU 700.0",
     ]
 
@@ -141,7 +141,7 @@ def test_every_network_card_is_listed(tmp_path, monkeypatch):
     hurt = {"network cards": ["InfiniBand 400, ACTIVE"] * 7 + ["InfiniBand 400, DOWN"]}
     assert verdict.differing(["a", "b", "c"], [healthy, hurt, healthy]) == [
         "b: network cards 7 x InfiniBand 400, ACTIVE and 1 x InfiniBand 400, DOWN, "
-        "the others have 8 x InfiniBand 400, ACTIVE"
+        "other hosts have 8 x InfiniBand 400, ACTIVE"
     ]
 
 
@@ -359,10 +359,10 @@ def test_what_is_wrong_is_named(lab, tmp_path):
         "host3: it cannot be asked: lab.py: error: there is no host 3: they are 0 to 2",
         "host1: its clock is 90 s ahead",
         f"host2: the directory {runs} is missing",
-        f"host1: torch 2.9.9, the others have {torch.__version__}",
+        f"host1: torch 2.9.9, other hosts have {torch.__version__}",
         r"host2: its link is slow: \d+ Mbit/s to any host, the best pair \d+ Mbit/s",
         r"host2: its all_reduce is slow: \d+ MB/s to any host, the best pair \d+ MB/s",
-        r"host0: its processor is slow: .* GFLOP/s a core, the best processor .*",
+        r"host0: its processor is slow: .* GFLOP/s per core, the best processor .*",
         r"7 thing\(s\) wrong",
     ]
     assert len(lines) == len(expected), lines
@@ -431,5 +431,5 @@ def test_srun_needs_a_job():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.endswith(
-        "error: --srun: this is no job of Slurm; salloc --nodes=N --exclusive makes one\n"
+        "error: --srun: not in a Slurm job; salloc --nodes=N --exclusive starts one\n"
     )

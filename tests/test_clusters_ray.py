@@ -81,7 +81,7 @@ def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
 @needs_ray
 @pytest.mark.slow
 def test_a_killed_rank(cluster, tmp_path):
-    """fsdp_basics: Ray starts both ranks anew; the end is that of torchrun's run, bit for bit."""
+    """fsdp_basics: Ray restarts both ranks; the result equals torchrun's, bit for bit."""
     head, told = cluster
     vit, alone = tmp_path / "vit", tmp_path / "alone"
     args = (FSDP, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 4, "--output-dir")
@@ -129,7 +129,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @needs_ray
 @pytest.mark.slow
 def test_a_killed_worker(cluster, tmp_path):
-    """ddp_basics loses a worker of Ray's on the way: its rank goes with it, and all start anew."""
+    """ddp_basics loses a Ray worker during the run: its rank ends with it, and all restart."""
     head, told = cluster
     hurt, alone = tmp_path / "hurt", tmp_path / "alone"
     script = DDP.relative_to(ROOT)  # as printed: relative to where the command is typed
@@ -151,7 +151,7 @@ def test_a_killed_worker(cluster, tmp_path):
 def test_more_workers_than_there_are_processors(cluster, tmp_path):
     args = ("--workers", 5, DDP, "--output-dir", tmp_path)
     result = python(SCRIPT, *args, timeout=120, **cluster[1])
-    says = "train.py: error: --workers 5 take as many CPUs, and Ray has 4\n"
+    says = "train.py: error: --workers 5 need as many CPUs, but Ray has 4\n"
     assert (result.returncode, result.output.endswith(says)) == (2, True), result.output
 
 
@@ -168,7 +168,7 @@ def module():
 def test_mistakes_are_one_sentence(module, capsys, monkeypatch):
     for words, says in [
         (["none.py", "--output-dir", "a"], "there is no script none.py"),
-        ([str(DDP)], "the script needs --output-dir: what Ray restarts continues from there"),
+        ([str(DDP)], "the script needs --output-dir: restarted ranks continue from there"),
         (["--workers", "0", str(DDP)], "--workers 0: at least 1 is needed"),
     ]:
         monkeypatch.setattr(sys, "argv", ["train.py", *words])

@@ -154,10 +154,10 @@ def test_from_any_launcher(cluster, tmp_path):
     said = cluster.run(*salloc, "srun", "python", any_launcher, script).check().output
     told = sorted(line for line in said.splitlines() if line.startswith("host"))
     assert told == ["host1 0 0 3 2 host1", "host1 1 1 3 2 host1", "host2 2 0 3 1 host1"]
-    log = tmp_path / "log"  # in a batch script nobody is a rank
+    log = tmp_path / "log"  # a batch script is not a rank
     job = ("--nodes=2", "--ntasks-per-node=1", f"--wrap=python {any_launcher}")
     assert cluster.finish(*job, output=log) == 0
-    assert log.read_text().startswith("started by nobody: RANK=0 WORLD_SIZE=1 ")
+    assert log.read_text().startswith("started by no launcher: RANK=0 WORLD_SIZE=1 ")
 
 
 def test_words_for_srun_and_a_container_come_before_the_ranks(cluster, tmp_path):

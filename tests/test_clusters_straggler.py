@@ -1,4 +1,4 @@
-"""clusters/straggler.py: who is named, when, and that a job really names its slow rank."""
+"""clusters/straggler.py: which rank is named, when, and that a job really names its slow rank."""
 
 import re
 import sys
@@ -64,8 +64,8 @@ def test_it_is_named_within_a_minute_and_once(monkeypatch, capsys):
     job.steps(30, 0.2, 0.2, 0.5)
     said = capsys.readouterr().out
     assert re.fullmatch(
-        r"straggler: rank 2 on \S+ takes 500.0 ms a step for its own work, 2.5 times the median "
-        r"rank: all wait for it\n",
+        r"straggler: rank 2 on \S+ takes 500.0 ms per step for its own work, 2.5 times the median "
+        r"rank\n",
         said,
     )
     job.steps(100, 0.2, 0.2, 0.5)
@@ -90,7 +90,7 @@ def test_a_job_names_its_slow_rank():
     as each waits for the slow one."""
     options = ("--slow-rank", 1, "--every", 0.5, "--steps", 100)
     said = pool.run(SCRIPT, *options, ranks=2, timeout=120).check().output
-    assert re.search(r"^straggler: rank 1 on \S+ takes \d+\.\d ms a step", said, re.MULTILINE)
+    assert re.search(r"^straggler: rank 1 on \S+ takes \d+\.\d ms per step", said, re.MULTILINE)
     table = re.findall(r"^ +(\d)  \S+ +([\d.]+) +([\d.]+)$", said, re.MULTILINE)
     assert [rank for rank, _, _ in table] == ["0", "1"]
     (own_0, whole_0), (own_1, whole_1) = ([float(x) for x in row[1:]] for row in table)
@@ -102,7 +102,7 @@ def test_a_job_names_its_slow_rank():
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({}, "it needs other ranks: torchrun "),
+        ({}, "needs two ranks: torchrun "),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "there is no rank 2 in a job of 2"),
     ],
 )

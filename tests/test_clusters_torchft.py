@@ -1,4 +1,4 @@
-"""clusters/torchft/: groups are killed, the others go on, and in the end all are the same."""
+"""clusters/torchft/: groups are killed, the other groups continue, and at the end all are equal."""
 
 import argparse
 import importlib.util
@@ -92,7 +92,7 @@ def test_a_killed_group_is_missed_and_healed(killed):
     assert max(alone[0]) < max(alone[1])
     assert any((step, 2) in tried[1] for step in range(max(alone[0]), max(alone[1]) + 1))
     assert found["all end with the same bits"] == "yes"
-    assert found["steps done in vain"] <= 2  # a kill costs the step that was under way, or none
+    assert found["lost steps"] <= 2  # a kill costs the step that was under way, or none
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_restarts_do_steps_again(modules, tmp_path):
     steps = [line["step"] for line in kills.read(tmp_path / "log.jsonl")]
     assert sorted(set(steps)) == list(range(1, 121))
     last = [before for before, after in itertools.pairwise(steps) if after <= before]
-    assert found["steps done in vain"] == sum(before % 20 for before in last)
+    assert found["lost steps"] == sum(before % 20 for before in last)
     assert found["no rank trains, s (median)"] > 0.5  # a restart, and no step
 
 
@@ -159,7 +159,7 @@ def test_count(modules):
         *attempt(3, 1, 5, True),
     ]
     assert kills.count(lines, groups=2) == {
-        "steps done in vain": 1,
+        "lost steps": 1,
         "steps without all ranks": 3,
         "batches left out": 2,
         "batches trained on twice": 1,
@@ -198,11 +198,15 @@ def test_random_kills(modules):
 @pytest.mark.parametrize(
     ("name", "words", "says"),
     [
-        ("train", [], "TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, and say where"),
-        ("train", ["--group", "2"], "--group 2 is not one of 1, which begin with 0"),
-        ("train", ["--steps", "0"], "--steps must be 1 or more, the seconds not negative"),
-        ("train", ["two ranks"], "one rank a group: --standalone --nproc-per-node=1"),
-        ("torchft_kills", ["--groups", "1"], "--groups 1: 2 to 12, somebody must be left to go on"),
+        ("train", [], "TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, set its"),
+        ("train", ["--group", "2"], "--group 2: must be 0 to 0 (--groups 1)"),
+        ("train", ["--steps", "0"], "--steps must be at least 1, and seconds must not be negative"),
+        ("train", ["two ranks"], "one rank per group: --standalone --nproc-per-node=1"),
+        (
+            "torchft_kills",
+            ["--groups", "1"],
+            "--groups 1: must be 2 to 12, so that a group survives a kill",
+        ),
         ("torchft_kills", ["--kills", "999"], "--kills 999: 600 steps have room for 1 to 390"),
         ("torchft_kills", ["--output-dir", str(FOLDER)], "is not empty"),
     ],

@@ -1,4 +1,4 @@
-"""ddp_basics/train.py: it learns, equals one process, and says clearly what it was told wrong."""
+"""ddp_basics/train.py: it learns, equals one process, and reports wrong arguments clearly."""
 
 import gzip
 import math

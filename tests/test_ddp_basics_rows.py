@@ -117,7 +117,7 @@ def test_a_rank_that_is_elsewhere(copy, mistake):
     step = "            lr = set_learning_rate("
     copy.edit("train.py", step, mistake + step)
     result = copy.run("train.py", *STEPS, "--timeout", 3)
-    # A rank that is a step ahead sends what nobody expects, and that is of another size.
+    # A rank that is a step ahead sends a tensor that no rank expects, of another size.
     says = "Timed out waiting 3000ms for (recv|send) operation|op.preamble.length <= op.nbytes"
     assert result.returncode in (1, -signal.SIGABRT)
     assert re.search(says, result.output)

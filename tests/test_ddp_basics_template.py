@@ -1,4 +1,4 @@
-"""What the template adds to DDP: data that resume in place, SIGTERM, a log, one GPU a rank."""
+"""What the template adds to DDP: data that resume in place, SIGTERM, a log, one GPU per rank."""
 
 import json
 import math

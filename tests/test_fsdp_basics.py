@@ -1,4 +1,4 @@
-"""fsdp_basics/train.py: it learns, equals one process, and says clearly what it was told wrong."""
+"""fsdp_basics/train.py: it learns, equals one process, and reports wrong arguments clearly."""
 
 import math
 import re

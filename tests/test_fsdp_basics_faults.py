@@ -278,7 +278,7 @@ def test_a_broken_save_costs_the_steps_since_the_one_before(tmp_path, uninterrup
     assert result.output.count(f"warning: {sentence}; continuing from the save before it") == 1
     assert "steps 22 of 132" in result.output
     assert_same_end(tmp_path / "run", uninterrupted)
-    assert broken.with_name(f"{broken.name}.broken").is_dir()  # for whoever wants to know why
+    assert broken.with_name(f"{broken.name}.broken").is_dir()  # kept for diagnosis
 
 
 def test_only_broken_saves_stop_the_job_and_are_not_overwritten(tmp_path, uninterrupted):

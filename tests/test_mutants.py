@@ -12,7 +12,7 @@ from helpers import ROOT
 from mutants import run as runner
 
 MUTANTS = runner.mutants()
-# What must have mutants; with a number, so many at least.
+# Files that must have mutants, and at least how many.
 COVERED = {
     "*_basics/train.py": 20, "t5_finetuning/train.py": 5, "transformer_basics/step.py": 5,
     "*/data.py": 10, "*/loading.py": 5, "*/evaluat*.py": 10, "*/optimizer.py": 8,

@@ -60,7 +60,7 @@ def test_what_cannot_run_is_shown_as_recorded(records, capsys):
         ("streams.py: error: streams need a GPU. Without one: make .venv-emulated", True),
         ("streams.py: error: --size: must be an integer of at least 16, not 1", False),
         ("lab.py: error: there is no host 9: they are 0 to 2", False),
-        ("lab.py: error: there is no lab of the name lab; `lab.py up 3` makes one", False),
+        ("lab.py: error: there is no lab named lab; `lab.py up 3` makes one", False),
         ("test_cluster.sh: error: slurmctld does not start: a reason", False),
     ],
 )

@@ -37,9 +37,12 @@ def test_every_readme_has_a_command():
 
 
 def dropped(text: str, found: str) -> list[str]:
-    """Lines that look like commands and are in none of those that were found."""
-    lines = (ANY_COMMAND.match(line) for line in text.splitlines())
-    return [line[1].rstrip() for line in lines if line and line[1].rstrip() not in found]
+    """Lines of code that look like commands and are not part of a command in `found`."""
+    matches, fenced = [], False
+    for line in text.splitlines():
+        fenced ^= line.startswith("```")
+        matches.append(ANY_COMMAND.match("    " + line if fenced else line))
+    return [match[1].rstrip() for match in matches if match and match[1].rstrip() not in found]
 
 
 def test_no_command_is_dropped():
@@ -53,6 +56,7 @@ def test_a_dropped_command_is_caught():
     page = "Words\n\n    A=1 python a.py   # why\n    rank 0: 1\n        torchrun b.py \\\n"
     assert dropped(page, "") == ["A=1 python a.py   # why", "torchrun b.py \\"]
     assert dropped(page, "A=1 python a.py   # why\ntorchrun b.py \\\n    --c") == []
+    assert dropped("```bash\nmake a\n```\nmake b\n", "") == ["make a"]
 
 
 def not_in_sight(command: str, source: str) -> list[str]:

@@ -1,14 +1,14 @@
-"""torchrun for a pod: its exit status is the status of the rank that failed first.
+"""torchrun for a Kubernetes pod: it exits with the status of the rank that failed first.
 
     python clusters/kubernetes/agent.py --standalone --nproc-per-node=2 ddp_basics/train.py
 
-The options are torchrun's. torchrun itself ends with 1 whatever has happened; the podFailurePolicy
-of a Job decides by the status whether another try makes sense:
+The options are torchrun's. torchrun itself always ends with 1 after a failure; but the
+podFailurePolicy of a Job uses the status to decide whether to try again:
 
     2      the arguments are wrong: the next try would fail, too
     143    the ranks were asked to stop, have saved, and have ended with 143 by themselves
-    137    a rank was killed: no memory, or it did not end in time after SIGTERM (it had hung)
-    else   whatever the script ended with
+    137    a rank was killed: out of memory, or it hung and did not end in time after SIGTERM
+    else   the status of the script
 """
 
 import subprocess
@@ -19,13 +19,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.run import main as torchrun
 
-ranks = {}  # the process of each local rank: torchrun does not tell how they ended after SIGTERM
+ranks = {}  # the process of each local rank: torchrun does not say how it ended after SIGTERM
 
 
 class Rank(subprocess.Popen):
     def __init__(self, *args, env: dict[str, str], **more):
         super().__init__(*args, env=env, **more)
-        ranks[env["LOCAL_RANK"]] = self  # after a restart it replaces the one before
+        ranks[env["LOCAL_RANK"]] = self  # after a restart it replaces the old process
 
 
 def main() -> None:
@@ -43,9 +43,9 @@ def main() -> None:
 
 
 def status_of(exitcode: int) -> int:
-    """As a shell has it: 128 + 9 where Python has -9, for a process that signal 9 has killed.
+    """The status as in a shell: 128 + 9 instead of Python's -9 for a process killed by signal 9.
 
-    A rank that SIGTERM has killed does not catch the signal. It has not saved: 137, not 143.
+    A rank killed by SIGTERM did not catch the signal, so it has not saved: 137, not 143.
     """
     if exitcode == -15:
         return 137

@@ -1,10 +1,10 @@
-"""Print jobset.yaml for a cluster without JobSet, or with Kubeflow Trainer: what differs, in code.
+"""Convert jobset.yaml for a cluster without JobSet, or with Kubeflow Trainer, and print it.
 
     python clusters/kubernetes/without_jobset.py job | kubectl apply -f -
     python clusters/kubernetes/without_jobset.py trainjob > trainjob.yaml
 
-job: an Indexed Job and a headless Service; it needs nothing but Kubernetes. trainjob: a
-TrainingRuntime, which a cluster's administrator writes once, and the few lines of each training.
+job: an Indexed Job and a headless Service, for plain Kubernetes. trainjob: a TrainingRuntime,
+which a cluster's administrator writes once, and the few lines of each training job.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml  # PyYAML
 
-RETRIES = 6  # of the whole training
+RETRIES = 6  # of the whole job
 
 
 def main() -> None:
@@ -27,14 +27,14 @@ def jobset() -> dict:
 
 
 def job(jobset: dict) -> list[dict]:
-    """Pods are replaced one by one: the ranks of the others fail, because they miss its ranks."""
+    """Pods are replaced one by one: when one fails, the other pods lose its ranks and fail, too."""
     name, node = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]
     spec = node["template"]["spec"]
-    spec["backoffLimit"] = RETRIES * spec["completions"]  # it counts pods, and all of them fail
+    spec["backoffLimit"] = RETRIES * spec["completions"]  # it counts pods, and all pods fail
     pod = spec["template"]["spec"]
     pod["subdomain"] = name  # the Service below, which JobSet would make
     container = pod["containers"][0]
-    first = f"{name}-{node['name']}-0-0.{name}"  # in JobSet; of a Job: its own name and the number
+    first = f"{name}-{node['name']}-0-0.{name}"  # JobSet's name; a Job's is its own name and number
     container["args"] = [word.replace(first, f"{name}-0.{name}") for word in container["args"]]
     service = {
         "apiVersion": "v1",
@@ -50,12 +50,12 @@ def job(jobset: dict) -> list[dict]:
 
 
 def trainjob(jobset: dict) -> list[dict]:
-    """Trainer makes a JobSet of the two. It tells torchrun its options by variables: PET_NNODES,
+    """Trainer makes a JobSet of the two. It sets torchrun's options by variables: PET_NNODES,
     PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT."""
     version = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
     (node,) = jobset["spec"]["replicatedJobs"]
     del node["replicas"]
-    # Here the TrainJob's trainer goes; Trainer looks for a container of the name "node".
+    # The TrainJob's trainer goes here; Trainer looks for a container named "node".
     node["template"] |= {"metadata": {"labels": {TRAINER: "trainer"}}}
     spec = node["template"]["spec"]
     pods = spec.pop("completions")
@@ -91,7 +91,7 @@ TRAINER = "trainer.kubeflow.org/trainjob-ancestor-step"
 
 
 def metadata(jobset: dict) -> dict:
-    """Its name, and the label of its Kueue queue, which serves Jobs and TrainJobs as well."""
+    """The JobSet's name, and the label of its Kueue queue, also for Jobs and TrainJobs."""
     return {"metadata": jobset["metadata"]}
 
 

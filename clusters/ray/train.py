@@ -1,14 +1,14 @@
-r"""One training as a job of Ray Train: the script that torchrun runs, unchanged.
+r"""Run a training script as a Ray Train job: the script that torchrun runs, unchanged.
 
     pip install -r requirements-clusters.txt
     python clusters/ray/train.py ddp_basics/train.py --epochs 2 --output-dir runs/digits
     RAY_ADDRESS=auto python clusters/ray/train.py --workers 16 --gpu \
-        fsdp_basics/train.py --output-dir /shared/runs/vit      # on any host of a cluster of Ray's
+        fsdp_basics/train.py --output-dir /shared/runs/vit      # on any host of a Ray cluster
 
-The script's own arguments follow it. Without RAY_ADDRESS this script starts Ray here, and ends it
-with the job. Look at train() and run_script(): a worker of Ray Train does what an agent of torchrun
-does, it tells a rank who it is and starts it. Kill a rank or a worker: Ray restarts all ranks, and
-the script continues from its last checkpoint.
+The script's own arguments follow its name. Without RAY_ADDRESS, Ray starts here and ends with the
+job. Look at train() and run_script(): like an agent of torchrun, a worker of Ray Train sets a
+rank's variables and starts the rank. Kill a rank or a worker: Ray restarts all ranks, and the
+script continues from its last checkpoint.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def fail(sentence: str) -> NoReturn:
     sys.exit(2)
 
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports home
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics home
 os.environ.setdefault(
     "RAY_raylet_start_wait_time_s", "120"
 )  # else 30: not enough on a busy machine
@@ -45,8 +45,8 @@ except ImportError:
 
 def main() -> None:
     args = parse_args()
-    address = os.environ.get("RAY_ADDRESS", "local")  # local: a cluster of our own; ends with us
-    quiet = ray.LoggingConfig(log_level="ERROR")  # Ray's own processes; the ranks are heard
+    address = os.environ.get("RAY_ADDRESS", "local")  # local: our own cluster, which ends with us
+    quiet = ray.LoggingConfig(log_level="ERROR")  # for Ray's own processes, not for the ranks
     try:
         context = ray.init(
             address, include_dashboard=False, logging_level="error", logging_config=quiet
@@ -57,7 +57,7 @@ def main() -> None:
         kind = "GPU" if args.gpu else "CPU"  # each worker takes one
         total = int(ray.cluster_resources().get(kind, 0))
         if args.workers > total:  # Ray would wait for more hosts, for ever
-            fail(f"--workers {args.workers} take as many {kind}s, and Ray has {total}")
+            fail(f"--workers {args.workers} need as many {kind}s, but Ray has {total}")
         try:
             tell(train(args))
         except ray.train.TrainingFailedError as error:
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def train(args) -> ray.train.Result:
-    """One training, with a worker for each rank; when one fails, Ray restarts all of them."""
+    """Run the training, with one worker per rank; when a worker fails, Ray restarts all."""
     output_dir = args.output_dir
     command = [sys.executable, "-u", args.script, *args.arguments, "--output-dir", str(output_dir)]
     trainer = TorchTrainer(
@@ -76,10 +76,10 @@ def train(args) -> ray.train.Result:
             "output_dir": output_dir,
         },
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
-        torch_config=TorchConfig(backend="gloo"),  # of the workers; the ranks make one of their own
+        torch_config=TorchConfig(backend="gloo"),  # for the workers; the ranks make their own group
         run_config=RunConfig(
             storage_path=str(output_dir.parent),
-            name=output_dir.name,  # what Ray knows of the run lies beside what the script writes
+            name=output_dir.name,  # Ray's files lie next to the script's files
             failure_config=FailureConfig(max_failures=args.max_failures),
             callbacks=[TellFailures()],
             logging_config=ray.train.LoggingConfig("CRITICAL"),
@@ -89,12 +89,12 @@ def train(args) -> ray.train.Result:
 
 
 def run_script(config: dict) -> None:
-    """What each worker does: start the script as a rank, and tell Ray Train what it saves.
+    """In each worker: start the script as a rank, and report its checkpoints to Ray Train.
 
-    A process of its own, because Ray calls this function in a thread, where Python lets nobody
-    handle signals; and because a rank that dies, dies as under torchrun. Ray has set RANK,
-    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR. MASTER_PORT is taken by the workers'
-    own group: rank 0's worker serves another store for the ranks to meet, as torchrun's agent does.
+    The rank is a process, because Ray calls this function in a thread, where Python cannot handle
+    signals, and so that a rank dies as under torchrun. Ray has set RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE and MASTER_ADDR. The workers' own group uses MASTER_PORT, so rank 0's worker
+    serves another store in which the ranks meet, as torchrun's agent does.
 
     Raises `subprocess.CalledProcessError` when the script fails; Ray then decides what to do.
     """
@@ -111,7 +111,7 @@ def run_script(config: dict) -> None:
             script.wait(timeout=1)
         if script.returncode:
             raise subprocess.CalledProcessError(script.returncode, config["command"])
-        # All workers must report equally often: rank 0's decides.
+        # All workers must report equally often: rank 0's worker decides.
         news = None
         if first:
             running, step = script.returncode is None, newest_step(saves)
@@ -120,7 +120,7 @@ def run_script(config: dict) -> None:
         running, step = broadcast_from_rank_zero(news)
         if step > reported:
             metrics = metrics_until(step, config["output_dir"]) if first else {}
-            # It lies where it belongs: nothing to copy.
+            # The checkpoint is already in its place: nothing to copy.
             ray.train.report(
                 metrics,
                 Checkpoint.from_directory(saves),
@@ -131,12 +131,12 @@ def run_script(config: dict) -> None:
         raise subprocess.CalledProcessError(script.returncode, config["command"])
 
 
-# However a worker ends, its rank ends, too: the kernel sees to it, where there is Linux's setpriv.
+# When a worker ends in any way, the kernel ends its rank (if Linux's setpriv is installed).
 END_WITH_ME = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
 def newest_step(saves: Path) -> int:
-    """Of the whole checkpoints, step_00000044.pt or step_00000044/; 0 if there is none."""
+    """The step of the newest complete checkpoint, step_00000044.pt or step_00000044/; else 0."""
     found = (re.fullmatch(r"step_(\d+)(\.pt)?", path.name) for path in saves.glob("step_*"))
     return max((int(match[1]) for match in found if match), default=0)
 
@@ -160,13 +160,13 @@ def logged(output_dir: Path) -> list[dict]:
 
 
 class TellFailures(ray.train.UserCallback):
-    """Says which rank failed; and ends the job where another try would fail, too."""
+    """Says which rank failed, and ends the job if another try would fail, too."""
 
     def after_exception(self, run_context, worker_exceptions: dict[int, Exception]) -> None:
         for rank, error in worker_exceptions.items():
             print(f"rank {rank}: {error}", flush=True)
             if isinstance(error, subprocess.CalledProcessError) and error.returncode == 2:
-                raise error  # wrong arguments: what a callback raises, Ray does not try again
+                raise error  # wrong arguments: after an error in a callback Ray does not retry
 
 
 def tell(result: ray.train.Result) -> None:
@@ -175,7 +175,7 @@ def tell(result: ray.train.Result) -> None:
 
 
 def status_of(error: ray.train.TrainingFailedError) -> int:
-    """The exit status: 2 for wrong arguments, as the script's, which has said what is wrong."""
+    """The exit status: 2, as the script's, for wrong arguments, which the script has named."""
     cause = getattr(error, "controller_failure", None)
     return 2 if getattr(cause, "returncode", None) == 2 else 1
 
@@ -186,11 +186,11 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         usage="train.py [--workers N] [--gpu] [--max-failures N] SCRIPT --output-dir DIR ...",
     )
-    parser.add_argument("--workers", type=int, default=2, help="ranks, on all hosts together")
-    parser.add_argument("--gpu", action="store_true", help="a GPU for each; else a CPU")
-    parser.add_argument("--max-failures", type=int, default=3, help="after so many, give up")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("--workers", type=int, default=2, help="number of ranks on all hosts")
+    parser.add_argument("--gpu", action="store_true", help="give each rank a GPU, not a CPU")
+    parser.add_argument("--max-failures", type=int, default=3, help="give up after N failures")
+    parser.add_argument("script", help="training script to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     args = parser.parse_args()
     if not Path(args.script).is_file():
         parser.error(f"there is no script {args.script}")
@@ -200,7 +200,7 @@ def parse_args() -> argparse.Namespace:
     of_script.add_argument("--output-dir", type=Path)
     known, args.arguments = of_script.parse_known_args(args.arguments)
     if known.output_dir is None:
-        parser.error("the script needs --output-dir: what Ray restarts continues from there")
+        parser.error("the script needs --output-dir: restarted ranks continue from there")
     args.output_dir = known.output_dir.resolve()
     return args
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A Slurm cluster on this machine, to try things on: a login node, two compute nodes, two partitions.
+# A Slurm cluster on this machine for tests: a login node, two compute nodes, two partitions.
 #
-#     clusters/slurm/test_cluster.sh COMMAND ...   # start it, run the command on the login node, end it
+#     clusters/slurm/test_cluster.sh COMMAND ...   # start it, run COMMAND on the login node, end it
 #     clusters/slurm/test_cluster.sh bash          # a shell in which sinfo, sbatch, srun, squeue work
 #
 # The daemons are Slurm's own (Debian: apt install slurm-wlm munge), on hosts of ../lab.py: host0 is
-# the login node and runs slurmctld; host1 and host2 compute. Root only. Its files are in a temporary
-# folder; whatever runs on the hosts ends with it. Exit status: the command's; 2 if there is no cluster.
+# the login node and runs slurmctld; host1 and host2 compute. It needs root. Its files are in a temporary
+# folder; all processes on the hosts end with it. Exit status: the command's; 2 if the cluster fails.
 set -u
 clusters=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export LAB=${LAB:-slurm}
@@ -29,7 +29,7 @@ trap 'lab down; rm -rf "$folder"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 chmod 755 "$folder"
-lab up 3 >/dev/null || { trap 'rm -rf "$folder"' EXIT; exit 2; } # perhaps another one has this name
+lab up 3 >/dev/null || { trap 'rm -rf "$folder"' EXIT; exit 2; } # perhaps another lab has this name
 
 export SLURM_CONF=$folder/slurm.conf
 cat >"$SLURM_CONF" <<END
@@ -43,7 +43,7 @@ SlurmdPidFile=$folder/%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/%n.log
 AuthType=auth/munge
-# A requeued job waits until its old credential has expired: 120 s by default, 5 at least.
+# A requeued job waits until its old credential has expired: by default 120 s, at least 5 s.
 AuthInfo=socket=$folder/munge.socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -52,23 +52,23 @@ SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU=40
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 KillWait=10
-# A node says that it has 96 cores and 8 GPUs, whatever this machine has.
+# A node claims 96 cores and 8 GPUs, whatever this machine has.
 SlurmdParameters=config_overrides
 GresTypes=gpu
 NodeName=host[1-2] CPUs=96 RealMemory=4000 Gres=gpu:8
-# Jobs of the partition "urgent" push those of "main" back to the queue.
+# Jobs of the partition "urgent" send jobs of "main" back to the queue.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 MaxTime=60 GraceTime=30
 PartitionName=urgent Nodes=ALL PriorityTier=2 MaxTime=60 PreemptMode=OFF
 END
-# Empty files stand for the GPUs: they can be asked for, and counted.
+# Empty files stand for the GPUs: jobs can request them, and Slurm counts them.
 touch "$folder"/gpu{0..7}
 echo "NodeName=host[1-2] Name=gpu File=$folder/gpu[0-7]" >"$folder/gres.conf"
 mkdir "$folder/state"
 dd if=/dev/urandom of="$folder/munge.key" bs=128 count=1 status=none
 chmod 400 "$folder/munge.key"
-# One munged serves all: the hosts have their own networks, and one file system.
+# One munged serves all hosts: they have their own networks, but share one file system.
 lab exec 0 -- munged --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
     --pid-file="$folder/munge.pid" --log-file="$folder/munge.log" --seed-file="$folder/munge.seed" \
     || fail "munged does not start: $(tail -n 1 "$folder/munge.log")"

@@ -1,14 +1,14 @@
-"""Replica groups: when one is lost the others train on, and when it is back a peer heals it.
+"""Fault-tolerant training with torchft: when a replica group is lost, the other groups continue.
 
-    torchft_lighthouse --min_replicas 1 --heartbeat_timeout_ms 1000 &   # one for all: who is here?
+    torchft_lighthouse --min_replicas 1 --heartbeat_timeout_ms 1000 &   # knows which groups live
     export TORCHFT_LIGHTHOUSE=http://localhost:29510 RUST_LOG=warn
     line="torchrun --standalone --nproc-per-node=1 --max-restarts=10 clusters/torchft/train.py"
     $line --group 0 --groups 2 &
     $line --group 1 --groups 2                         # in another shell, or on another host
 
-Then `kill -9` the rank of group 1, the process below its torchrun: group 0 does not stop. Group 1
-starts anew, takes parameters and momentum from group 0, and at the end both print one checksum.
-benchmarks/torchft_kills.py does this at random, and counts what it costs.
+Then `kill -9` the rank of group 1, the child process of its torchrun: group 0 does not stop. Group
+1 restarts, and gets parameters and momentum from group 0. At the end both print the same checksum.
+benchmarks/torchft_kills.py kills ranks at random, and counts the lost steps.
 """
 
 import argparse
@@ -33,7 +33,7 @@ except ImportError as error:
     print(f"train.py: error: {error}: pip install -r requirements-clusters.txt", file=sys.stderr)
     sys.exit(2)
 
-BATCH = 32  # images: a group's part of a step
+BATCH = 32  # images per group and step
 
 
 @record
@@ -53,9 +53,9 @@ def main() -> None:
     optimizer = Optimizer(manager, sgd)
     log, attempt, ended, full = Log(args), 0, None, 0
     while True:
-        optimizer.zero_grad()  # asks the lighthouse who is here; one that is behind is healed
+        optimizer.zero_grad()  # asks the lighthouse which groups live; heals a group that is behind
         step, groups = manager.current_step(), manager.num_participants()
-        if step == args.steps:  # stay until all are here, and, healed, have asked once more
+        if step == args.steps:  # stay until all groups are here, healed, and have asked once more
             ended = ended or time.monotonic()
             full = full + 1 if groups == args.groups else 0
             if full == 2 or time.monotonic() > ended + args.patience:
@@ -63,9 +63,9 @@ def main() -> None:
             time.sleep(0.1)
             continue
 
-        # Which data? torchft leaves that to us. Counted so, each batch is trained on once.
+        # torchft does not distribute data. With this number each batch is trained on once.
         batch = manager.batches_committed() + manager.participating_rank()
-        if args.fixed_shares:  # the usual way, a share of the data for each group
+        if args.fixed_shares:  # the usual way, a shard of the data per group
             batch = attempt * args.groups + args.group
         attempt += 1
         log.write(step=step, ranks=groups, batch=batch)
@@ -73,8 +73,8 @@ def main() -> None:
         time.sleep(args.pause)
         F.cross_entropy(model(x), y).backward()
         for parameter in model.parameters():
-            manager.allreduce(parameter.grad).wait()  # the mean over the groups that are here
-        optimizer.step()  # nothing, if one of them was lost on the way: the step is tried again
+            manager.allreduce(parameter.grad).wait()  # the mean over the groups that live
+        optimizer.step()  # does nothing if a group was lost meanwhile: the step is tried again
         log.write(step=step, ranks=groups, committed=manager.current_step() > step)
     if args.output_dir:
         torch.save(state_dict(), args.output_dir / f"group{args.group}.pt")
@@ -83,15 +83,15 @@ def main() -> None:
 
 
 def join(args, state_dict: Callable[[], dict], load_state_dict: Callable[[dict], None]) -> Manager:
-    """The functions give away what a peer needs to be healed, and take it."""
+    """Join the lighthouse. The functions give and take the state with which a peer is healed."""
     seconds = timedelta(seconds=args.timeout)
     try:
         return Manager(
-            pg=ProcessGroupGloo(seconds),  # made anew whenever a group has come or gone
+            pg=ProcessGroupGloo(seconds),  # recreated whenever a group joins or leaves
             state_dict=state_dict,
             load_state_dict=load_state_dict,
-            min_replica_size=1,  # so many groups are enough to go on
-            use_async_quorum=False,  # heal before the forward pass, and take part in this step
+            min_replica_size=1,  # one group is enough to continue
+            use_async_quorum=False,  # heal before the forward pass, and join this step
             replica_id=f"group{args.group}",
             timeout=seconds,
             quorum_timeout=seconds,
@@ -109,7 +109,7 @@ def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Log:
-    """Lines of JSON, for benchmarks/torchft_kills.py to count; none without --output-dir."""
+    """Writes JSON lines for benchmarks/torchft_kills.py; nothing without --output-dir."""
 
     def __init__(self, args: argparse.Namespace):
         path = args.output_dir and args.output_dir / f"group{args.group}.jsonl"
@@ -127,14 +127,14 @@ def load_data() -> tuple[Tensor, Tensor]:
 
 
 def indices_of(batch: int, count: int) -> Tensor:
-    """The images of the batch of this number: a new order for each epoch."""
+    """The images of batch number `batch`; each epoch has a new order."""
     epoch, place = divmod(batch, count // BATCH)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
     return order[place * BATCH :][:BATCH]
 
 
 def checksum(model: nn.Module) -> str:
-    """Of every bit of the parameters."""
+    """A checksum of every bit of the parameters."""
     values = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
     return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
@@ -145,24 +145,26 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--group", type=int, default=0, help="the number of this group, from 0")
-    add("--groups", type=int, default=1, help="how many there are when all are here")
-    add("--steps", type=int, default=300, help="optimizer steps")
-    add("--timeout", type=float, default=10, help="seconds for a collective, and to find others")
-    add("--patience", type=float, default=60, help="seconds to wait at the end for who is away")
-    add("--pause", type=float, default=0.1, help="seconds of sleep a step, for a larger model")
-    add("--fixed-shares", action="store_true", help="the group's own share of the data")
-    add("--output-dir", type=Path, help="for a log, and the parameters at the end")
+    add("--group", type=int, default=0, help="number of this group, from 0")
+    add("--groups", type=int, default=1, help="total number of groups")
+    add("--steps", type=int, default=300, help="number of optimizer steps")
+    add("--timeout", type=float, default=10, help="seconds for a collective, and to find peers")
+    add("--patience", type=float, default=60, help="seconds to wait at the end for lost groups")
+    add("--pause", type=float, default=0.1, help="seconds to sleep per step, like a larger model")
+    add("--fixed-shares", action="store_true", help="give each group a fixed shard of the data")
+    add("--output-dir", type=Path, help="write a log and the final parameters here")
     args = parser.parse_args()
     args.lighthouse = os.environ.get("TORCHFT_LIGHTHOUSE")
     if not args.lighthouse:
-        parser.error("TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, and say where it is")
+        parser.error("TORCHFT_LIGHTHOUSE is not set: start torchft_lighthouse, set its address")
     if os.environ.get("WORLD_SIZE") != "1":
-        parser.error("start it with torchrun, one rank a group: --standalone --nproc-per-node=1")
+        parser.error("start with torchrun, one rank per group: --standalone --nproc-per-node=1")
     if not 0 <= args.group < args.groups:
-        parser.error(f"--group {args.group} is not one of {args.groups}, which begin with 0")
+        parser.error(
+            f"--group {args.group}: must be 0 to {args.groups - 1} (--groups {args.groups})"
+        )
     if args.steps < 1 or min(args.timeout, args.patience, args.pause) < 0:
-        parser.error("--steps must be 1 or more, the seconds not negative")
+        parser.error("--steps must be at least 1, and seconds must not be negative")
     if args.output_dir:
         args.output_dir.mkdir(parents=True, exist_ok=True)
     return args

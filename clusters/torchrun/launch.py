@@ -1,19 +1,19 @@
-"""Start one training on several hosts: an agent of torchrun on each, over ssh or in the lab.
+"""Start one training job on several hosts: a torchrun agent on each, over ssh or in the lab.
 
     python clusters/torchrun/launch.py hosts.txt ddp_basics/train.py --epochs 5     # over ssh
     python clusters/torchrun/launch.py --env NCCL_DEBUG=INFO hosts.txt ddp_basics/train.py
     python clusters/lab.py up 3 --rate 1gbit                                        # or, in the lab
     python clusters/torchrun/launch.py --lab 3 ddp_basics/train.py --epochs 2 --batch-size 96
 
-hosts.txt has one name per line, as in `ssh NAME`; a comment begins with '#'. If the hosts do not
-know each other by these names, write the address behind each name that the other hosts can reach:
+hosts.txt has one name per line, as in `ssh NAME`; a comment begins with '#'. If the hosts cannot
+resolve each other's names, write after each name an address that the other hosts can reach:
 
     gpu-a 10.0.0.1
     gpu-b 10.0.0.2
 
-The agents meet on the first host. The script, this directory and Python have one path on all hosts.
-Each line of output begins with its host. When one agent fails, or Ctrl-C is pressed, all agents are
-ended, and the exit status is that of the one that failed first.
+The agents meet on the first host. The script, this directory and Python have the same path on all
+hosts. Each line of output begins with its host. When an agent fails, or you press Ctrl-C, this
+program ends all agents, and exits with the status of the agent that failed first.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from pathlib import Path
 from queue import SimpleQueue
 
 LAB = Path(__file__).resolve().parent.parent / "lab.py"
-# A host that has lost its power sends nothing: ssh asks three times in 15 s.
+# A host that has lost power sends nothing: ssh probes it three times in 15 s.
 SSH = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 SSH += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
-JOB = uuid.uuid4().hex[:8]  # two jobs that meet at one port must not be taken for one
-# Seconds that an agent leaves its ranks to save what they have, then that we leave the agents.
+JOB = uuid.uuid4().hex[:8]  # keeps two jobs apart that use the same port
+# Seconds that an agent gives its ranks to save, then seconds that we give the agents.
 SHUTDOWN = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 100))
 GRACE = SHUTDOWN + 10
 
@@ -79,7 +79,7 @@ def torchrun_on(host: str, hosts: dict[str, str | None], args) -> list[str]:
         endpoint = f"[{first}]" if ":" in first else first  # an address of IPv6
         torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}:{args.port}"]
         torchrun += [f"--rdzv-id={JOB}"]
-        if hosts[host]:  # else the agent asks whether its own name has the endpoint's address
+        if hosts[host]:  # else the agent checks whether its own name has the endpoint's address
             torchrun += [f"--rdzv-conf=is_host={int(host == names[0])}"]
     environment = [f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SHUTDOWN}", *args.env]
     if args.interface:
@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--nproc-per-node",
-        help="ranks on each host (default: gpu, one for each GPU; in the lab: 1)",
+        help="number of ranks on each host (default: gpu, one per GPU; in the lab: 1)",
     )
     parser.add_argument(
         "--env",
@@ -103,16 +103,25 @@ def parse_args() -> argparse.Namespace:
         default=[],
         type=variable,
         metavar="NAME[=VALUE]",
-        help="a variable for all hosts, with this value or that of this shell; may be repeated",
+        help="set a variable on all hosts, to VALUE or to this shell's value; may be repeated",
     )
     parser.add_argument(
-        "--port", type=int, default=29500, help="where the agents meet on the first host"
+        "--port",
+        type=int,
+        default=29500,
+        help="port on which the agents meet on the first host (default: 29500)",
     )
-    parser.add_argument("--interface", help="between the hosts, such as eth0, for Gloo and NCCL")
     parser.add_argument(
-        "--static", action="store_true", help="ranks in the order of the hosts, none can rejoin"
+        "--interface", help="interface for Gloo and NCCL, such as eth0 (default: their choice)"
     )
-    parser.add_argument("--lab", type=int, help="so many hosts of the lab, not a file of hosts")
+    parser.add_argument(
+        "--static",
+        action="store_true",
+        help="number the ranks in the order of the hosts; a lost host cannot rejoin",
+    )
+    parser.add_argument(
+        "--lab", type=int, metavar="N", help="use the first N lab hosts instead of HOSTS"
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.hosts = None if args.lab else next(iter(args.words), None)
@@ -155,7 +164,7 @@ def fail(sentence: str):
 
 
 def ask(hosts: Iterable[str]) -> None:
-    """End the program, before anything runs anywhere, if one of the hosts cannot be reached."""
+    """End the program, before any agent starts, if a host cannot be reached."""
     command = [word for word in SSH if word != "-tt"]
     calls = [
         subprocess.Popen([*command, host, "true"], stderr=subprocess.PIPE, text=True)
@@ -192,9 +201,9 @@ def in_background(function) -> threading.Thread:
 
 
 def show(host: str, agent: subprocess.Popen) -> None:
-    """Print what comes from a host, until nobody there can say anything any more."""
+    """Print a host's output, until all processes that could write to it have ended."""
     for line in agent.stdout:
-        sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one piece: other hosts print, too
+        sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one write: other hosts print, too
         sys.stdout.flush()
 
 
@@ -210,9 +219,9 @@ def first_failure(count: int, ended: SimpleQueue) -> int:
 
 
 def end(agents, printers: list[threading.Thread]) -> None:
-    """Ask all agents to end, which first end their ranks; after a time, make them.
+    """Ask all agents to end, which first end their ranks; after a time-out, kill the agents.
 
-    Ranks whose agent was killed are nobody's children. They end when they miss the others.
+    Ranks whose agent was killed are orphans. They end when they lose the other ranks.
     """
     for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 10)):
         for agent, printer in zip(agents, printers, strict=True):

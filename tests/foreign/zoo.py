@@ -1,4 +1,4 @@
-"""Models that others wrote, with tiny random configurations, and a small batch for each of them.
+"""Models of torchvision and transformers, tiny and random, with a small batch for each of them.
 
 An entry says what a task.py says: the samples, the model, its units for FSDP, and what one batch
 means. No dropout and no other random numbers after the first values, so that runs can be compared.
