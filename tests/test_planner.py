@@ -399,6 +399,24 @@ def test_two_versions_of_nemo():
     assert f"are {100 * (np.median(apart) - 1):.0f} % apart on Llama 3 70B" in README
 
 
+@pytest.mark.parametrize(
+    ("name", "model", "tokens"), [("124 M", "gpt-124m", "64K"), ("1 B", "gpt-1b", "32K")]
+)
+def test_prediction_for_the_h100_that_calibrate_measured(name, model, tokens):
+    job = ("--model", model, "--gpus", 1, "--sequence", 1024, "--batch-tokens", tokens)
+    output = plan(*job, "--gpu", ROOT / "planner/measured_h100.toml")
+    predicted = float(re.search(r"= +([\d.]+) +\d+ +\d+%", output)[1])
+    row = re.search(rf"^\| {name}, .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
+    assert predicted == float(row[1])
+    record = (ROOT / "benchmarks/results/gpu.md").read_text()
+    for column, variant in ((2, "eager"), (3, "compile")):
+        cells = re.search(rf"^\| {name.replace(' ', '')}, {variant} \|(.*)$", record, re.M)[
+            1
+        ].split("|")
+        assert float(cells[2].split()[0]) / 1e3 == pytest.approx(float(row[column]), abs=6e-4)
+    assert predicted == pytest.approx(float(row[2]), rel=0.1)
+
+
 @pytest.mark.slow
 def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     path = tmp_path / "new" / "machine.toml"
