@@ -16,7 +16,8 @@ from score import regret, usable
 from stacks import FILE, choose, load
 
 PLAN, SCORE = ROOT / "planner/plan.py", ROOT / "planner/score.py"
-README = (ROOT / "planner/README.md").read_text()
+PAGES = ("README.md", "formulas.md", "recipes.md")
+README = "\n".join((ROOT / "planner" / page).read_text() for page in PAGES)
 JOB = ("--model", "llama-3-8b", "--gpus", 64)
 ROWS = read(PUBLISHED)
 
