@@ -73,7 +73,7 @@ def test_all_reduce_names_each_message(drawn):
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_all_reduce_refuses_exchanged_layers(number):
-    """Where one call of the chain says the opposite of what was recorded."""
+    """One call of the chain has its sender and receiver exchanged."""
     message = CALL[number]
     turned = message._replace(sender=message.receiver, receiver=message.sender)
     with pytest.raises(AssertionError, match="was not called by"):

@@ -24,7 +24,7 @@ import course  # noqa: E402
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SHOWS = {"print", "display", "show", "start_ranks", "run_script", "check"}
 SHOWS |= {"ranks", "curves", "bars", "timeline", "movie"}  # of figures
-# What nobody can compare, or what names a machine: times, ids, paths of the writer.
+# Words that differ between runs or name a machine: ids, paths of the writer.
 VOLATILE = re.compile(r"engine_uuid|msg_id|iopub|/home/|/Users/|/tmp/|" + re.escape(str(ROOT)))
 
 
@@ -259,7 +259,7 @@ def subjects_of(number: int) -> set[str]:
 
 
 def wrong_references(text: str) -> list[str]:
-    """What a text says of chapters that is not so."""
+    """Wrong statements of a text about chapters."""
     numbers = {int(file.name[:2]) for file in NOTEBOOKS}
     links = re.findall(r"\[(?:[Cc]hapter )?(\d+)\]\(\S*?(\d\d)_", text)
     wrong = [f"[{label}]({number})" for label, number in links if int(label) != int(number)]
