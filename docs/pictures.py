@@ -53,7 +53,7 @@ MAP = (
     ("IV  model parallelism", "12-16", "parallel_basics/", "tensor, pipeline, context parallel"),
     ("", "14", "transformer_basics/", "a GPT on any mesh of these"),
     ("V  at scale", "18-19", "clusters/", "Slurm, Kubernetes, slow and dead hosts"),
-    ("", "", "planner/", "which mesh, how much memory, how many seconds"),
+    ("", "21", "planner/", "which mesh, how much memory, how many seconds"),
     ("VI  below and beside", "22", "custom_backend/", "a backend below dist.all_reduce"),
     ("", "23", "rpc_basics/", "remote calls, a parameter server"),
 )

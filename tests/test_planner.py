@@ -428,3 +428,24 @@ def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     assert found["constants"]["base_gib"] > 0.05
     job = ("--model", "gpt-template", "--sequence", 128, "--batch-tokens", "2K", "--gpus", 2)
     assert "calibrated; no published run" in plan(*job, "--gpu", path)
+
+
+def test_what_chapter_21_says_of_its_tables():
+    """The numbers of its sentences are those of the outputs above them."""
+    cells = json.loads((ROOT / "notebooks/21_choosing_a_mesh.ipynb").read_text())["cells"]
+    said = " ".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    shown = "\n".join("".join(o.get("text", "")) for c in cells for o in c.get("outputs", []))
+    times = [float(x) for x in re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +(\d+\.\d\d)$", shown, re.M)]
+    assert max(times) / min(times) == pytest.approx(424, rel=0.01)  # the table has two digits
+    assert "is 424 times slower" in said
+    rows = dict(re.findall(r"^(products|\+ \w+) +(0\.\d\d) +\d+\.\d", shown, re.M))
+    means = dict(re.findall(r"^(products|\+ \w+) +0\.\d\d +(\d+\.\d)", shown, re.M))
+    assert f"it was {rows['products']}" in said
+    assert f"it is {rows['+ rest']}" in said
+    assert (
+        f"the error was {means['+ TP']} %, and adding DP made it *worse*, {means['+ DP']} %" in said
+    )
+    assert "a single MFU is wrong by 6.5 %" in said
+    assert "the ladder, A100                   6.5" in shown
+    assert "it loses 8 % on average" in said
+    assert re.search(r"^as much DP as possible +8 ", shown, re.M)
