@@ -90,5 +90,5 @@ def accuracy(
     left.minorticks_off()
     right.axvline(1, color="0.5", linestyle="--")
     right.set(xscale="log", xlabel="rate / (1 - momentum), in units of its limit")
-    right.legend(loc="lower left")
+    right.legend(loc="upper right")
     figures.show(figure)
