@@ -581,6 +581,26 @@ def test_ranks_that_cannot_start_say_why_at_once(tmp_path):
     assert re.search(says, result.output)
 
 
+WITHOUT_RANKS = """
+import sys
+sys.path.insert(0, {folder!r})
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+import course
+course.stop_ranks()
+for cell in ("%%px\\n1", "%px 1", "import course; course.gather('x')"):
+    print("error:", shell.run_cell(cell).error_in_exec)
+"""
+
+
+def test_cells_without_ranks_say_so(tmp_path):
+    page = tmp_path / "page.py"
+    page.write_text(WITHOUT_RANKS.format(folder=str(FOLDER)))
+    with Job([sys.executable, page], cwd=FOLDER) as job:
+        output = job.wait(120).check().output
+    assert output.count("error: there are no ranks: call start_ranks() first") == 3
+
+
 def test_should_print():
     assert should_print("%%px\nx = 1\nprint(x)")
     assert should_print("x")
