@@ -88,7 +88,7 @@ def latencies(microseconds: Mapping[str, tuple[float, float]], title: str) -> No
     ax.invert_yaxis()
     most = max(median for _, median in microseconds.values())
     least = min(best for best, _ in microseconds.values())
-    ax.set(xscale="log", xlabel="microseconds", xlim=(least / 3, 20 * most))
+    ax.set(xscale="log", xlabel="microseconds", xlim=(least / 3, 60 * most))
     ax.set_title(title, loc="left")
     figures.show(figure)
 
