@@ -110,8 +110,8 @@ def test_meeting_refuses_an_answer_before_the_key_was_set():
 
 
 def test_latencies_are_sorted_and_refuse_exchanged_columns(drawn):
-    inside.latencies({"slow": (100.0, 120.0), "fast": (1.0, 1.5)}, "title")
-    assert drawn == [["1 us", "100 us"]]
+    inside.latencies({"slow": (100.0, 1375.0), "fast": (1.0, 1.5)}, "title")
+    assert drawn == [["1 us, median 1.5", "100 us, median 1,380"]]
     with pytest.raises(AssertionError, match="slow: the best is 120"):
         inside.latencies({"slow": (120.0, 100.0)}, "title")
 
