@@ -49,6 +49,7 @@ class Ring:
     size: Number  # ranks of the group
     stride: Number  # distance between neighbours of the group, in ranks
     count: Number = 1
+    messages: bool = False  # ring attention: ranks send to their neighbour, in one ring
 
     def ranks_per_node(self, cluster: Cluster) -> Number:
         return sharing(self.size, self.stride, cluster.gpus_per_node)
@@ -58,9 +59,17 @@ class Ring:
         return self.count * self.volume_bytes * (self.size - 1) / self.size
 
     def bytes_on_wires(self, cluster: Cluster) -> tuple[Number, Number]:
-        """Bytes that one GPU sends over NVLink, and over its network port."""
+        """Bytes that one GPU sends over NVLink, and over its network port.
+
+        Messages: at most. The last rank of a node sends all of its bytes over its port, and the
+        others send nothing over theirs.
+        """
+        sent = self.sent_bytes()
+        if self.messages:
+            here = self.ranks_per_node(cluster)
+            return np.where(here > 1, sent, 0), np.where(self.size > here, sent, 0)
         nvlink, port = parts_of_a_ring(self.size, self.stride, cluster.gpus_per_node)
-        return self.sent_bytes() * nvlink, self.sent_bytes() * port
+        return sent * nvlink, sent * port
 
     def seconds(self, cluster: Cluster, hop_s: Number) -> Number:
         """(n-1)/n of the tensor over the slowest wire of the ring, and a latency for each hop.
@@ -70,7 +79,8 @@ class Ring:
         """
         here = self.ranks_per_node(cluster)
         network = self.size > here
-        port = np.where(network, here * cluster.nic_gb_s, np.inf)
+        ports = 1 if self.messages else here
+        port = np.where(network, ports * cluster.nic_gb_s, np.inf)
         slowest = REACHED * 1e9 * np.minimum(cluster.nvlink_gb_s, port)
         latency = np.where(network, cluster.nic_hop_s, hop_s)
         return self.sent_bytes() / slowest + self.count * (self.size - 1) * latency

@@ -1,5 +1,7 @@
 """What plan.py prints: tables, the derivation of a mesh, what limits it, what no row backs."""
 
+from dataclasses import replace
+
 from memory import GIB, USABLE, in_flight
 from network import Ring
 from search import Job, Plan
@@ -71,9 +73,7 @@ def rings(job: Job, mesh: Mesh) -> dict[str, Ring]:
         gradients, weights = dp_rings(job.model, mesh, job.stack)
         found["DP gradients"], found["DP weights"] = (gradients, 1), (weights, 1)
     return {
-        key: Ring(r.volume_bytes, r.size, r.stride, r.count * times)
-        for key, (r, times) in found.items()
-        if r.size > 1
+        key: replace(r, count=r.count * times) for key, (r, times) in found.items() if r.size > 1
     }
 
 
@@ -251,11 +251,9 @@ def explain_time(job: Job, plan: Plan) -> list[str]:
     for key, ring in rings(job, mesh).items():
         here = ring.ranks_per_node(cluster)
         seconds = float(ring.seconds(cluster, stack.hop_s))
-        wire = (
-            "NVLink"
-            if ring.size <= here
-            else ("a network port" if here == 1 else f"{here:g} network ports")
-        )
+        ports = 1 if ring.messages else here
+        network = "a network port" if ports == 1 else f"{ports:g} network ports"
+        wire = "NVLink" if ring.size <= here else network
         lines.append(
             f"  {key:12} {ring.count:,.0f} x {ring.volume_bytes / 1e6:,.1f} MB round {ring.size:g}"
             f" ranks, {here:g} per node: {seconds:.3f} s over {wire}"

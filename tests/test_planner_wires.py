@@ -5,9 +5,15 @@ import math
 import re
 from collections import Counter
 
+import network
 import pytest
+import shapes
+import step_time
 from helpers import ROOT
 from network import wires
+
+MODEL = shapes.Model(32, 4096, 32, 8, 128, 14336, 1, 128256, 0)
+MESH = shapes.Mesh(1, 1, 0, 1, 0, 1, 1, 32, 1, 1, 2**17, 0, 0, 1)  # cp 32
 
 
 def groups(mesh: dict[str, int], axis: str) -> list[list[int]]:
@@ -76,6 +82,21 @@ def test_groups_that_do_not_fill_their_nodes_are_refused():
         wires({"dp_shard": 6}, 4)
     with pytest.raises(ValueError, match="tp: groups of 3 do not fill nodes of 8"):
         wires({"dp_shard": 8, "tp": 3}, 8)
+
+
+def test_a_ring_of_messages_has_one_port():
+    """Ring attention: in rank order one rank of a node sends to the next node, and all it has."""
+    cluster = shapes.Cluster(80, 312, 2039, 300, 25, 8)
+    sent = Counter()
+    for _ in range(31):  # of 32 ranks, each passes on what it has
+        for rank in range(32):
+            same_node = rank // 8 == (rank + 1) % 32 // 8
+            sent[rank, "nvlink" if same_node else "port"] += 1e9 / 32
+    ring = network.Ring(1e9, 32, 1, messages=True)
+    most = [max(n for (_, over), n in sent.items() if over == wire) for wire in ("nvlink", "port")]
+    assert ring.bytes_on_wires(cluster) == pytest.approx(tuple(most))
+    assert ring.seconds(cluster, 0) == pytest.approx(sent[7, "port"] / 20e9 + 31 * 5e-6)
+    assert step_time.cp_ring(MODEL, MESH).messages
 
 
 def table_row(name: str) -> list[str]:
