@@ -86,6 +86,7 @@ class Job:
         finally:
             for process in running:  # Ctrl-C, SIGTERM
                 process.kill()
+                self.note(process.rows())
         runs = {name: self.record["runs"][name] for name in commands}
         failures = [f"{name} {run['why']}" for name, run in runs.items() if "why" in run]
         if failures:

@@ -41,12 +41,13 @@ def carry_out(gpu, monkeypatch, folder, *flags, **steps) -> tuple[int, dict]:
     monkeypatch.setattr(gpu, "STEPS", steps)
     arguments = ["gpu.py", "--device", "cpu", "--output-dir", str(folder), *flags]
     monkeypatch.setattr(sys, "argv", arguments)
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with pytest.raises(SystemExit) as end:
             gpu.main()
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return int(end.value.code), read(folder)["steps"]
 
 
@@ -272,7 +273,8 @@ def test_a_script_without_device_is_left_out_on_a_cpu(gpu, choice, monkeypatch, 
     assert reasons == ["needs one rank on a CUDA device", "computes without a device"]
 
 
-def test_sigterm_ends_all_processes(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_all_processes_and_keeps_what_was_measured(tmp_path, number):
     driver = tmp_path / "driver.py"
     driver.write_text(
         f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu\n"
@@ -285,9 +287,65 @@ def test_sigterm_ends_all_processes(tmp_path):
     with Job([sys.executable, driver, *flags]) as job:
         job.wait_until(lambda: log.exists() and "child" in log.read_text())
         assert read(tmp_path / "out")["steps"]["hang"]["status"] == "running"
-        job.process.terminate()
-        assert job.wait(60).returncode == 143
+        job.process.send_signal(number)
+        ended = job.wait(60).returncode
+        assert ended in (128 + number, -number)  # Python ends itself by SIGINT
         assert not job.left_running()
+    step = read(tmp_path / "out")["steps"]["hang"]
+    assert (step["status"], step["reason"]) == ("failed", "interrupted")
+    assert step["rows"] == {"row": {"value": 1.5}}
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    """--output-dir . in a clone would empty its tests/."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/mine.py").write_text("mine")
+    result = helpers.python(SCRIPT, "--device", "cpu", "--minutes", 0, "--output-dir", tmp_path)
+    assert result.returncode == 2
+    assert f"--output-dir {tmp_path} has other files" in result.output
+    assert [path.name for path in tmp_path.rglob("*")] == ["tests", "mine.py"]
+
+
+def test_a_step_that_is_left_out_keeps_what_an_earlier_run_wrote(gpu, monkeypatch, tmp_path):
+    steps = {"long": (say("1"), 8), "short": (say("2"), 1)}
+    carry_out(gpu, monkeypatch, tmp_path, **steps)
+    _, found = carry_out(gpu, monkeypatch, tmp_path, "--minutes", "1", **steps)
+    assert [step["status"] for step in found.values()] == ["left out", "passed"]
+    assert (tmp_path / "long/says.log").read_text() == "1\n"
+
+
+def test_two_runs_do_not_share_a_folder(gpu, monkeypatch, tmp_path):
+    def run_again(job):
+        flags = ("--device", "cpu", "--minutes", 0, "--output-dir", tmp_path)
+        job.run("again", sys.executable, SCRIPT, *flags)
+
+    status, steps = carry_out(gpu, monkeypatch, tmp_path, run=(run_again, 2))
+    assert status == 1
+    assert "another run writes to" in steps["run"]["runs"]["again"]["output"]
+
+
+def test_a_full_disk_costs_the_report_and_no_step(gpu, monkeypatch, tmp_path, capsys):
+    ran = []
+
+    def fill(job):
+        def refuse(path, text):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(gpu.Path, "write_text", refuse)
+        raise ValueError("full")
+
+    monkeypatch.setattr(gpu, "STEPS", {
+        "fill": gpu.Step(fill, 1, "Fill"),
+        "after": gpu.Step(lambda job: ran.append("after"), 1, "After"),
+    })  # fmt: skip
+    arguments = ["gpu.py", "--device", "cpu", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert ran == ["after"]
+    said = capsys.readouterr().out
+    assert "cannot write gpu.md: [Errno 28] No space left on device" in said
+    assert "## After" in said  # the report is printed
 
 
 @pytest.mark.parametrize(
