@@ -475,10 +475,20 @@ import sys
 sys.path.insert(0, "BENCHMARKS")
 import json, torch
 import gpu_measurements as g
+SXM = "NVIDIA H100 80GB HBM3"
 memory = [g.verdict_on_memory(ratio, compiled) for compiled in (False, True)
           for ratio in (0.8, 0.9, 1.1, 1.2)]
 mfu = [g.verdict_on_mfu(*case)["verdict on MFU"] for case in (
-    ("124M", 0.44, "NVIDIA H100"), ("124M", 0.46, "NVIDIA H100"), ("124M", 0.46, "A100"))]
+    ("124M", 0.44, SXM), ("124M", 0.46, SXM), ("124M", 0.44, "NVIDIA H100 PCIe"),
+    ("124M", 0.46, "A100"))]
+tf32 = []
+for major, minor in ((7, 5), (8, 0), (9, 0)):
+    torch.cuda.get_device_capability = lambda device: (major, minor)
+    tf32.append(g.has_tf32(torch.device("cuda")))
+waited = []
+torch.accelerator.synchronize = lambda device: waited.append(str(device))
+for device in ("cpu", "cuda:1"):
+    g.MeshRun.tokens_per_second.__globals__["wait"](torch.device(device))
 one = {"loss": torch.tensor(2.0), "gradient of w": torch.tensor([1e-3, 1e-6]),
        "parameter w": torch.tensor([1e-2, 5.0])}
 other = {"loss": torch.tensor(2.1), "gradient of w": torch.tensor([1e-3, 2e-6]),
@@ -486,7 +496,7 @@ other = {"loss": torch.tensor(2.1), "gradient of w": torch.tensor([1e-3, 2e-6]),
 differences = g.relative_differences([one, other], [one, one])
 other["gradient of w"][0] = float("nan")
 not_a_number = g.relative_differences([other, one], [one, one])["gradient"][0]
-print(json.dumps([memory, mfu, differences, str(not_a_number)]))
+print(json.dumps([memory, mfu, tf32, waited, differences, str(not_a_number)]))
 """
 
 
@@ -494,10 +504,12 @@ def test_verdicts_on_memory_and_speed_and_differences(tmp_path):
     script = tmp_path / "verdicts.py"
     script.write_text(VERDICTS.replace("BENCHMARKS", str(BENCHMARKS)))
     output = helpers.python(script).check().output
-    memory, mfu, differences, not_a_number = json.loads(output.splitlines()[-1])
+    memory, mfu, tf32, waited, differences, not_a_number = json.loads(output.splitlines()[-1])
     above, below, right = "more than 15% above", "more than 15% below", "as computed"
-    assert memory == [below, right, right, above, right, right, right, above]
-    assert mfu == ["missed", "reached", "another device"]
+    assert memory == [below, right, right, above, "less, compiled", right, right, above]
+    assert mfu == ["missed", "reached", "another device", "another device"]
+    assert tf32 == [False, True, True]  # a T4 has none: its mode "high" is fp32
+    assert waited == ["cuda:1"]  # else tokens/s would be those of queuing the work
     assert {kind: name for kind, (_, name) in differences.items()} == {
         "loss": "loss in step 1",
         "gradient": "gradient of w in step 1",
@@ -506,6 +518,31 @@ def test_verdicts_on_memory_and_speed_and_differences(tmp_path):
     found = [differences[kind][0] for kind in ("loss", "gradient", "parameter")]
     assert found == pytest.approx([0.05, 1e-3, 2e-5], rel=1e-2)
     assert not_a_number == "inf"
+
+
+TOKENS = """
+import sys
+sys.path.insert(0, "BENCHMARKS")
+import torch
+from types import SimpleNamespace
+import gpt
+config = gpt.config_of("124M")
+model = torch.nn.Embedding(config.vocab_size, 1)
+worker, seen = SimpleNamespace(device=torch.device("cpu")), []
+def loss_of(x, y):
+    seen.append(x.max().item())
+    return model(x).mean()
+gpt.loop(model, loss_of, config, worker, batch=2)()
+print("SEEN", max(seen), config.vocab_size)
+"""
+
+
+def test_the_plain_loop_draws_its_tokens_from_the_whole_vocabulary_as_ours_does(tmp_path):
+    script = tmp_path / "tokens.py"
+    script.write_text(TOKENS.replace("BENCHMARKS", str(BENCHMARKS)))
+    output = helpers.python(script).check().output
+    largest, vocabulary = map(int, output.split("SEEN ")[1].split())
+    assert largest > 0.9 * vocabulary
 
 
 MEMORY = """
