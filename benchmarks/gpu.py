@@ -303,14 +303,15 @@ def ranks(job: Job) -> None:
         ("scaling", "transformer_basics/benchmark.py", size, "^(mesh|tp|pp|dp_)"),
     ):
         launcher = bench.torchrun(count)
-        if job.is_tiny and name != "equivalence":
+        if job.is_tiny and nodes == 1 and name != "equivalence":
             launcher = [sys.executable]  # takes a third of the time
-        if nodes > 1:  # rank 0, which prints, may be on the other node
+        if nodes > 1:
             launcher = [*launcher[:3], f"--nnodes={nodes}", f"--nproc_per_node={count}"]
             launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={job.args.host}:29500"]
             launcher += [f"--rdzv-id={name.split()[0]}"]
-            expects = ""
-        job.run(name, *launcher, ROOT / script, *flags, *device, expects=expects)
+        # Rank 0, which prints, may be on another node.
+        told = {"expects": expects, "must": nodes == 1}
+        job.run(name, *launcher, ROOT / script, *flags, *device, **told)
     if nodes == 1 and not job.is_tiny:
         alone = python("transformer_basics/benchmark.py", *size, *device)
         job.run("scaling: one rank", *alone, expects="^(mesh|dp_)")

@@ -176,6 +176,31 @@ def test_two_ranks_are_given_pairs(gpu, monkeypatch, tmp_path):
     assert given == [["0,1", "2,3"]]
 
 
+@pytest.mark.parametrize("is_tiny", [False, True])
+def test_on_two_nodes_the_report_has_the_numbers_of_the_node_that_prints(gpu, is_tiny):
+    args = SimpleNamespace(count=8, nodes=2, host="HOST", device="cuda")
+    told = {}
+    job = SimpleNamespace(args=args, is_tiny=is_tiny)
+    job.run = lambda name, *command, **how: told.__setitem__(name, (command, how))
+    gpu.ranks(job)
+    assert list(told) == ["equivalence", "all_reduce bandwidth", "scaling"]
+    for command, how in told.values():
+        assert command[:4] == (sys.executable, "-m", "torch.distributed.run", "--nnodes=2")
+        assert how["must"] is False
+    assert told["all_reduce bandwidth"][1]["expects"] == "^all_reduce "
+
+
+def test_a_line_that_need_not_come_is_recorded(gpu, monkeypatch, tmp_path):
+    def run(job):
+        for text in ("all_reduce 1 GB", "nothing"):
+            job.run(text, *python(f"print({text!r})"), expects="^all_reduce ", must=False)
+
+    status, steps = carry_out(gpu, monkeypatch, tmp_path, run=(run, 1))
+    assert status == 0
+    runs = steps["run"]["runs"]
+    assert [run["lines"] for run in runs.values()] == ["all_reduce 1 GB", ""]
+
+
 @pytest.mark.parametrize(("text", "is_failure"), [('[{"cat": "kernel"}]', False), ("[{}]", True)])
 def test_a_trace_without_kernels_fails(gpu, tmp_path, text, is_failure):
     rows = {}
