@@ -4,8 +4,9 @@ It runs these steps in order: the machine, tests on GPUs, every script, losses c
 CPU's, checkpoints, speed and memory of two GPTs, offload, traces, hidden synchronizations, and NCCL
 between ranks. Each step ends at its time limit: 28 minutes in total on one GPU, 39 on several.
 After every command it writes runs/gpu/gpu.md (the report), gpu.json, and the command's output. A
-complete run also writes benchmarks/results/gpu.md. Exit status 0: no step failed. Ctrl-C, SIGTERM
-or a closed terminal ends all processes; what was measured until then stays in the report.
+complete run in which no step failed also writes benchmarks/results/gpu.md. Exit status 0: no step
+failed. Ctrl-C, SIGTERM or a closed terminal ends all processes; what was measured until then stays
+in the report.
 
     python3 benchmarks/gpu.py                        # all steps
     python3 benchmarks/gpu.py --only speed traces    # some of the steps
@@ -53,9 +54,12 @@ def main() -> None:
         for name in args.only or STEPS:
             carry_out(name, args, day)
     print(page_of(day))
-    if args.device == "cuda" and args.sizes == "full" and not args.only and not args.skipped:
+    failed = any(step["status"] == "failed" for step in day["steps"].values())
+    is_complete = args.device == "cuda" and args.sizes == "full"
+    is_complete = is_complete and not args.only and not args.skipped
+    if is_complete and not failed:
         shutil.copy(args.output_dir / "gpu.md", bench.RESULTS)
-    sys.exit(any(step["status"] == "failed" for step in day["steps"].values()))
+    sys.exit(failed)
 
 
 def carry_out(name: str, args, day: dict) -> None:

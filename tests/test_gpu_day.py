@@ -248,6 +248,21 @@ def test_a_step_that_fails_gives_status_1_and_the_end_of_its_output(gpu, monkeyp
     assert "hello \\| you" in (tmp_path / "gpu.md").read_text()  # a cell of the table
 
 
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_run_with_a_failed_step_leaves_the_page_of_results(gpu, monkeypatch, tmp_path, passes):
+    """Which may be of another GPU, and written by hand."""
+    results, page = tmp_path / "results", tmp_path / "results/gpu.md"
+    results.mkdir()
+    page.write_text("by hand")
+    monkeypatch.setattr(gpu.bench, "RESULTS", results)
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
+    step = say("hello") if passes else lambda job: job.run("bad", *python("raise ValueError"))
+    flags = ("--device", "cuda")
+    status, _ = carry_out(gpu, monkeypatch, tmp_path / "out", *flags, only=(step, 1))
+    assert status == (0 if passes else 1)
+    assert ("by hand" in page.read_text()) == (not passes)
+
+
 def test_only_some_steps(gpu, monkeypatch, tmp_path):
     steps = {"one": (say("1"), 1), "two": (say("2"), 1), "three": (say("3"), 1)}
     status, found = carry_out(gpu, monkeypatch, tmp_path, "--only", "three", "one", **steps)
