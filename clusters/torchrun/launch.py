@@ -185,7 +185,7 @@ def start(host: str, command: list[str], in_lab: bool) -> subprocess.Popen:
         command = [*SSH, host, there]
     return subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL if in_lab else subprocess.PIPE,  # for Ctrl-C: see end()
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -226,8 +226,14 @@ def end(agents, printers: list[threading.Thread]) -> None:
     for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 10)):
         for agent, printer in zip(agents, printers, strict=True):
             if printer.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(agent.pid, number)
+                with contextlib.suppress(ProcessLookupError, BrokenPipeError):
+                    if agent.stdin and number == signal.SIGTERM:
+                        # Ctrl-C on the other host's terminal. A signal would end only our ssh, and
+                        # with it that terminal: the ranks could not print any more, nor save.
+                        agent.stdin.write("\x03")
+                        agent.stdin.flush()
+                    else:
+                        os.killpg(agent.pid, number)
         until = time.monotonic() + seconds
         for printer in printers:
             printer.join(max(0, until - time.monotonic()))
