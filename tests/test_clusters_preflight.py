@@ -185,6 +185,7 @@ class Told:
 
     def __init__(self, hosts: int = 2, slow_gpu: tuple[int, int] | None = None):
         self.all_reduce, self.lost, self.here = {}, {}, range(hosts)
+        self.addresses = list("abcd"[:hosts])
         self.slow_gpu = slow_gpu
 
     def ask(self, told: dict[int, dict], **_) -> dict:
@@ -423,6 +424,28 @@ def test_an_unknown_host_is_named(tmp_path):
     why = "none.invalid: it cannot be asked: ssh: Could not resolve hostname"
     assert done.stdout.startswith(why)
     assert done.stdout.endswith("\n1 thing(s) wrong\n")
+
+
+def test_the_file_of_hosts_is_that_of_launch(tmp_path):
+    """A name for ssh, and an address at which the other hosts reach that host."""
+    ssh, hosts = tmp_path / "ssh", tmp_path / "hosts.txt"
+    ssh.write_text(
+        '#!/bin/sh\nfor last; do host=$command command=$last; done\nexec echo "$host" >&2\n'
+    )
+    ssh.chmod(0o755)
+    hosts.write_text("me@alias 10.0.0.7 # rack 1\nother fd77::2\n")
+    command = [sys.executable, CLUSTERS / "preflight.py", hosts]
+    environment = clean_environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    why = "it cannot be asked"
+    assert done.stdout.splitlines()[:2] == [f"alias: {why}: me@alias", f"other: {why}: other"]
+
+
+def test_where_other_hosts_reach_a_host(monkeypatch):
+    monkeypatch.setattr(preflight_fleet, "start", lambda *_: start(""))
+    fleet = preflight_fleet.Fleet(["me@a", "b"], "ssh", {"me@a": None, "b": "10.0.0.2"})
+    fleet.end()
+    assert fleet.addresses == ["a", "10.0.0.2"]
 
 
 def test_srun_needs_a_job():
