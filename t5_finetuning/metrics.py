@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -62,8 +62,9 @@ class Metrics:
             return
         words = [f"{readable(name)} {number(value)}" for name, value in values.items()]
         width = len(str(self.total_steps))
-        print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
-        sys.stdout.flush()  # a log file gets the line at once, too
+        with suppress(OSError):  # from a closed terminal comes SIGHUP, and the run has yet to save
+            print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
+            sys.stdout.flush()  # a log file gets the line at once, too
         line = {"step": step, "epoch": epoch, **values}
         if self.file and (step, *line) not in self.kept:
             self.file.write(json.dumps(line) + "\n")
