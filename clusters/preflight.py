@@ -86,7 +86,7 @@ def parse_args() -> argparse.Namespace:
     if not (args.plan or args.lab or args.hosts or args.srun):
         parser.error("a file of hosts, --srun or --lab N is needed")
     if args.srun and "SLURM_JOB_NODELIST" not in os.environ:
-        parser.error("--srun: not in a Slurm job; salloc --nodes=N --exclusive starts one")
+        parser.error("--srun: not in a Slurm job: salloc --nodes=N --exclusive --gpus-per-node=8")
     args.directory = os.path.abspath(args.directory)
     return args
 

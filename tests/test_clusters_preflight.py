@@ -448,11 +448,21 @@ def test_where_other_hosts_reach_a_host(monkeypatch):
     assert fleet.addresses == ["a", "10.0.0.2"]
 
 
+def test_gpus_that_torch_does_not_see_are_named(monkeypatch, tmp_path):
+    """Else a job of Slurm that forgot to request its GPUs has "nothing wrong"."""
+    for gpu in range(torch.cuda.device_count() + 2):
+        (tmp_path / str(gpu)).mkdir()
+    monkeypatch.setattr(preflight_agent, "DRIVER", tmp_path)
+    wrong = " ".join(preflight_agent.facts([], str(tmp_path))["wrong"])
+    seen = torch.cuda.device_count()
+    assert f"torch sees {seen} of the {seen + 2} GPUs here" in wrong
+
+
 def test_srun_needs_a_job():
     command = [sys.executable, CLUSTERS / "preflight.py", "--srun"]
     environment = clean_environment()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.endswith(
-        "error: --srun: not in a Slurm job; salloc --nodes=N --exclusive starts one\n"
+        "error: --srun: not in a Slurm job: salloc --nodes=N --exclusive --gpus-per-node=8\n"
     )
