@@ -244,8 +244,12 @@ def test_addresses_behind_the_names(tmp_path):
     assert " --local-addr=fd77::2 --node-rank=1 --master-addr=10.0.0.7 " in other
 
 
-def test_ctrl_c_reaches_the_terminals_of_the_hosts(tmp_path):
-    """A signal to ssh would close them at once: a rank that prints then fails before it saves."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_reaches_the_terminals_of_the_hosts(tmp_path, number):
+    """Also when our own terminal is closed.
+
+    A signal to ssh would close theirs at once: a rank that prints then fails before it saves.
+    """
     ssh, hosts, script = tmp_path / "ssh", tmp_path / "hosts.txt", tmp_path / "saves.py"
     script.write_text(PRINTS_AND_SAVES)
     ssh.write_text(SSH_WITH_A_TERMINAL.format(program=[sys.executable, str(script)]))
@@ -254,10 +258,10 @@ def test_ctrl_c_reaches_the_terminals_of_the_hosts(tmp_path):
     launch = [sys.executable, ROOT / "clusters/torchrun/launch.py", hosts, script]
     with Job(launch, PATH=f"{tmp_path}:{os.environ['PATH']}", SAVED=str(tmp_path / "saved")) as job:
         job.wait_until(lambda: "here: step 3" in job.output)
-        job.process.send_signal(signal.SIGINT)
+        job.process.send_signal(number)
         result = job.wait(60)
         assert (tmp_path / "saved").exists()  # by the time that launch.py has ended
-    assert result.returncode == 128 + signal.SIGINT
+    assert result.returncode == 128 + number
     assert "here: saved" in result.output
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     if not args.lab:
         ask(hosts)
     agents = {host: start(host, torchrun_on(host, hosts, args), args.lab) for host in hosts}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: ended.put((None, 128 + number)))
     ended = SimpleQueue()
     for host, agent in agents.items():
@@ -203,8 +203,9 @@ def in_background(function) -> threading.Thread:
 def show(host: str, agent: subprocess.Popen) -> None:
     """Print a host's output, until all processes that could write to it have ended."""
     for line in agent.stdout:
-        sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one write: other hosts print, too
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # our terminal is closed, and the ranks still save
+            sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one write: other hosts print, too
+            sys.stdout.flush()
 
 
 def first_failure(count: int, ended: SimpleQueue) -> int:
