@@ -1,0 +1,91 @@
+"""What chapters 00 to 07 say next to a printed number or a class, checked by other means."""
+
+import json
+import re
+from pathlib import Path
+
+import pool
+import pytest
+from helpers import ROOT
+
+FOLDER = ROOT / "notebooks"
+
+
+def cells(chapter: str) -> dict[str, dict]:
+    """id -> cell"""
+    (path,) = FOLDER.glob(f"{chapter}_*.ipynb")
+    return {cell["id"]: cell for cell in json.loads(path.read_text())["cells"]}
+
+
+def source(chapter: str, cell: str) -> str:
+    return "".join(cells(chapter)[cell]["source"])
+
+
+def printed(chapter: str, cell: str) -> str:
+    outputs = cells(chapter)[cell]["outputs"]
+    return "".join("".join(output.get("text", "")) for output in outputs)
+
+
+def run(tmp_path: Path, script: str, ranks: int = 2):
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    return pool.run(file, ranks=ranks, timeout=120)
+
+
+JOB = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+{before}
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+{after}
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_03_shapes_that_differ_give_a_wrong_sum():
+    sums = [json.loads(s) for s in re.findall(r"rank \d: (.*)", printed("03", "cell-51"))]
+    flat = [[number for row in rows for number in row] for rows in sums]
+    assert flat[0] == flat[1] == flat[2], "the ranks hold one sum"
+    assert flat[0] != [3 * k for k in range(1, 7)], "this is the right sum"
+
+
+@pytest.mark.parametrize(("level", "status"), [("INFO", 0), ("DETAIL", -11)])
+def test_03_ddp_crashes_under_detail(tmp_path, level, status):
+    """If the last case fails on a newer torch, chapter 03 and collectives/debugging.md change."""
+    script = JOB.format(
+        before=f"dist.set_debug_level(dist.DebugLevel.{level})",
+        after="DistributedDataParallel(nn.Linear(2, 2))",
+    )
+    assert run(tmp_path, script).returncode == status
+
+
+BRANCHES = """
+class TwoBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self):  # the branch that is computed last has its gradient first
+        branches = [lambda: self.a.sum(), lambda: 10 * self.b.sum()]
+        return sum(branch() for branch in (branches if rank == 0 else branches[::-1]))
+
+model = TwoBranches()
+sync = BucketedAverage(model, bucket_bytes=1)
+assert len(sync.buckets) == 2
+model().backward()
+sync.finish()
+print(f"rank {rank}: {model.a.grad[0]:g} and {model.b.grad[0]:g}", flush=True)
+"""
+
+
+def test_06_buckets_leave_in_one_order_on_all_ranks(tmp_path):
+    """The gradients of the two branches are complete in another order on rank 1."""
+    bucketed = source("06", "cell-32").replace("%%px\n", "")
+    output = run(tmp_path, JOB.format(before=bucketed, after=BRANCHES)).check().output
+    assert "rank 0: 1 and 10" in output
