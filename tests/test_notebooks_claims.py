@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pool
@@ -89,3 +90,47 @@ def test_06_buckets_leave_in_one_order_on_all_ranks(tmp_path):
     bucketed = source("06", "cell-32").replace("%%px\n", "")
     output = run(tmp_path, JOB.format(before=bucketed, after=BRANCHES)).check().output
     assert "rank 0: 1 and 10" in output
+
+
+def test_04_no_more_overlaps_than_can():
+    """Five of six buckets can travel under computation. And the text says "usually near"."""
+    saved = re.search(r"overlapped: (-?\d+)% .* at most (\d+)% can be", printed("04", "cost-31"))
+    assert int(saved[1]) <= int(saved[2]) == 83
+
+
+def test_04_the_column_counts_messages_where_they_are_not_steps():
+    sys.path.insert(0, str(ROOT / "collectives"))
+    from all_reduce_traffic import critical_path
+
+    head, _, *rows = printed("04", "cost-14").splitlines()
+    sent = {row.split()[0]: int(row.split()[-1]) for row in rows}
+    steps = {name: critical_path(name, 12, 4, 4).steps for name in sent}
+    assert head.split()[-3:] == ["messages", "it", "sends"]
+    assert (sent["tree"], steps["tree"]) == (2, 4), "as the text below the table says"
+
+
+def test_05_ratios_of_links_grow_and_that_of_memory_does_not():
+    rows = [row.split()[-3:] for row in printed("05", "roof-17").splitlines()[2:6]]
+    memory, fast, network = (
+        [int(number.replace(",", "")) for number in column] for column in zip(*rows, strict=True)
+    )
+    assert len(memory) == 4, "A100 to B200"
+    assert fast == sorted(fast)
+    assert network == sorted(network)
+    assert memory != sorted(memory)
+    assert ", ".join(map(str, memory)) in source("05", "roof-18")
+
+
+def test_05_no_operation_beats_the_roof_by_a_factor():
+    """Bytes that are counted twice, or of one array for three, put a point far above it."""
+    operations = re.findall(r"([\d.]+) GB/s", printed("05", "roof-20"))
+    product = float(operations[2])  # of one vector: it reads a matrix once, as the roof's copy does
+    assert all(float(speed) < 1.8 * product for speed in operations)
+
+
+@pytest.mark.parametrize("number", ["783.2", "2,949", "0.5504"])
+def test_05_what_one_h100_reached_is_recorded(number):
+    record = (ROOT / "benchmarks/results/gpu.md").read_text()
+    assert number in record
+    shown = {"0.5504": "55 %"}.get(number, number.split(".")[0])
+    assert shown in source("05", "roof-16") + source("05", "roof-18")
