@@ -95,17 +95,17 @@ class Training:
         (rank,) = (process for process in below if "TORCHELASTIC_RUN_ID" in process.environ())
         return [rank.parent(), rank]
 
-    def next_step(self, ranks: int, since: float, before: tuple = (0, 0), anew: bool = False):
+    def next_step(self, ranks: int, since: float, before: tuple = (0, 0), restarted: bool = False):
         """(When a fault was first reported, when `ranks` ranks first finished a step.)
 
-        before: an earlier result of `said`. anew: count only steps after a restart of the ranks.
+        before: an earlier result of `said`. restarted: count only steps after the ranks restarted.
         """
         deadline, noticed = time.monotonic() + 120, None
         while len(done := self.steps(ranks, since)) < 5:
             errors, starts = self.said()
             if noticed is None and errors > before[0]:
                 noticed = time.time()
-            if anew and starts == before[1]:
+            if restarted and starts == before[1]:
                 since = time.time()
             if time.monotonic() > deadline:
                 said = "\n".join(output.read_text()[-2000:] for output in self.outputs)
@@ -155,7 +155,7 @@ def strike(job: Training, fault: str) -> dict[str, float]:
         since = time.time()
         job.start(0)
         job.start(1)
-    noticed, done = job.next_step(left, since, before, anew=left == 2)
+    noticed, done = job.next_step(left, since, before, restarted=left == 2)
     if fault == "cut":
         job.lab("heal", 1)
     elif fault == "frozen":

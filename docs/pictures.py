@@ -1,11 +1,14 @@
 """Make the pictures of the READMEs, except demo.gif: python docs/pictures.py
 
-Most pictures come from the notebooks, where code draws them from the ranks' records. This script
-draws the map and the badges. A test makes all pictures again and compares.
+Most pictures come from the notebooks, where code draws them from the ranks' records, one from
+planner/plan.py. This script draws the map and the badges. A test makes all again and compares.
 """
 
 import base64
 import json
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +53,7 @@ MAP = (
     ("IV  model parallelism", "12-16", "parallel_basics/", "tensor, pipeline, context parallel"),
     ("", "14", "transformer_basics/", "a GPT on any mesh of these"),
     ("V  at scale", "18-19", "clusters/", "Slurm, Kubernetes, slow and dead hosts"),
-    ("", "", "planner/", "which mesh, how much memory, how many seconds"),
+    ("", "21", "planner/", "which mesh, how much memory, how many seconds"),
     ("VI  below and beside", "22", "custom_backend/", "a backend below dist.all_reduce"),
     ("", "23", "rpc_basics/", "remote calls, a parameter server"),
 )
@@ -67,7 +70,17 @@ def made() -> dict[str, bytes]:
     """File name -> content of each picture."""
     files = {f"{picture.name}.png": stored(picture) for picture in FROM_CHAPTERS}
     files |= {f"badge_{name}.svg": badge(*words).encode() for name, words in BADGES.items()}
-    return files | {"map.svg": course_map().encode()}
+    return files | {"map.svg": course_map().encode(), "plan.png": plan()}
+
+
+def plan() -> bytes:
+    """What `plan.py --plot` draws for the job of planner/README.md."""
+    job = "--model llama-3-8b --gpus 64 --gpu H100 --sequence 8192 --batch-tokens 4M"
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder) / "plan.png"
+        command = [sys.executable, ROOT / "planner/plan.py", *job.split(), "--plot", picture]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return picture.read_bytes()
 
 
 def stored(picture: Picture) -> bytes:

@@ -91,12 +91,18 @@ def stop_ranks() -> None:
         _client = None
     end_processes(f"{KERNEL}/ranks")
     shutil.rmtree(FOLDER / "ranks", ignore_errors=True)
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
+        shell.register_magic_function(no_ranks, "line_cell", "px")  # until the next activate()
+
+
+def no_ranks(line: str = "", cell: str = "") -> None:
+    raise RuntimeError("there are no ranks: call start_ranks() first")
 
 
 def gather(name: str) -> list:
     """The value of the variable `name` in each rank, in rank order. (ipyparallel sorts a dict.)"""
     if not _client:
-        raise RuntimeError("there are no ranks: call start_ranks() first")
+        no_ranks()
     return _client[:].pull(name, block=True)
 
 

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from inputs import UserError
 from matplotlib.axes import Axes
 from memory import USABLE
-from report import PARTS, batch, name, wires
+from report import PARTS, batch, name, wire_gb
 from search import Job, Plan
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -55,7 +55,7 @@ def stacked_bars(ax: Axes, labels: list[str], parts: dict[str, list[float]]) -> 
 
 def wire_bars(ax: Axes, job: Job, plans: list[Plan]) -> None:
     """Seconds that each wire is busy at its datasheet bandwidth, with the bytes written on it."""
-    pairs = [wires(job, plan.mesh) for plan in plans]
+    pairs = [wire_gb(job, plan.mesh) for plan in plans]
     rates = (job.cluster.nvlink_gb_s, job.cluster.nic_gb_s)
     for side, (wire, colour) in enumerate(
         (("in the node", COLOURS[0]), ("network port", COLOURS[4]))

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
 def named(job: Job, plans: list[Plan], text: str) -> Plan:
     """The plan that --explain asks for: a line of the table, or a mesh such as dp=8x2,tp=4.
 
-    What the text leaves out is 1 (an axis) or what is fastest (micro-batch, ZeRO stage, ...).
+    An axis that the text leaves out has size 1; micro-batch, ZeRO stage and so on are the fastest.
     """
     if text.isdigit():
         if not 1 <= int(text) <= len(plans):

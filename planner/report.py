@@ -1,5 +1,7 @@
 """What plan.py prints: tables, the derivation of a mesh, what limits it, what no row backs."""
 
+from dataclasses import replace
+
 from memory import GIB, USABLE, in_flight
 from network import Ring
 from search import Job, Plan
@@ -71,17 +73,16 @@ def rings(job: Job, mesh: Mesh) -> dict[str, Ring]:
         gradients, weights = dp_rings(job.model, mesh, job.stack)
         found["DP gradients"], found["DP weights"] = (gradients, 1), (weights, 1)
     return {
-        key: Ring(r.volume_bytes, r.size, r.stride, r.count * times)
-        for key, (r, times) in found.items()
-        if r.size > 1
+        key: replace(r, count=r.count * times) for key, (r, times) in found.items() if r.size > 1
     }
 
 
-def wires(job: Job, mesh: Mesh) -> tuple[float, float]:
+def wire_gb(job: Job, mesh: Mesh) -> tuple[float, float]:
     """GB of a step on the links of a GPU in its node, and on its network port."""
-    every = rings(job, mesh).values()
-    nvlink = sum(float(ring.nvlink_bytes(job.cluster)) for ring in every)
-    port = sum(float(ring.port_bytes(job.cluster)) for ring in every)
+    nvlink, port = 0.0, 0.0
+    for ring in rings(job, mesh).values():
+        parts = ring.bytes_on_wires(job.cluster)
+        nvlink, port = nvlink + float(parts[0]), port + float(parts[1])
     p2p = float(mesh.accumulation * p2p_bytes(job.model, mesh))
     if 2 * mesh.gpus / mesh.pp <= job.cluster.gpus_per_node:
         nvlink += p2p
@@ -173,7 +174,7 @@ def table(job: Job, plans: list[Plan]) -> list[str]:
         lines.append(f"{i:2d}  {spent}  ={plan.step_s:7.3f} {speed}  {limit(job, plan)}")
     lines += ["", " #  GB per step on the links of a GPU in its node, on its network port"]
     for i, plan in enumerate(plans, 1):
-        nvlink, port = wires(job, plan.mesh)
+        nvlink, port = wire_gb(job, plan.mesh)
         lines.append(f"{i:2d}  {nvlink:44.1f}{port:21.1f}")
     return lines
 
@@ -250,16 +251,14 @@ def explain_time(job: Job, plan: Plan) -> list[str]:
     for key, ring in rings(job, mesh).items():
         here = ring.ranks_per_node(cluster)
         seconds = float(ring.seconds(cluster, stack.hop_s))
-        wire = (
-            "NVLink"
-            if ring.size <= here
-            else ("a network port" if here == 1 else f"{here:g} network ports")
-        )
+        ports = 1 if ring.messages else here
+        network = "a network port" if ports == 1 else f"{ports:g} network ports"
+        wire = "NVLink" if ring.size <= here else network
         lines.append(
             f"  {key:12} {ring.count:,.0f} x {ring.volume_bytes / 1e6:,.1f} MB round {ring.size:g}"
             f" ranks, {here:g} per node: {seconds:.3f} s over {wire}"
         )
-    nvlink, port = wires(job, mesh)
+    nvlink, port = wire_gb(job, mesh)
     bubble = (mesh.pp - 1) / mesh.virtual_stages
     return [
         *lines,

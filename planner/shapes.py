@@ -1,4 +1,4 @@
-"""What a plan is about: a model, a cluster and a mesh.
+"""The model, the cluster and the mesh of a plan.
 
 Fields are numbers, or arrays of one length. With arrays in its fields one object stands for many
 meshes (or many published runs), and each formula of memory.py and step_time.py computes all of them

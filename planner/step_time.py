@@ -78,10 +78,10 @@ def tp_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
 
 
 def cp_ring(model: Model, mesh: Mesh) -> Ring:
-    """CP sends keys and values of a layer around, R times. [Liu et al. 2023]"""
+    """CP sends keys and values of a layer around, R times, as messages. [Liu et al. 2023]"""
     kv = 2 * model.kv_heads * model.head_dim * BF16
     volume = kv * mesh.sequence * mesh.micro_batch / mesh.tp
-    return Ring(volume, mesh.cp, mesh.tp, forward_units(mesh))
+    return Ring(volume, mesh.cp, mesh.tp, forward_units(mesh), messages=True)
 
 
 def cp_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:

@@ -46,7 +46,7 @@ def newest_of(
             return save, problems
         problems.append(problem)
     if problems:
-        raise UserError(f"{problems[0]}: move {candidates[0].parent} away to start anew")
+        raise UserError(f"{problems[0]}: move {candidates[0].parent} away to start again")
     return None, []
 
 

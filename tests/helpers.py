@@ -156,7 +156,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What all processes have printed so far; may be asked at any time.
+        """The output of all processes so far; callable at any time.
 
         The children share the file's offset: to move it would let them write at a wrong place.
         """
@@ -305,7 +305,7 @@ class Patience:
         return seconds
 
 
-# What psutil raises about a process that ends while it is asked, or is another user's.
+# Errors of psutil if a process ends during the query, or belongs to another user.
 GONE = (psutil.Error, FileNotFoundError, ProcessLookupError)
 
 

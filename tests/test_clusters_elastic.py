@@ -167,7 +167,7 @@ class Hosts(Lab):
         torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29500", "--rdzv-id=elastic"]
         # An agent that is silent for 6 s counts as lost: 3 s are too short for a busy machine. Who
         # waits for the agents' meeting looks once a second whether it has begun: one of 1 s would
-        # miss some, and they begin anew.
+        # miss some, and they start again.
         conf = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=6"
         torchrun += [f"--rdzv-conf={conf}", self.scripts[script]]
         torchrun += ["--output-dir", self.folder / "run"]
@@ -319,7 +319,7 @@ def test_killed_ranks_agents_and_hosts_cost_time_only(hosts, tmp_path, one_proce
     wait_until(lambda: not orphan.is_running())
     reported(
         hosts,
-        "an agent is killed, and started anew",
+        "an agent is killed, and started again",
         since,
         hosts.wait_for(ranks=2, since=time.time()),
     )

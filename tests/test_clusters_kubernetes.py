@@ -1,6 +1,6 @@
 """clusters/kubernetes/: manifests against their schemas; what their pods run, on hosts of the lab.
 
-No Kubernetes runs here. What it would do with a manifest is written out below, in few lines: names
+No Kubernetes runs here. A few lines below do with a manifest what Kubernetes would do: names
 of pods, their variables, rules for failed ones. A host of the lab then stands in for each pod.
 """
 
@@ -229,7 +229,7 @@ def test_names_and_numbers_agree(file):
     assert first.when_failed(1) == first.when_failed(137) == "Count"
     assert first.when_failed(2) == "FailJob"
     assert first.when_failed(1, disrupted=True) == first.when_failed(143) == "Ignore"
-    # What is mounted is there, and what must stay lies on it.
+    # Every mount has its volume, and the files that must stay lie on one.
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     claim = documents("runs.yaml")["PersistentVolumeClaim"]["metadata"]["name"]
@@ -380,7 +380,7 @@ def test_a_save_may_take_longer_than_30_seconds(tmp_path):
 
 def stopped(folder: Path, line: str, seconds: int, status: int) -> None:
     """Run two ranks of which the second one prepares for SIGTERM with this line; send it to their
-    agent, which waits so many seconds for them; compare its exit status."""
+    agent, which waits `seconds` for them; compare its exit status."""
     script = folder / "script.py"
     other = "signal.signal(15, lambda *_: sys.exit(143))"
     script.write_text(

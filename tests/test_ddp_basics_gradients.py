@@ -33,7 +33,7 @@ def zeros_for_none(gradients: dict, parameters: dict) -> dict:
 
 
 def same_set_of_gradients(version: str, case: str) -> bool:
-    """Where nobody used a parameter, NaiveDDP gives zeros instead of None, as documented: under
+    """Where no rank used a parameter, NaiveDDP gives zeros instead of None, as documented: under
     momentum or AdamW the parameter then moves on. `unused` is never used, so it has no momentum."""
     return not (version == "naive" and "sometimes" in case)
 

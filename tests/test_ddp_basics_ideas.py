@@ -203,7 +203,7 @@ def test_join_equals_the_plain_sum():
         assert "images trained on: 997\n" in text
         line = next(x for x in text.splitlines() if x.startswith("max difference to one process"))
         parameters, momentum = numbers(line)
-        assert parameters < 2e-6  # the same, carried through all steps
+        assert parameters < 2e-6  # the error of all steps together
         assert momentum > 1e-2  # the trap that the script warns of is really there
         assert numbers(re.search(r"after a broadcast from rank \d+: (.*)", text)[1])[0] < 2e-6
 
@@ -369,7 +369,7 @@ def test_split_model_equals_the_whole(ranks):
         assert difference < 1e-6  # fp32 sums in another order; gradients of order 0.1
     line = run.output.splitlines()[-1]
     assert line.startswith("max difference of parameters after 5 steps")
-    assert numbers(line.split(":")[1])[0] < 2e-6  # the same, carried through 5 steps
+    assert numbers(line.split(":")[1])[0] < 2e-6  # the error of 5 steps together
 
 
 def test_halves_live_on_their_devices(load):

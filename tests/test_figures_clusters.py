@@ -113,7 +113,7 @@ def test_intervals():
     best = (60 * 20_000) ** 0.5
     simulated = {tau: goodput(tau) + 0.005 for tau in (300, 2400)}
     clusters.intervals(60, 10_000, goodput, simulated, best)
-    with pytest.raises(AssertionError, match="beside the dice"):
+    with pytest.raises(AssertionError, match="beside the simulation"):
         clusters.intervals(60, 10_000, goodput, {300: 0.5, 2400: 0.6}, best)
     with pytest.raises(AssertionError, match="better than the best"):
         clusters.intervals(60, 10_000, goodput, {best: goodput(best), 400: goodput(400)}, 100)

@@ -73,7 +73,7 @@ def test_all_reduce_names_each_message(drawn):
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_all_reduce_refuses_exchanged_layers(number):
-    """Where one call of the chain says the opposite of what was recorded."""
+    """One call of the chain has its sender and receiver exchanged."""
     message = CALL[number]
     turned = message._replace(sender=message.receiver, receiver=message.sender)
     with pytest.raises(AssertionError, match="was not called by"):
@@ -110,8 +110,8 @@ def test_meeting_refuses_an_answer_before_the_key_was_set():
 
 
 def test_latencies_are_sorted_and_refuse_exchanged_columns(drawn):
-    inside.latencies({"slow": (100.0, 120.0), "fast": (1.0, 1.5)}, "title")
-    assert drawn == [["1 us", "100 us"]]
+    inside.latencies({"slow": (100.0, 1375.0), "fast": (1.0, 1.5)}, "title")
+    assert drawn == [["1 us, median 1.5", "100 us, median 1,380"]]
     with pytest.raises(AssertionError, match="slow: the best is 120"):
         inside.latencies({"slow": (120.0, 100.0)}, "title")
 

@@ -14,7 +14,7 @@ from figures import context_parallel, device_mesh, pipeline, tensor_parallel
 
 @pytest.fixture(autouse=True)
 def shown(monkeypatch):
-    """What would have been shown."""
+    """The pictures that the page would show."""
     pictures = []
     monkeypatch.setattr(figures.page, "display", pictures.append)
     return pictures

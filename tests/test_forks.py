@@ -152,7 +152,7 @@ def test_forks_end_with_the_process_that_asked_for_them(script, tmp_path):
 
 
 def test_a_job_that_waits_for_what_will_not_come_has_no_progress(script):
-    """Also if it is busy at first. What it was doing is said."""
+    """Even if it is busy at first. The error has its stack."""
     text = "import time\nwhile time.process_time() < 1: pass\ntime.sleep(1000)\n"
     with (
         Job([sys.executable, script(text)]) as job,

@@ -28,7 +28,7 @@ def runs(tmp_path_factory) -> dict[int, dict]:
 
 
 def plain(optimizer_name: str, ranks_of_steps: list[int]) -> list[dict]:
-    """One process; each step takes the shares of so many ranks, which have their own statistics."""
+    """One process; step i takes the shares of ranks_of_steps[i] ranks, each with its statistics."""
     images, labels = load_dataset("digits")[0][:]
     images = images.double().flatten(1)
     torch.manual_seed(0)

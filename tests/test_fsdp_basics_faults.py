@@ -262,7 +262,7 @@ def test_a_broken_save_is_found(tmp_path, uninterrupted, capsys, kind):
     damage(older, kind)
     with pytest.raises(UserError) as error:
         newest(tmp_path / "saves")
-    assert str(error.value) == f"{said(sentence)}: move {tmp_path / 'saves'} away to start anew"
+    assert str(error.value) == f"{said(sentence)}: move {tmp_path / 'saves'} away to start again"
 
 
 def said(sentence: str) -> str:

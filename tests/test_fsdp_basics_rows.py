@@ -209,7 +209,7 @@ def test_a_thread_that_saves_in_the_group_of_training(copy):
 
 
 def test_a_group_without_a_backend_for_the_cpu(copy):
-    """Gloo plays NCCL: it gets no tensors on the CPU, where the group has nobody for them."""
+    """Gloo plays NCCL: it gets no tensors on the CPU, for which the group has no backend."""
     names_devices = '        by_device, devices = name, [part.partition(":")[0]'
     copy.edit("runtime.py", names_devices, "        return name\n" + names_devices)  # as asked for
     begins = "    stop = StopRequests(worker)\n"

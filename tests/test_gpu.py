@@ -19,7 +19,7 @@ WORKER = ROOT / "tests/workers/one_gpu.py"
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def ranks(request, tmp_path_factory) -> list[dict]:
-    """What each of two ranks on one device has saved."""
+    """The results of two ranks on one device."""
     folder = tmp_path_factory.mktemp(request.param)
     torchrun(WORKER, request.param, folder, ranks=2, timeout=200).check()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]

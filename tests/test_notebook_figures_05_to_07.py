@@ -7,7 +7,7 @@ from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "notebooks"))
 
-from figures import ddp, machine
+from figures import ddp, machine, nodes
 
 FORMULAS = {"DP": lambda tokens: 2 * tokens, "PP": lambda width: 24 * width}
 
@@ -26,6 +26,12 @@ def test_roofline_refuses_what_cannot_be():
 
 def test_three_speeds_computes_its_labels():
     machine.three_speeds("a device", 1e12, 1e12, {"fast": 1e11, "slow": 1e9})
+
+
+def test_a_node_refuses_exchanged_wires():
+    nodes.bytes_on_wires({"ring": {"dp": (7, 1)}, "two axes": {"tp": (9, 0), "dp": (0, 2)}}, (9, 1))
+    with pytest.raises(AssertionError, match="dp: no ring sends so"):
+        nodes.bytes_on_wires({"ring": {"dp": (1, 7)}, "alone": {"dp": (0, 8)}}, (9, 1))
 
 
 def test_data_parallel_wants_each_sample_once():

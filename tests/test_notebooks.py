@@ -24,7 +24,7 @@ import course  # noqa: E402
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SHOWS = {"print", "display", "show", "start_ranks", "run_script", "check"}
 SHOWS |= {"ranks", "curves", "bars", "timeline", "movie"}  # of figures
-# What nobody can compare, or what names a machine: times, ids, paths of the writer.
+# Words that differ between runs or name a machine: ids, paths of the writer.
 VOLATILE = re.compile(r"engine_uuid|msg_id|iopub|/home/|/Users/|/tmp/|" + re.escape(str(ROOT)))
 
 
@@ -175,7 +175,7 @@ def dead_links(notebook) -> list[str]:
 
 
 # Words of the glossary that stand in no sentence of their chapter, only in headings or code.
-NO_SENTENCE = {"part", "world", "preflight", "elastic", "MTBF", "point to point"}
+NO_SENTENCE = {"world", "preflight", "elastic", "MTBF", "point to point"}
 NO_SENTENCE |= {"accumulation", "memory order", "lost wake-up"}
 
 
@@ -259,7 +259,7 @@ def subjects_of(number: int) -> set[str]:
 
 
 def wrong_references(text: str) -> list[str]:
-    """What a text says of chapters that is not so."""
+    """Wrong statements of a text about chapters."""
     numbers = {int(file.name[:2]) for file in NOTEBOOKS}
     links = re.findall(r"\[(?:[Cc]hapter )?(\d+)\]\(\S*?(\d\d)_", text)
     wrong = [f"[{label}]({number})" for label, number in links if int(label) != int(number)]
@@ -579,6 +579,26 @@ def test_ranks_that_cannot_start_say_why_at_once(tmp_path):
     assert result.returncode == 1
     says = r"RuntimeError: the ranks have ended before they were ready:\n(?s:.*)no torch here\n"
     assert re.search(says, result.output)
+
+
+WITHOUT_RANKS = """
+import sys
+sys.path.insert(0, {folder!r})
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+import course
+course.stop_ranks()
+for cell in ("%%px\\n1", "%px 1", "import course; course.gather('x')"):
+    print("error:", shell.run_cell(cell).error_in_exec)
+"""
+
+
+def test_cells_without_ranks_say_so(tmp_path):
+    page = tmp_path / "page.py"
+    page.write_text(WITHOUT_RANKS.format(folder=str(FOLDER)))
+    with Job([sys.executable, page], cwd=FOLDER) as job:
+        output = job.wait(120).check().output
+    assert output.count("error: there are no ranks: call start_ranks() first") == 3
 
 
 def test_should_print():

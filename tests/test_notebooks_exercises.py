@@ -74,7 +74,7 @@ dist.destroy_process_group()
 
 
 def test_ranks_print_one_line(tmp_path):
-    """What is wrong on the first rank on which something is."""
+    """The mistake of the first rank that has one."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS.format(folder=str(ROOT / "notebooks")))
     output = pool.run(script, ranks=3).check().output

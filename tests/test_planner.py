@@ -16,7 +16,8 @@ from score import regret, usable
 from stacks import FILE, choose, load
 
 PLAN, SCORE = ROOT / "planner/plan.py", ROOT / "planner/score.py"
-README = (ROOT / "planner/README.md").read_text()
+PAGES = ("README.md", "formulas.md", "recipes.md")
+README = "\n".join((ROOT / "planner" / page).read_text() for page in PAGES)
 JOB = ("--model", "llama-3-8b", "--gpus", 64)
 ROWS = read(PUBLISHED)
 
@@ -399,6 +400,24 @@ def test_two_versions_of_nemo():
     assert f"are {100 * (np.median(apart) - 1):.0f} % apart on Llama 3 70B" in README
 
 
+@pytest.mark.parametrize(
+    ("name", "model", "tokens"), [("124 M", "gpt-124m", "64K"), ("1 B", "gpt-1b", "32K")]
+)
+def test_prediction_for_the_h100_that_calibrate_measured(name, model, tokens):
+    job = ("--model", model, "--gpus", 1, "--sequence", 1024, "--batch-tokens", tokens)
+    output = plan(*job, "--gpu", ROOT / "planner/measured_h100.toml")
+    predicted = float(re.search(r"= +([\d.]+) +\d+ +\d+%", output)[1])
+    row = re.search(rf"^\| {name}, .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
+    assert predicted == float(row[1])
+    record = (ROOT / "benchmarks/results/gpu.md").read_text()
+    for column, variant in ((2, "eager"), (3, "compile")):
+        cells = re.search(rf"^\| {name.replace(' ', '')}, {variant} \|(.*)$", record, re.M)[
+            1
+        ].split("|")
+        assert float(cells[2].split()[0]) / 1e3 == pytest.approx(float(row[column]), abs=6e-4)
+    assert predicted == pytest.approx(float(row[2]), rel=0.1)
+
+
 @pytest.mark.slow
 def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     path = tmp_path / "new" / "machine.toml"
@@ -409,3 +428,24 @@ def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     assert found["constants"]["base_gib"] > 0.05
     job = ("--model", "gpt-template", "--sequence", 128, "--batch-tokens", "2K", "--gpus", 2)
     assert "calibrated; no published run" in plan(*job, "--gpu", path)
+
+
+def test_what_chapter_21_says_of_its_tables():
+    """The numbers of its sentences are those of the outputs above them."""
+    cells = json.loads((ROOT / "notebooks/21_choosing_a_mesh.ipynb").read_text())["cells"]
+    said = " ".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    shown = "\n".join("".join(o.get("text", "")) for c in cells for o in c.get("outputs", []))
+    times = [float(x) for x in re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +(\d+\.\d\d)$", shown, re.M)]
+    assert max(times) / min(times) == pytest.approx(424, rel=0.01)  # the table has two digits
+    assert "is 424 times slower" in said
+    rows = dict(re.findall(r"^(products|\+ \w+) +(0\.\d\d) +\d+\.\d", shown, re.M))
+    means = dict(re.findall(r"^(products|\+ \w+) +0\.\d\d +(\d+\.\d)", shown, re.M))
+    assert f"it was {rows['products']}" in said
+    assert f"it is {rows['+ rest']}" in said
+    assert (
+        f"the error was {means['+ TP']} %, and adding DP made it *worse*, {means['+ DP']} %" in said
+    )
+    assert "a single MFU is wrong by 6.5 %" in said
+    assert "the ladder, A100                   6.5" in shown
+    assert "it loses 8 % on average" in said
+    assert re.search(r"^as much DP as possible +8 ", shown, re.M)

@@ -94,22 +94,22 @@ def test_a_ring_enters_a_node_once():
     """32 GPUs of four nodes gather 1 GB: each port carries an eighth of what a rank sends."""
     ring = network.Ring(1e9, 32, 1)
     assert ring.sent_bytes() == pytest.approx(31 / 32 * 1e9)
-    assert ring.port_bytes(A100) == pytest.approx(31 / 32 * 1e9 / 8)
-    assert ring.nvlink_bytes(A100) == pytest.approx(31 / 32 * 1e9)
+    nvlink, port = ring.bytes_on_wires(A100)
+    assert port == pytest.approx(31 / 32 * 1e9 / 8)
+    assert nvlink == pytest.approx(31 / 32 * 1e9 * 7 / 8)
     # The ports of a node carry 8 x 25 GB/s together; NVLink, 300 GB/s, is not the limit.
     assert ring.seconds(A100, 0) == pytest.approx(31 / 32 * 1e9 / (0.8 * 200e9) + 31 * 5e-6)
 
 
 def test_a_group_of_one_rank_per_node_uses_its_own_port():
     ring = network.Ring(1e9, 4, 8)  # DP next to tensor parallelism over 8
-    assert ring.port_bytes(A100) == pytest.approx(3 / 4 * 1e9)
-    assert ring.nvlink_bytes(A100) == 0
+    assert ring.bytes_on_wires(A100) == (0, pytest.approx(3 / 4 * 1e9))
     assert ring.seconds(A100, 0) == pytest.approx(3 / 4 * 1e9 / 20e9 + 3 * 5e-6)
 
 
 def test_a_ring_on_one_node():
     ring = network.Ring(1e9, 8, 1)
-    assert ring.port_bytes(A100) == 0
+    assert ring.bytes_on_wires(A100) == (pytest.approx(7 / 8 * 1e9), 0)
     assert ring.seconds(A100, 1e-5) == pytest.approx(7 / 8 * 1e9 / 240e9 + 7e-5)
     assert network.Ring(1e9, 1, 1).seconds(A100, 1e-5) == 0
 

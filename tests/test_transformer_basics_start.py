@@ -298,7 +298,7 @@ def test_the_others_wait_for_a_text_that_takes_longer_than_the_timeout(tmp_path)
 
 @pytest.mark.slow
 def test_what_cannot_be_tokenised_is_an_error_on_every_rank(tmp_path):
-    """A full disk, for example: nobody waits for tokens that never come."""
+    """A full disk, for example: no rank waits for tokens that never come."""
     text = tmp_path / "text.txt"
     text.write_bytes(b"another text\n" * 500)
     script = ROOT / "tests/workers/gpt_slow_text.py"

@@ -43,7 +43,7 @@ def spread_model(
     # only in one coordinate form a group of that axis. Neighbours on the last axis have adjacent
     # ranks, so they are on one node. That axis is tp, which communicates most.
     mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
-    if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, these groups wait 30 minutes
+    if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, they wait 30 minutes (NCCL: 10)
         for group in mesh.get_all_groups():
             dist.set_timeout(timedelta(seconds=settings.timeout), group)
     model = shard_model(config, settings, mesh)

@@ -11,10 +11,10 @@ import figures
 
 @dataclass(frozen=True)
 class Write:
-    """Somebody has written something into a store."""
+    """One write into a store, by an agent or by a rank of it."""
 
     seconds: float
-    agent: str  # who, or whose rank
+    agent: str  # the writer's address, or that of its agent
     what: str
     by_rank: bool = False  # then into the store that the agent of rank 0 serves
 
@@ -179,12 +179,12 @@ def intervals(
     """Which share of the time is lost, over the minutes between saves.
 
     save, mtbf, the keys of `simulated` and best: seconds. goodput: the formula; simulated: goodput
-    by throwing dice. Raises AssertionError if a dot lies 2 % beside the formula, or another dot is
+    of the simulation. Raises AssertionError if a dot lies 2 % beside the formula, or another dot is
     1 % better than the best interval.
     """
     for interval, share in simulated.items():
         off = abs(share - goodput(interval))
-        assert off < 0.02, f"at {interval:.0f} s the formula is {off:.3f} beside the dice"
+        assert off < 0.02, f"at {interval:.0f} s the formula is {off:.3f} beside the simulation"
         assert share < goodput(best) + 0.01, f"{interval:.0f} s are better than the best"
     low, high = min(simulated), max(simulated)
     grid = [low * (high / low) ** (k / 99) for k in range(100)]
@@ -196,7 +196,7 @@ def intervals(
     ax.plot(minutes, again, "--", label="done again")
     ax.plot(minutes, [1 - goodput(x) for x in grid], label="all that is lost, restarts too (Daly)")
     dots = [seconds / 60 for seconds in simulated]
-    ax.plot(dots, [1 - share for share in simulated.values()], "o", label="thrown with dice")
+    ax.plot(dots, [1 - share for share in simulated.values()], "o", label="simulated")
     ax.axvline(best / 60, color="0.5", linestyle=":")
     ax.text(best / 60, 0.54, f" {best / 60:.0f} minutes", color="0.3")
     ax.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time", ylim=(0, 0.6))

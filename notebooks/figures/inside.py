@@ -83,13 +83,18 @@ def latencies(microseconds: Mapping[str, tuple[float, float]], title: str) -> No
         assert best <= median, f"{name}: the best is {best}, the median {median}"
         ax.barh(name, best, color=figures.COLOURS[0])
         ax.plot(median, y, "o", color="0.3", markersize=4)
-        ax.text(1.15 * median, y, f"{best:,.3g} us", va="center")
+        told = f"{three_digits(best)} us, median {three_digits(median)}"
+        ax.text(1.15 * median, y, told, va="center")
     ax.invert_yaxis()
     most = max(median for _, median in microseconds.values())
     least = min(best for best, _ in microseconds.values())
-    ax.set(xscale="log", xlabel="microseconds", xlim=(least / 3, 4 * most))
+    ax.set(xscale="log", xlabel="microseconds", xlim=(least / 3, 60 * most))
     ax.set_title(title, loc="left")
     figures.show(figure)
+
+
+def three_digits(number: float) -> str:
+    return f"{float(f'{number:.3g}'):,g}"
 
 
 def chunks(rates: Mapping[int, float], caches: Mapping[str, int]) -> None:

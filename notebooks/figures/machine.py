@@ -74,14 +74,19 @@ def third_roof(formulas: dict, counted: dict, machines: dict[str, float]) -> Non
             ax.plot(knob, flops, "o", color=colour, markersize=9, markeredgecolor="black")
             place = {"xytext": (-6, 6), "textcoords": "offset points", "ha": "right"}
             ax.annotate(name, (knob, flops), fontsize=8, **place)
+    near = []  # lines so near to each other that they have one label, below them
     ordered = sorted(machines, key=machines.get)
     for name, above in zip(ordered, [*ordered[1:], None], strict=True):
         flops = machines[name]
         ax.axhline(flops, color="0.6", linewidth=1, zorder=0)
-        crowded = above and machines[above] < 2 * flops  # the next line is near: below this one
-        y, va = (flops / 1.06, "top") if crowded else (flops * 1.06, "bottom")
-        x, ha = (knobs[0] * 1.1, "left") if flops > formulas["DP"](1000) else (knobs[-1], "right")
-        ax.text(x, y, name, ha=ha, va=va, fontsize=8, color="0.25")
+        near.append(name)
+        if above and machines[above] < 1.3 * flops:
+            continue
+        y, va = (flops * 1.06, "bottom") if len(near) == 1 else (machines[near[0]] / 1.06, "top")
+        high = flops > formulas["DP"](knobs[-1]) / 5  # on the right it would meet the lines
+        x, ha = (knobs[0] * 1.1, "left") if high else (knobs[-1], "right")
+        ax.text(x, y, "; ".join(near), ha=ha, va=va, fontsize=8, color="0.25")
+        near = []
     ax.set(xscale="log", yscale="log", xlim=(knobs[0], knobs[-1]))
     ax.set(xlabel="tokens per rank (DP, FSDP, CP), hidden width per rank (TP), layers x width (PP)")
     ax.set_ylabel("FLOPs per number sent")

@@ -13,7 +13,7 @@ COLOURS = {
     "forward": figures.ACTIONS["forward"],
     "backward": figures.ACTIONS["backward"],
     "optimizer": figures.ACTIONS["weights"],
-    "waits": figures.ACTIONS["wait"],
+    "waits": "#c4c4c4",  # stands without an edge in stacked bars
     "network": figures.ACTIONS["send"],
 }
 PARTS = {

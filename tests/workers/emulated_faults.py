@@ -246,7 +246,7 @@ def host_waits_fixed():
 
 
 def query_fixed():
-    """Who sees that an event or a stream is over has the copies that came before."""
+    """After query() returned True, the copies before the event or in the stream are complete."""
     for ask in (lambda: torch.cuda.current_stream().record_event(), torch.cuda.current_stream):
         copy = torch.ones(3, device="cuda").to("cpu", non_blocking=True)
         assert ask().query()

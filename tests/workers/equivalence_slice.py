@@ -27,7 +27,7 @@ SLICES = {  # the worker of the matrix -> ranks, cases
 
 
 def pairs(module, case, worker) -> tuple:
-    """What one process has computed with this case, and what the ranks have."""
+    """Results of this case: of one process, and of the ranks."""
     if isinstance(case, tuple):  # the mesh, and what changes the result
         return [module.one_process(case[1])], [module.on_mesh(*case, worker)]
     options = module.CASES[case]

@@ -56,7 +56,7 @@ OPTIMIZERS = {
 
 
 class Run:
-    """train.train() with a task of ours. What it has done is in the attributes."""
+    """train.train() with our task; the attributes record the run."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
     terminal.py '[["$ ", "ls"], ["README.md", ""]]'
 
 A text is looked for on the screen, after the text before it, and in training.log of this folder.
-What was on the screen is printed. Python's pty is the terminal: to close it ends the shell as the
+The screen's text is printed. Python's pty is the terminal: to close it ends the shell as the
 end of ssh does, by SIGHUP.
 """
 
