@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 
 import matplotlib.pyplot as plt
 import torch
@@ -170,7 +171,7 @@ def fastest(predicted: Callable, names: Sequence[str], cluster: Mapping[str, flo
     figure, (left, right) = panels(2, 4.0)
     times = {name: [1e3 * predicted(name, n, 48, **cluster) for n in sizes] for name in names}
     curves({name: (sizes, ms) for name, ms in times.items()}, left, xscale="log", yscale="log")
-    left.set(xlabel="bytes", ylabel="milliseconds", title="48 ranks: who is lowest changes twice")
+    left.set(xlabel="bytes", ylabel="milliseconds", title="48 ranks: the fastest changes twice")
     left.legend(fontsize=8)
     order = [min(names, key=lambda name: times[name][i]) for i in range(len(sizes))]
     changes = sum(a != b for a, b in pairwise(order))
@@ -182,9 +183,22 @@ def fastest(predicted: Callable, names: Sequence[str], cluster: Mapping[str, flo
         for w in worlds
     ]
     colours = ListedColormap(LINES[: len(names)])
-    right.pcolormesh(sizes, list(worlds), best, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
+    shade = {"cmap": colours, "vmin": -0.5, "vmax": len(names) - 0.5, "alpha": 0.6}
+    right.pcolormesh(sizes, list(worlds), best, **shade)
+    for i, name in enumerate(names):
+        cells = [
+            (n, w)
+            for w, row in zip(worlds, best, strict=True)
+            for n, b in zip(sizes, row, strict=True)
+            if b == i
+        ]
+        if len(cells) > 100:  # of 1,449
+            middle = (median(column) for column in zip(*cells, strict=True))
+            words = name.replace("halving_", "halving_\n").replace("recursive_", "recursive_\n")
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
+            right.text(*middle, words, ha="center", va="center", fontsize=8, bbox=box)
     right.set(xscale="log", xlabel="bytes", ylabel="number of ranks")
-    right.set_title("the fastest of them, in the same colours")
+    right.set_title("the fastest for each size and world")
     show(figure)
 
 

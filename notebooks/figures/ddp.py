@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from matplotlib.ticker import MaxNLocator
+
 import figures
 
 
@@ -58,21 +60,27 @@ def buckets(trial: Sequence[Mapping], frames: int = 12) -> None:
         now = last * (k + 1) / frames
         for r, (rank, own) in enumerate(zip(trial, times, strict=True)):
             top = -r * height
-            bars = [("backward", 0, rank["backward"], "backward")]
-            bars += [(f"bucket {n}", start, end, "reduce") for n, (start, end) in own.items()]
-            for row, (name, start, end, kind) in enumerate(bars):
+            bars = [("backward", 0, rank["backward"], figures.COLOURS[r])]
+            sent = figures.ACTIONS["reduce"]  # what several ranks add belongs to none
+            bars += [(f"bucket {n}", start, end, sent) for n, (start, end) in own.items()]
+            for row, (name, start, end, colour) in enumerate(bars):
                 ax.text(-0.01 * last, top - row, name, ha="right", va="center", fontsize=8)
                 if start < now:
-                    colour, width = figures.ACTIONS[kind], min(end, now) - start
+                    width = min(end, now) - start
                     ax.barh(top - row, width, 0.8, start, color=colour, edgecolor="0.35")
             ax.text(0, top + 0.65, f"rank {r}", fontweight="bold", va="center", fontsize=9)
             if now >= rank["all"]:
                 ax.plot([rank["all"]] * 2, [top + 0.5, top - len(own) - 0.5], "--", color="black")
-        ax.axvline(now, color=figures.LINES[1], linewidth=1)
         bottom = -len(trial) * height + 0.9
-        ax.text(now, bottom, f"{1e3 * now:.0f} ms", ha="center", color=figures.LINES[1])
+        ax.plot([now, now], [bottom, 1.2], color=figures.LINES[1], linewidth=1)
+        ax.plot([0, last], [bottom, bottom], color="black", linewidth=0.8)
+        for ms in MaxNLocator(6).tick_values(0, 1e3 * last):
+            if ms <= 1e3 * last:
+                ax.plot([ms / 1e3] * 2, [bottom, bottom - 0.15], color="black", linewidth=0.8)
+                ax.text(ms / 1e3, bottom - 0.7, f"{ms:.0f}", ha="center", fontsize=8)
+        ax.text(-0.01 * last, bottom - 0.7, "ms", ha="right", fontsize=8)
 
-    limits = (-0.14 * last, 1.04 * last), (-len(trial) * height + 0.6, 1.2)
+    limits = (-0.14 * last, 1.04 * last), (-len(trial) * height, 1.2)
     figures.movie(draw, frames, 4.2, *limits, stills=(frames // 2, frames - 1), seconds=0.5)
 
 

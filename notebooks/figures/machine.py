@@ -62,15 +62,18 @@ def third_roof(formulas: dict, counted: dict, machines: dict[str, float]) -> Non
     """
     figure, ((ax,),) = figures.panels(1, 5.2, squeeze=False)
     knobs = [2**k for k in range(5, 18)]
-    styles = ("-", "--", "-.", ":", "-", "--", "-.")
-    for i, (name, formula) in enumerate(formulas.items()):
-        colour = figures.LINES[i % len(figures.LINES)]
-        y = [formula(x) for x in knobs]
-        ax.plot(knobs, y, styles[i], color=colour, linewidth=2 + (i == 0) * 2, label=name)
-        if name in counted:
+    lines = {}  # what a formula gives -> the strategies that share it: one line
+    for name, formula in formulas.items():
+        lines.setdefault(tuple(formula(x) for x in knobs), []).append(name)
+    for colour, (y, names) in zip(figures.LINES, lines.items(), strict=False):
+        ax.plot(knobs, y, color=colour, linewidth=2, label=", ".join(names))
+        for name in (name for name in names if name in counted):
             knob, flops = counted[name]
-            assert abs(flops / formula(knob) - 1) < 0.02, f"{name}: {flops}, not {formula(knob)}"
+            right = formulas[name](knob)
+            assert abs(flops / right - 1) < 0.02, f"{name}: {flops}, not {right}"
             ax.plot(knob, flops, "o", color=colour, markersize=9, markeredgecolor="black")
+            place = {"xytext": (-6, 6), "textcoords": "offset points", "ha": "right"}
+            ax.annotate(name, (knob, flops), fontsize=8, **place)
     near = []  # lines so near to each other that they have one label, below them
     ordered = sorted(machines, key=machines.get)
     for name, above in zip(ordered, [*ordered[1:], None], strict=True):
@@ -87,7 +90,9 @@ def third_roof(formulas: dict, counted: dict, machines: dict[str, float]) -> Non
     ax.set(xscale="log", yscale="log", xlim=(knobs[0], knobs[-1]))
     ax.set(xlabel="tokens per rank (DP, FSDP, CP), hidden width per rank (TP), layers x width (PP)")
     ax.set_ylabel("FLOPs per number sent")
-    ax.set_title("dots: counted on ranks here. Above a machine's line it computes, below it waits")
+    ax.set_title(
+        "dots: counted here. Above the line of a machine a strategy computes, below it waits"
+    )
     ax.legend(loc="upper left", fontsize=8)
     figures.show(figure)
 

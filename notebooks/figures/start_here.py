@@ -93,6 +93,11 @@ QUESTION, ANSWER = "#eeeeee", "#cfe5c8"
 STEPS = (
     ("16 x parameters + activations\nfit on one GPU, and it is\nfast enough?", "one process", "no"),
     ("They fit, but it is\ntoo slow?", "data parallel (DDP)", "they do not fit"),
+    (
+        "They fit on one GPU with\nsmaller micro-batches, bf16,\nactivation checkpointing?",
+        "one process or DDP,\nwith these three",
+        "no",
+    ),
     ("16 x parameters / ranks,\none whole layer and the\nactivations fit?", "FSDP", "no"),
     ("Sequences so long that the\nactivations do not fit?", "FSDP + context parallel", "no"),
     (
@@ -106,7 +111,7 @@ STEPS = (
 def choice(steps: Sequence[tuple[str, str, str]] = STEPS) -> None:
     """From the numbers to a strategy: questions down the left side, answers on the right."""
     bottom = -1.5 * len(steps)
-    figure, ax = canvas(7.5, (-1.9, 6.1), (bottom - 0.6, 0.6))
+    figure, ax = canvas(1.5 * len(steps), (-1.9, 6.1), (bottom - 0.6, 0.6))
     for i, (question, answer, otherwise) in enumerate(steps):
         y = -1.5 * i
         box(ax, 0, y, question, QUESTION, 3.4, 0.9)

@@ -1,0 +1,173 @@
+"""What chapters 00 to 07 say next to a printed number or a class, checked by other means."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pool
+import pytest
+from helpers import ROOT
+
+FOLDER = ROOT / "notebooks"
+
+
+def cells(chapter: str) -> dict[str, dict]:
+    """id -> cell"""
+    (path,) = FOLDER.glob(f"{chapter}_*.ipynb")
+    return {cell["id"]: cell for cell in json.loads(path.read_text())["cells"]}
+
+
+def source(chapter: str, cell: str) -> str:
+    return "".join(cells(chapter)[cell]["source"])
+
+
+def printed(chapter: str, cell: str) -> str:
+    outputs = cells(chapter)[cell]["outputs"]
+    return "".join("".join(output.get("text", "")) for output in outputs)
+
+
+def run(tmp_path: Path, script: str, ranks: int = 2):
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    return pool.run(file, ranks=ranks, timeout=120)
+
+
+JOB = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+{before}
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+{after}
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_03_shapes_that_differ_give_a_wrong_sum():
+    sums = [json.loads(s) for s in re.findall(r"rank \d: (.*)", printed("03", "cell-51"))]
+    flat = [[number for row in rows for number in row] for rows in sums]
+    assert flat[0] == flat[1] == flat[2], "the ranks hold one sum"
+    assert flat[0] != [3 * k for k in range(1, 7)], "this is the right sum"
+
+
+@pytest.mark.parametrize(("level", "status"), [("INFO", 0), ("DETAIL", -11)])
+def test_03_ddp_crashes_under_detail(tmp_path, level, status):
+    """If the last case fails on a newer torch, chapter 03 and collectives/debugging.md change."""
+    script = JOB.format(
+        before=f"dist.set_debug_level(dist.DebugLevel.{level})",
+        after="DistributedDataParallel(nn.Linear(2, 2))",
+    )
+    assert run(tmp_path, script).returncode == status
+
+
+BRANCHES = """
+class TwoBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self):  # the branch that is computed last has its gradient first
+        branches = [lambda: self.a.sum(), lambda: 10 * self.b.sum()]
+        return sum(branch() for branch in (branches if rank == 0 else branches[::-1]))
+
+model = TwoBranches()
+sync = BucketedAverage(model, bucket_bytes=1)
+assert len(sync.buckets) == 2
+model().backward()
+sync.finish()
+print(f"rank {rank}: {model.a.grad[0]:g} and {model.b.grad[0]:g}", flush=True)
+"""
+
+
+def test_06_buckets_leave_in_one_order_on_all_ranks(tmp_path):
+    """The gradients of the two branches are complete in another order on rank 1."""
+    bucketed = source("06", "cell-32").replace("%%px\n", "")
+    output = run(tmp_path, JOB.format(before=bucketed, after=BRANCHES)).check().output
+    assert "rank 0: 1 and 10" in output
+
+
+def test_04_no_more_overlaps_than_can():
+    """Five of six buckets can travel under computation."""
+    saved = re.search(r"overlapped: (-?\d+)% .* at most (\d+)% can be", printed("04", "cost-31"))
+    assert int(saved[1]) <= int(saved[2]) == 83
+
+
+def test_04_the_column_counts_messages_where_they_are_not_steps():
+    sys.path.insert(0, str(ROOT / "collectives"))
+    from all_reduce_traffic import critical_path
+
+    head, _, *rows = printed("04", "cost-14").splitlines()
+    sent = {row.split()[0]: int(row.split()[-1]) for row in rows}
+    steps = {name: critical_path(name, 12, 4, 4).steps for name in sent}
+    assert head.split()[-3:] == ["messages", "it", "sends"]
+    assert (sent["tree"], steps["tree"]) == (2, 4), "as the text below the table says"
+
+
+def test_05_ratios_of_links_grow_and_that_of_memory_does_not():
+    rows = [row.split()[-3:] for row in printed("05", "roof-17").splitlines()[2:6]]
+    memory, fast, network = (
+        [int(number.replace(",", "")) for number in column] for column in zip(*rows, strict=True)
+    )
+    assert len(memory) == 4, "A100 to B200"
+    assert fast == sorted(fast)
+    assert network == sorted(network)
+    assert memory != sorted(memory)
+    assert ", ".join(map(str, memory)) in source("05", "roof-18")
+
+
+def test_05_no_operation_beats_the_roof_by_a_factor():
+    """Bytes that are counted twice, or of one array for three, put a point far above it."""
+    operations = re.findall(r"([\d.]+) GB/s", printed("05", "roof-20"))
+    product = float(operations[2])  # of one vector: it reads a matrix once, as the roof's copy does
+    assert all(float(speed) < 1.8 * product for speed in operations)
+
+
+@pytest.mark.parametrize("number", ["783.2", "2,949", "0.5504"])
+def test_05_what_one_h100_reached_is_recorded(number):
+    record = (ROOT / "benchmarks/results/gpu.md").read_text()
+    assert number in record
+    shown = {"0.5504": "55 %"}.get(number, number.split(".")[0])
+    assert shown in source("05", "roof-16") + source("05", "roof-18")
+
+
+def test_07_training_amplifies_rounding_in_float32_alone():
+    said = re.findall(r"float(\d+): .* 10 steps (\S+), in 88 (\S+)", printed("07", "cell-13"))
+    (few32, many32), (few64, many64) = ((float(few), float(many)) for _, few, many in said)
+    assert many32 > 100 * few32, 'the text says "several hundred times"'
+    assert few64 < 1e-12
+    assert many64 < 1e-9
+
+
+CHECKPOINTED = """
+from torch.utils.checkpoint import checkpoint
+
+class Net(nn.Module):
+    def __init__(self, again):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.again = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), again
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return x
+
+gradients = []
+for again in (False, True):
+    model = Net(again)
+    x = torch.arange(8.0).view(2, 4) + rank
+    DistributedDataParallel(model)(x).square().mean().backward()
+    gradients.append(nn.utils.parameters_to_vector([p.grad for p in model.parameters()]))
+print("equal:", torch.equal(*gradients), "of norm", gradients[0].norm() > 0, flush=True)
+"""
+
+
+def test_07_activation_checkpointing_works_under_ddp_as_it_is(tmp_path):
+    output = run(tmp_path, JOB.format(before="", after=CHECKPOINTED)).check().output
+    assert output.count("equal: True of norm tensor(True)") == 2
