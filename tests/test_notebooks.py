@@ -270,6 +270,68 @@ def wrong_references(text: str) -> list[str]:
     return wrong + re.findall(r"[Cc]hapters?[^.]*\bplanned", text)
 
 
+def test_what_a_chapter_names_is_there():
+    """Sections, exercises and pictures: some were lost when chapters were saved again."""
+    by_number = {path.name[:2]: read(path) for path in NOTEBOOKS}
+    assert_clean(lambda notebook: named_in_vain(notebook, by_number))
+
+
+# A section in quotation marks, with the link to its chapter if it is another one.
+SECTION = re.compile(
+    r"(?:\[\d+\]\((?P<chapter>\d\d)_\S*\) )?"
+    r"(?:up to|from|as far as|[Ss]kip|[Rr]ead|[Ss]ee|then) "
+    r'(?P<names>"[A-Z][^"]*"(?:(?:,| and|, and) "[A-Z][^"]*")*)'
+)
+
+
+def named_in_vain(notebook, by_number: dict) -> list[str]:
+    found = []
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type != "markdown":
+            continue
+        text = without_code(cell.source)
+        for match in SECTION.finditer(text):
+            there = headings(by_number[match["chapter"]] if match["chapter"] else notebook)
+            for name in re.findall(r'"([^"]*)"', match["names"]):
+                if not any(heading.startswith(name.rstrip(".")) for heading in there):
+                    found.append(f'no section "{name}"')
+        for match in re.finditer(r"\bexercises? (\d)(?: and (\d))?(?: of chapter (\d+))?", text):
+            chapter = by_number[f"{int(match[3]):02}"] if match[3] else notebook
+            exercises = exercises_of(chapter)
+            found += [f"no exercise {n}" for n in match.groups()[:2] if n and n not in exercises]
+        for match in re.finditer(r"(?:figure|picture|movie)s? (above|below)", text):
+            cells = notebook.cells[:number] if match[1] == "above" else notebook.cells[number:]
+            if not any(
+                "image/" in mime
+                for c in cells
+                for o in c.get("outputs", [])
+                for mime in o.get("data", {})
+            ):
+                found.append(f"nothing is drawn: {match[0]}")
+    return found
+
+
+def headings(notebook) -> list[str]:
+    return re.findall(r"^#+ (.*)", without_code(prose(notebook)), flags=re.MULTILINE)
+
+
+def exercises_of(notebook) -> list[str]:
+    """Their numbers, which stand in bold: **Exercise 3.**, **3. Which GPU?** or (exercise 6)."""
+    text = without_code(prose(notebook))
+    return re.findall(r"^\*\*(?:Exercise |.*\(exercise )?(\d)[.,: )]", text, re.MULTILINE)
+
+
+def test_what_is_named_in_vain_is_caught():
+    markdown = nbformat.v4.new_markdown_cell
+    text = '## Tags and more\n\n**Exercise 1.** Skip "Tags", do exercise 1; '
+    bad = 'read "The ring"; exercise 2 of chapter 3; see the figure above.'
+    chapter = nbformat.v4.new_notebook(cells=[markdown(text)])
+    worse = nbformat.v4.new_notebook(cells=[markdown(text + bad)])
+    assert named_in_vain(chapter, {}) == []
+    expected = ['no section "The ring"', "no exercise 2", "nothing is drawn: figure above"]
+    assert named_in_vain(worse, {"03": chapter}) == expected
+
+
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("*/README.md"))
 
 
