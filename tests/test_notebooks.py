@@ -435,28 +435,36 @@ def test_runs_again_with_the_same_outputs(path, tmp_path):
 
 
 def proof_cell(exercise, check, solution) -> str:
-    """A cell that runs the check on the solution, and on wrong answers.
+    """A cell that runs the check on wrong answers of all kinds, and on the solution.
 
     The solution's first python block is the answer. Further blocks are tempting mistakes; without
     any, what the answer's variables hold is spoiled.
     """
     right, *wrong = re.findall(r"```python\n(.*?)```", solution.source, flags=re.DOTALL)
-    if not wrong:
-        magic = "%%px\n" if exercise.source.startswith("%%px") else ""
-        names = [
-            target.id
-            for statement in ast.parse(python_of(exercise.source)).body
-            if isinstance(statement, ast.Assign)
-            and isinstance(statement.value, ast.Constant)
-            and statement.value.value is None
-            for target in statement.targets
-        ]
-        assert names, f"an exercise sets its answer to None:\n{exercise.source}"
-        wrong = [magic + SPOIL + "".join(f"{name} = spoil({name})\n" for name in names)]
-    return f"{RUN}\nprove({right!r}, {wrong!r}, {check.source!r})"
+    magic = "%%px\n" if exercise.source.startswith("%%px") else ""
+    names = [
+        target.id
+        for statement in ast.parse(python_of(exercise.source)).body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.value, ast.Constant)
+        and statement.value.value is None
+        for target in statement.targets
+    ]
+    assert names, f"an exercise sets its answer to None:\n{exercise.source}"
+
+    def every(value: str) -> str:
+        """Set all variables of the answer, after it was given rightly."""
+        return magic + ABUSE + "".join(f"{name} = {value.format(name)}\n" for name in names)
+
+    wrong = wrong or [every("spoil({})")]
+    open_ones = [exercise.source]
+    if magic:
+        open_ones.append(magic + "if rank > 0:\n    " + " = ".join(names) + " = None\n")
+    abuse = [every(f"{kind}({{}})") for kind in ("fails", "hangs", "another_type", "another_shape")]
+    return f"{RUN}\nprove({right!r}, {wrong!r}, {open_ones!r}, {abuse!r}, {check.source!r})"
 
 
-SPOIL = '''
+ABUSE = '''
 def spoil(value):
     """A wrong answer of the same kind."""
     if callable(value):
@@ -470,10 +478,41 @@ def spoil(value):
     if isinstance(value, dict):
         return {k: spoil(v) for k, v in value.items()}
     return value * 2 + 1
+
+
+def fails(value):
+    def failure(*args, **kwargs):
+        raise ValueError("of an answer")
+    return failure
+
+def hangs(value):
+    import time
+    def hang(*args, **kwargs):
+        while True:
+            time.sleep(0.01)
+    return hang
+
+def another_type(value):
+    return (lambda *args, **kwargs: "a word") if callable(value) else object()
+
+def another_shape(value):
+    """Of the same type, but with more or fewer elements, or inside a list."""
+    if isinstance(value, type):
+        return type("Empty", (), {})
+    if callable(value):
+        return lambda *args, **kwargs: another_shape(value(*args, **kwargs))
+    if isinstance(value, dict):
+        return {}
+    if isinstance(value, (list, tuple, str)):
+        return value + value[:1] if len(value) else value + type(value)(["x"])
+    if hasattr(value, "repeat"):
+        return value.detach().reshape(-1).repeat(2)
+    return [value]
 '''
 
 RUN = """
-def prove(right, wrong, check):
+def prove(right, wrong, open_ones, abuse, check):
+    import exercises
     from IPython.utils.capture import capture_output
 
     def run(source):
@@ -486,17 +525,32 @@ def prove(right, wrong, check):
                 return f"{type(error).__name__}: {error}", said.stdout
         return None, said.stdout
 
-    error, said = run(right)
-    assert not error, error
-    error, said = run(check)
-    assert not error and said.strip().endswith("correct"), (error, said)
-    for mistake in wrong:
-        error, said = run(mistake)
-        assert not error, error
+    def patience(seconds):
+        exercises.SECONDS = seconds
+        if check.startswith("%%px"):
+            run(f"%px exercises.SECONDS = {seconds}")
+
+    def expect(answer, start):
+        error, said = run(answer)
+        assert not error, (answer, error)
         error, said = run(check)
-        assert not error, ("a check never fails, it says what is wrong", mistake, error)
-        assert said.count("not yet: ") == 1 and len(said.split("\\n")) <= 3, (mistake, said)
-        assert len(said) < 400, ("one line", said)
+        assert not error, ("a check never fails, it says what is wrong", answer, error)
+        said = said.removeprefix("[stdout:0] \\n")
+        assert said.splitlines()[-1].startswith(start), (answer, said)
+        assert said.count("\\n") <= 2 and len(said) < 420, ("one line", answer, said)
+
+    for nothing in open_ones:
+        expect(right, "")
+        expect(nothing, "not answered yet")
+    for mistake in wrong:
+        expect(right, "correct")
+        expect(mistake, "not yet: ")
+    for mistake in abuse:
+        expect(right, "correct")
+        patience(2 if "= hangs(" in mistake else 60)
+        expect(mistake, "not yet: ")
+        patience(60)
+    expect(right, "correct")
 """
 
 
