@@ -22,7 +22,8 @@ start_again = False  # whether the last answer has left the ranks in a state tha
 
 FINE, WRONG, WAITS, RAISES = range(4)  # what happened on a rank: the highest is told
 _tries = {}  # name of the check -> wrong answers so far
-_talks = 0  # how often the ranks have told each other something
+_checks = 0  # how many there have been here,
+_talks = 0  # and how often `right` has called on_all_ranks() in the last
 
 
 def check(right, *answers, hints=()) -> None:
@@ -37,18 +38,19 @@ def check(right, *answers, hints=()) -> None:
     `right` runs only if all ranks have an answer. It must let every rank take part in its
     collectives.
     """
-    global start_again
+    global start_again, _checks, _talks
     import torch.distributed as dist  # not above: course.py comes before torch
 
     start_again = False
+    _checks, _talks = _checks + 1, 0
     on_ranks = dist.is_initialized() and dist.get_world_size() > 1
-    everywhere = on_all_ranks if on_ranks else lambda said: [said]
-    answered = everywhere(all(answer is not None for answer in answers))
+    everywhere = on_all_ranks if on_ranks else lambda said, about: [said]
+    answered = everywhere(all(answer is not None for answer in answers), "answered?")
     if all(answered):
-        found = everywhere(_problem(right, answers))
+        found = everywhere(_problem(right, answers), "what is wrong?")
         _, problem = max(found, key=lambda each: each[0])  # of equals, the first
         if on_ranks and problem:
-            start_again = not all(everywhere(_group_works()))
+            start_again = not all(everywhere(_group_works(), "does the group work?"))
         line = "correct"
         if problem:
             tries = _tries[right.__name__] = _tries.get(right.__name__, 0) + 1
@@ -79,8 +81,8 @@ def _problem(right, answers) -> tuple[int, str]:
         text = f"it raises {type(error).__name__}: {error}".partition("\n")[0]
         if "gloo" in text or "DistStoreError" in text:
             return WAITS, "a rank waits for another one: do all ranks make the same calls?"
-        if not any(callable(answer) for answer in answers):  # then it comes from `right`
-            text = f"is that of the kind that was asked for? {text.removeprefix('it raises ')}"
+        if isinstance(error, TypeError | AttributeError) and not any(map(callable, answers)):
+            text = f"is that of the kind that was asked for? {error}".partition("\n")[0]
         return RAISES, text[:300]
     return FINE, ""
 
@@ -111,7 +113,7 @@ def _limit(seconds: float):
         signal.signal(signal.SIGALRM, handler)
 
 
-def on_all_ranks(said) -> list:
+def on_all_ranks(said, about: str = "") -> list:
     """What every rank says (anything for JSON), in rank order.
 
     It goes over the store, so that it works when the process group is broken. All ranks call it.
@@ -120,7 +122,8 @@ def on_all_ranks(said) -> list:
 
     global _talks
     _talks += 1
-    keys = [f"check {_talks} rank {rank}" for rank in range(dist.get_world_size())]
+    question = f"check {_checks}: {about or _talks}"  # about: where a rank may have left `right`
+    keys = [f"{question} {rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], json.dumps(said))
     until = time.monotonic() + SECONDS + 60  # a collective takes 20 to fail
     while not store.check(keys):  # not wait(): it would keep other threads from the store
