@@ -139,7 +139,7 @@ def on_three_ranks(tmp_path, wrong: str) -> list[str]:
     ],
 )
 def test_ranks_print_one_line(tmp_path, wrong, line):
-    """An exception, or what is wrong on the first rank; also when the group is broken."""
+    """The exception or the mistake of the first rank that has one; the group may be broken."""
     assert on_three_ranks(tmp_path, wrong) == [
         "correct",
         "not answered yet on rank 1: every rank needs the answer",
