@@ -79,7 +79,9 @@ def _problem(right, answers) -> tuple[int, str]:
         raise
     except BaseException as error:  # of the reader's own function, which may also call exit()
         text = f"it raises {type(error).__name__}: {error}".partition("\n")[0]
-        if "gloo" in text or "DistStoreError" in text:
+        if "DistStoreError" in text:
+            return WAITS, "it waits for a key in the store that no rank sets"
+        if "gloo" in text:
             return WAITS, "a rank waits for another one: do all ranks make the same calls?"
         if isinstance(error, TypeError | AttributeError) and not any(map(callable, answers)):
             text = f"is that of the kind that was asked for? {error}".partition("\n")[0]

@@ -460,8 +460,56 @@ def proof_cell(exercise, check, solution) -> str:
     open_ones = [exercise.source]
     if magic:
         open_ones.append(magic + "if rank > 0:\n    " + " = ".join(names) + " = None\n")
-    abuse = [every(f"{kind}({{}})") for kind in ("fails", "hangs", "another_type", "another_shape")]
+    kinds = ["fails", "hangs", "another_type"]
+    if "def " not in right or "return " in right:  # others work in place
+        kinds.append("another_shape")
+    abuse = [every(f"{kind}({{}})") for kind in kinds]
+    abuse += [magic + answer for first, answer in DEADLY.items() if first in exercise.source]
     return f"{RUN}\nprove({right!r}, {wrong!r}, {open_ones!r}, {abuse!r}, {check.source!r})"
+
+
+# Answers that leave ranks in a collective, or end a process. They come last.
+DEADLY = {
+    "\nmean = None": "numbers = torch.ones(3 + 2 * rank)\nmean = dist.all_reduce(numbers)\n",
+    "\npair_mean = None": """
+def pair_mean(x):
+    if rank < 2:
+        pair = dist.new_group([0, 1])
+    else:
+        pair = dist.new_group([2, 3])
+    dist.reduce(x, dst=0, group=pair)
+    if rank == 0:
+        x /= 2
+    dist.broadcast(x, src=0, group=pair)
+    return x
+""",
+    "\nall_to_all = None": """
+def all_to_all(incoming, outgoing):  # into places that are too small for some
+    for d in range(1, world_size):
+        to, source = (rank + d) % world_size, (rank - d) % world_size
+        exchange(outgoing[to], to, incoming[to], source)
+""",
+    "\nsteps_until_done = None": """
+def steps_until_done(comm, loss):
+    steps = 0
+    while loss > 0.5:
+        comm.all_reduce(loss.clone())
+        loss, steps = loss / 2, steps + 1
+    return steps
+""",
+    "\nfull_weight = None": """
+def full_weight(u):
+    return u.layer.weight.detach()
+""",
+    "\nask_all = None": """
+def ask_all(names, function):
+    [call.wait() for call in [rpc.rpc_async(name, function) for name in names]]
+""",
+    "\nSafeAccount = None": """
+class SafeAccount:
+    pass
+""",
+}
 
 
 ABUSE = '''
@@ -532,6 +580,8 @@ def prove(right, wrong, open_ones, abuse, check):
 
     def expect(answer, start):
         error, said = run(answer)
+        if error and error.startswith("UsageError: rank "):  # it has ended a process
+            return
         assert not error, (answer, error)
         error, said = run(check)
         assert not error, ("a check never fails, it says what is wrong", answer, error)
