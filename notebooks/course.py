@@ -113,17 +113,18 @@ def gather(name: str) -> list:
 
 
 @contextlib.contextmanager
-def _saying(what):
-    """Every 20 seconds: what start_ranks() waits for. (Tests compare pages: they set QUIET.)"""
+def _saying(what, every: float = 20):
+    """Print every 20 seconds what start_ranks() waits for. Not in pages that are saved or compared.
+
+    what: a text, or a function that returns one.
+    """
     over = threading.Event()
 
     def say():
-        seconds = 20
-        while not over.wait(20):
-            print(f"{seconds} s: waiting for {what() if callable(what) else what}", flush=True)
-            seconds += 20
+        while not over.wait(every):
+            print(f"waiting for {what() if callable(what) else what}", flush=True)
 
-    if not os.environ.get("QUIET"):
+    if not os.environ.get("COURSE_QUIET"):
         threading.Thread(target=say, daemon=True).start()
     try:
         yield

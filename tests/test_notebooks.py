@@ -428,7 +428,8 @@ def test_runs_again_with_the_same_outputs(path, tmp_path):
         "-p",
         "no:cacheprovider",
     )
-    with Job([sys.executable, "-m", "pytest", "-q", *options, copy], cwd=tmp_path) as job:
+    command = [sys.executable, "-m", "pytest", "-q", *options, copy]
+    with Job(command, cwd=tmp_path, COURSE_QUIET="yes") as job:
         job.wait(timeout=1100).check()  # minutes on a busy machine
         assert f"{len(code_cells(notebook))} passed" in job.output
         wait_until_gone(job.processes)
@@ -697,10 +698,18 @@ shell = InteractiveShell.instance()
 def run(source):
     shell.run_cell(source).raise_error()
 
+def says(source, words):
+    error = shell.run_cell(source).error_in_exec
+    assert words in str(error), error
+
 run("from course import *")
+says("%%px\\n1", "call start_ranks() first")
 run("start_ranks(2, timeout=5)")
 run("%px y = rank + 1")
 run("assert gather('y') == [1, 2], gather('y')")
+says("%px import os; rank == 1 and os.abort()", "rank 1 is gone")
+run("assert gather('y') == [1, 2], gather('y')")  # new ranks, which know what the old ones knew
+run("%px x = torch.ones(1); dist.all_reduce(x)")
 result = shell.run_cell("%%px\\nif rank == 0: dist.all_reduce(torch.ones(1))")
 assert "Timed out" in str(result.error_in_exec), result
 run("start_ranks(3)")  # a broken group is replaced
@@ -712,7 +721,7 @@ shell.run_cell("%px import time; time.sleep(300)")
 
 
 @pytest.mark.slow
-def test_ranks_start_again_after_a_hang_and_die_with_their_kernel(tmp_path):
+def test_ranks_start_again_when_dead_or_hung_and_die_with_their_kernel(tmp_path):
     life = tmp_path / "life.py"
     life.write_text(LIFE.format(folder=str(FOLDER)))
     with Job([sys.executable, life], cwd=tmp_path) as job:
@@ -721,6 +730,14 @@ def test_ranks_start_again_after_a_hang_and_die_with_their_kernel(tmp_path):
         job.process.kill()  # no chance to clean up: what a Jupyter server does to a stuck kernel
         job.process.wait()
         wait_until_gone(job.processes)
+
+
+def test_a_slow_start_says_what_it_waits_for(capsys):
+    said = ""
+    with course._saying(lambda: "2 of 4 ranks", every=0.01):
+        while not said:
+            said = capsys.readouterr().out
+    assert said.startswith("waiting for 2 of 4 ranks\n")
 
 
 BROKEN = """
