@@ -554,7 +554,7 @@ def another_shape(value):
         return {}
     if isinstance(value, (list, tuple, str)):
         return value[:-1] if len(value) > 1 else value * 2
-    if hasattr(value, "repeat"):
+    if hasattr(value, "detach"):
         return value.detach().reshape(-1).repeat(2)
     return [value]
 '''
