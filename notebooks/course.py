@@ -5,10 +5,13 @@ gather("x")       what each rank calls `x`: a list in rank order
 stop_ranks()      end the processes; the end of the kernel, of whatever kind, does that too
 run_script("ddp_basics/train.py", "--epochs", 2, ranks=2)    runs a script of this repository
 check(right, answer)    whether an exercise is solved: see exercises.py. Pictures: see figures/.
+
+A rank that dies, or waits for ever, does not end the page: see _px().
 """
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -139,7 +142,7 @@ def _gone() -> str:
 
 
 def _define_px(ranks=None) -> None:
-    """%px and %%px are ipyparallel's, but a rank that is gone does not end the page."""
+    """Put _px() in front of ipyparallel's %px and %%px, which know nothing of dead ranks."""
     from IPython import get_ipython
 
     shell = get_ipython()
@@ -153,20 +156,26 @@ def _define_px(ranks=None) -> None:
 
 
 def _px(line: str, cell: str | None = None) -> None:
+    """Run a cell on the ranks. If that ends one, or leaves the ranks useless: start them again."""
     from IPython.core.error import UsageError  # is shown in one line
     from IPython.utils.capture import capture_output
 
     if not _client:
         raise UsageError("there are no ranks: call start_ranks() first")
-    is_check = "check(" in (cell or line)
+    is_check = re.search(r"^check\(", cell or line, re.MULTILINE)
     trouble = ""
     try:
-        with capture_output() if is_check else contextlib.nullcontext() as said:
-            _run(line, cell)
         if is_check:
+            with capture_output() as said:
+                _run(line, cell)
             print(said.stdout, end="")  # and not what libraries have logged
+        else:
+            _run(line, cell)
         if not (is_check and any(gather("exercises.start_again"))):
-            _cells[:] = [each for each in _cells if each != (line, cell)] + [(line, cell)]
+            if (line, cell) in _cells:
+                _cells.remove((line, cell))
+            if not (is_check and "not yet" in said.stdout):
+                _cells.append((line, cell))
             return
     except KeyboardInterrupt:
         trouble = "interrupted"
