@@ -143,6 +143,8 @@ def test_tasks_of_each_node():
         ),
         ({"PMI_RANK": "3", "PMI_SIZE": "8"}, f"a launcher has set PMI_RANK, {NEEDS}"),
         ({"PALS_RANKID": "3"}, f"a launcher has set PALS_RANKID, {NEEDS}"),
+        ({"JSM_NAMESPACE_RANK": "3"}, f"a launcher has set JSM_NAMESPACE_RANK, {NEEDS}"),
+        ({"MVP_COMM_WORLD_RANK": "3"}, f"a launcher has set MVP_COMM_WORLD_RANK, {NEEDS}"),
         ({"JOB_COMPLETION_INDEX": "3"}, f"a launcher has set JOB_COMPLETION_INDEX, {NEEDS}"),
         ({"RANK": "3", "MASTER_ADDR": "m"}, f"a launcher has set RANK, {NEEDS}"),
         (
