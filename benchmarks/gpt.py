@@ -133,7 +133,7 @@ def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int, clip: bo
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (batch, config.block_size + 1), generator=generator)
+    tokens = torch.randint(config.vocab_size, (batch, config.block_size + 1), generator=generator)
     x, y = tokens[:, :-1].to(worker.device), tokens[:, 1:].to(worker.device)
 
     def tokens_per_second() -> float:

@@ -4,7 +4,9 @@ It runs these steps in order: the machine, tests on GPUs, every script, losses c
 CPU's, checkpoints, speed and memory of two GPTs, offload, traces, hidden synchronizations, and NCCL
 between ranks. Each step ends at its time limit: 28 minutes in total on one GPU, 39 on several.
 After every command it writes runs/gpu/gpu.md (the report), gpu.json, and the command's output. A
-complete run also writes benchmarks/results/gpu.md. Exit status 0: no step failed.
+complete run in which no step failed also writes benchmarks/results/gpu.md. Exit status 0: no step
+failed. Ctrl-C, SIGTERM or a closed terminal ends all processes; what was measured until then stays
+in the report.
 
     python3 benchmarks/gpu.py                        # all steps
     python3 benchmarks/gpu.py --only speed traces    # some of the steps
@@ -16,6 +18,7 @@ It needs a clone, torch 2.11 or newer, numpy and scikit-learn, and no network.
 """
 
 import argparse
+import fcntl
 import gzip
 import json
 import math
@@ -23,6 +26,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -36,47 +40,81 @@ from gpu_runner import Failed, Job, LeftOut, section, status_of
 from gpu_scripts import flags_of, has, scripts_with_device, why_not
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCK = "lock"  # a file of --output-dir
 
 
 def main() -> None:
     args = parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # Job.run_all then ends the running commands
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            # Job.run_all then ends the running commands
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     day = {"machine": bench.machine(), "date": str(date.today()), "steps": {}}
-    for name in args.only or STEPS:
-        carry_out(name, args, day)
-    print((args.output_dir / "gpu.md").read_text())
-    if args.device == "cuda" and args.sizes == "full" and not args.only and not args.skipped:
+    with only_run_in(args.output_dir):
+        for name in args.only or STEPS:
+            carry_out(name, args, day)
+    print(page_of(day))
+    failed = any(step["status"] == "failed" for step in day["steps"].values())
+    is_complete = args.device == "cuda" and args.sizes == "full"
+    is_complete = is_complete and not args.only and not args.skipped
+    if is_complete and not failed:
         shutil.copy(args.output_dir / "gpu.md", bench.RESULTS)
-    sys.exit(any(step["status"] == "failed" for step in day["steps"].values()))
+    sys.exit(failed)
 
 
 def carry_out(name: str, args, day: dict) -> None:
     """Run one step, record any failure, and keep gpu.json and gpu.md up to date."""
 
     def save() -> None:
-        page = bench.page("What a GPU showed", [*map(section, day["steps"].values())])
-        for name, text in (("gpu.json", json.dumps(day, indent=1)), ("gpu.md", page)):
+        for name, text in (("gpu.json", json.dumps(day, indent=1)), ("gpu.md", page_of(day))):
             temporary = args.output_dir / f"{name}.tmp"
-            temporary.write_text(text)
-            os.replace(temporary, args.output_dir / name)
+            try:
+                temporary.write_text(text)
+                os.replace(temporary, args.output_dir / name)
+            except OSError as error:  # a full disk: the next steps may still measure, and print
+                print(f"cannot write {name}: {error}", flush=True)
 
     step, started = STEPS[name], time.monotonic()
     record = day["steps"][name] = {"title": step.title, "status": "running", "runs": {}}
-    job = Job(args, name, step.minutes, record, save)
     try:
-        if name in args.skipped:
+        if name in args.skipped:  # what an earlier run left in its folder stays
             raise LeftOut(f"does not fit into {args.minutes:g} minutes")
-        step.run(job)
+        step.run(Job(args, name, step.minutes, record, save))
         record["status"] = "passed"
     except LeftOut as reason:
         record |= {"status": "left out", "reason": str(reason)}
     except Exception as error:
         record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    except BaseException:  # Ctrl-C, or a signal of `main`
+        record |= {"status": "failed", "reason": "interrupted"}
+        save()
+        raise
     record["seconds"] = round(time.monotonic() - started, 1)
     save()
     print(f"{name:12} {status_of(record)}", flush=True)
+
+
+def page_of(day: dict) -> str:
+    return bench.page("What a GPU showed", [*map(section, day["steps"].values())])
+
+
+def holds_files_of_others(folder: Path) -> bool:
+    if not folder.exists() or (folder / "gpu.json").exists():
+        return False
+    return not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())
+
+
+def only_run_in(folder: Path):
+    """A lock on the folder, or an end with one sentence: each step begins with an empty folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"another run writes to {folder}: wait for it, or choose another --output-dir")
+    except OSError:  # a file system without locks
+        pass
+    return lock
 
 
 def python(script: str, *flags, ranks: int = 1) -> tuple:
@@ -269,14 +307,15 @@ def ranks(job: Job) -> None:
         ("scaling", "transformer_basics/benchmark.py", size, "^(mesh|tp|pp|dp_)"),
     ):
         launcher = bench.torchrun(count)
-        if job.is_tiny and name != "equivalence":
+        if job.is_tiny and nodes == 1 and name != "equivalence":
             launcher = [sys.executable]  # takes a third of the time
-        if nodes > 1:  # rank 0, which prints, may be on the other node
+        if nodes > 1:
             launcher = [*launcher[:3], f"--nnodes={nodes}", f"--nproc_per_node={count}"]
             launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={job.args.host}:29500"]
             launcher += [f"--rdzv-id={name.split()[0]}"]
-            expects = ""
-        job.run(name, *launcher, ROOT / script, *flags, *device, expects=expects)
+        # Rank 0, which prints, may be on another node.
+        told = {"expects": expects, "must": nodes == 1}
+        job.run(name, *launcher, ROOT / script, *flags, *device, **told)
     if nodes == 1 and not job.is_tiny:
         alone = python("transformer_basics/benchmark.py", *size, *device)
         job.run("scaling: one rank", *alone, expects="^(mesh|dp_)")
@@ -325,6 +364,13 @@ def parse_args():
         parser.error("torch finds no CUDA device here; to rehearse: --device cpu --sizes tiny")
     if (args.nodes > 1) != bool(args.host):
         parser.error("--nodes N and --host NAME go together")
+    if args.nodes > 1:  # which may share this disk
+        args.output_dir /= socket.gethostname()
+    if holds_files_of_others(args.output_dir):
+        parser.error(
+            f"--output-dir {args.output_dir} has other files, and a step empties its folder in "
+            f"there, such as {args.output_dir}/tests: choose a new one"
+        )
     left, args.skipped = args.minutes, set()
     for name in sorted(args.only or STEPS, key=lambda name: STEPS[name].minutes):
         needed = 0 if STEPS[name].needs_two and args.count * args.nodes < 2 else STEPS[name].minutes

@@ -44,8 +44,8 @@ class Job:
         self.deadline = time.monotonic() + 60 * minutes
         save()
 
-    def run(self, name: str, *command, expects: str = "", threads: int = 1) -> None:
-        self.run_all({name: command}, expects=expects, threads=threads)
+    def run(self, name: str, *command, **how) -> None:
+        self.run_all({name: command}, **how)
 
     def run_all(
         self,
@@ -55,10 +55,12 @@ class Job:
         seconds: float = math.inf,
         threads: int = 1,
         visible: Sequence[str] = (),
+        must: bool = True,
     ) -> None:
         """Run commands to their end or the deadline, then raise `Failed` if one of them failed.
 
-        expects: a pattern; each command must print a line that matches.
+        expects: a pattern; each command must print a line that matches. The record has these lines.
+        must: False: a command that prints none has not failed.
         seconds: limit of one command, so that a hanging command leaves time for the others.
         threads: CPU threads of each process.
         visible: values of CUDA_VISIBLE_DEVICES instead of `at_once`: each running command has one
@@ -76,7 +78,7 @@ class Job:
                     if process.has_ended() or time.monotonic() > limit:
                         running.remove(process)
                         free.append(process.visible)
-                        self.record["runs"][process.name] = process.end(expects)
+                        self.record["runs"][process.name] = process.end(expects, must)
                         self.note(process.rows())
                 if waiting and time.monotonic() > self.deadline:
                     name, _ = waiting.pop(0)
@@ -86,6 +88,7 @@ class Job:
         finally:
             for process in running:  # Ctrl-C, SIGTERM
                 process.kill()
+                self.note(process.rows())
         runs = {name: self.record["runs"][name] for name in commands}
         failures = [f"{name} {run['why']}" for name, run in runs.items() if "why" in run]
         if failures:
@@ -128,7 +131,7 @@ class Process:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def end(self, expects: str) -> dict:
+    def end(self, expects: str, must: bool) -> dict:
         """Kill the processes left. Returns the record; it has a "why" if the command failed."""
         status = self.process.poll()
         left = self.kill()
@@ -140,7 +143,7 @@ class Process:
             record["why"] = "was ended at the time limit"
         elif status:
             record["why"] = f"ended with status {status}"
-        elif expects and not lines:
+        elif expects and must and not lines:
             record["why"] = f"printed no line with {expects}"
         if left:
             record["why"] = f"could not be killed: processes {left}"

@@ -33,7 +33,14 @@ LAUNCHERS = {
 # If one of these is set, some launcher, perhaps unknown here, has started this rank. (Not
 # SLURM_PROCID: it is 0 in a batch script.)
 TRACES = {name for names in LAUNCHERS.values() for name in names[:1]} - {"SLURM_PROCID"}
-TRACES |= {"WORLD_SIZE", "LOCAL_RANK", "PALS_RANKID", "PMIX_RANK"}
+TRACES |= {
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "PALS_RANKID",
+    "PMIX_RANK",
+    "MVP_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+}
 
 
 def who_am_i(env: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -22,7 +22,7 @@ MB = 64
 def main() -> None:
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # a GPU of this host
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # a GPU of this host
         torch.cuda.set_device(device)
     # The launcher has told each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     dist.init_process_group(timeout=timedelta(minutes=5))

@@ -39,7 +39,7 @@ def main() -> None:
         plan(args.plan)
         return
     hosts, transport = fleet_of(args)
-    fleet = Fleet(hosts, transport)
+    fleet = Fleet(list(hosts), transport, hosts)
     try:
         found = look(fleet, args)
     finally:
@@ -53,7 +53,11 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("hosts", nargs="?", help="file with one host name per line, reached by ssh")
+    add(
+        "hosts",
+        nargs="?",
+        help="file with a host per line, reached by ssh: a name, or a name and an address",
+    )
     add("--srun", action="store_true", help="take the nodes of this Slurm job, reached by srun")
     add("--lab", type=int, metavar="N", help="take the first N hosts of the lab (default: none)")
     add(
@@ -82,29 +86,34 @@ def parse_args() -> argparse.Namespace:
     if not (args.plan or args.lab or args.hosts or args.srun):
         parser.error("a file of hosts, --srun or --lab N is needed")
     if args.srun and "SLURM_JOB_NODELIST" not in os.environ:
-        parser.error("--srun: not in a Slurm job; salloc --nodes=N --exclusive starts one")
+        parser.error("--srun: not in a Slurm job: salloc --nodes=N --exclusive --gpus-per-node=8")
     args.directory = os.path.abspath(args.directory)
     return args
 
 
-def fleet_of(args) -> tuple[list[str], str]:
-    """The hosts, and how they are reached."""
+def fleet_of(args) -> tuple[dict[str, str | None], str]:
+    """The hosts with their addresses, or None; and how the hosts are reached."""
     if args.lab:
-        return [f"host{i}" for i in range(args.lab)], "lab"
+        return dict.fromkeys(f"host{i}" for i in range(args.lab)), "lab"
     if args.srun:
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-        return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.split(), "srun"
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        return dict.fromkeys(done.stdout.split()), "srun"
     return read_hosts(args.hosts), "ssh"
 
 
-def read_hosts(file: str) -> list[str]:
+def read_hosts(file: str) -> dict[str, str | None]:
+    """The hosts in order, as launch.py reads them: name for ssh -> address, or None."""
     try:
         lines = Path(file).read_text().splitlines()
     except OSError as error:
         fail(f"{file}: {error.strerror}")
-    hosts = [name for line in lines if (name := line.partition("#")[0].strip())]
-    if not hosts or len(set(hosts)) < len(hosts):
+    rows = [words for line in lines if (words := line.partition("#")[0].split())]
+    hosts = {row[0]: row[1] if row[1:] else None for row in rows}
+    if not hosts or len(hosts) < len(rows):
         fail(f"{file} names {'a host more than once' if hosts else 'no host'}")
+    if max(map(len, rows)) > 2:
+        fail(f"{file}: a line has a name, or a name and an address")
     return hosts
 
 
@@ -132,7 +141,7 @@ def look_at_those_that_answer(fleet: Fleet, names: list[str], args) -> list[str]
             offsets[names[i]] = there - (before + time.time()) / 2
     found = wrong_clocks([*offsets], [*offsets.values()])
 
-    asked = [names[i] for i in fleet.here]
+    asked = [fleet.addresses[i] for i in fleet.here]
     known = fleet.all("facts", hosts=asked, directory=args.directory, seconds=60)
     for i, about in known.items():
         found += [f"{names[i]}: {sentence}" for sentence in about["wrong"]]
@@ -143,7 +152,7 @@ def look_at_those_that_answer(fleet: Fleet, names: list[str], args) -> list[str]
     found += not_shared(fleet, has_it, args.directory)
 
     say("pairs")
-    latency, rate, broken = measure_pairs(fleet, names)
+    latency, rate, broken = measure_pairs(fleet)
     found += broken_links(names, broken, len(fleet.here))
     found += slow_links(names, rate, args.slow, lambda r: f"{r * 8e-6:.0f} Mbit/s")
     # The shortest time is the best; differences below half a millisecond do not matter.
@@ -188,16 +197,17 @@ def listing(directory: str, prefix: str, do: str = "listing") -> dict:
     return {"do": do, "directory": directory, "prefix": prefix}
 
 
-def measure_pairs(fleet: Fleet, names: list[str]) -> tuple[dict, dict, dict]:
+def measure_pairs(fleet: Fleet) -> tuple[dict, dict, dict]:
     """Seconds for a byte's round trip, bytes per second (of the slower direction), errors."""
     ports = fleet.all("listen")
     latency, rate, broken = {}, {}, {}
-    for pairs in rounds(len(names)):
+    for pairs in rounds(len(fleet.hosts)):
         told, here = {}, set(fleet.here) & ports.keys()
         pairs = [(a, b) for a, b in pairs if {a, b} <= here]
         for a, b in pairs:
             told[a] = {"do": "serve", "seconds": SECONDS}
-            told[b] = {"do": "measure", "host": names[a], "port": ports[a], "seconds": SECONDS}
+            where = {"host": fleet.addresses[a], "port": ports[a]}
+            told[b] = {"do": "measure", **where, "seconds": SECONDS}
         answers = fleet.try_to(told)
         for a, b in pairs:
             if {a, b} & fleet.lost.keys():  # it is named already
@@ -231,7 +241,7 @@ def measure_all_reduce(
         for a, b in pairs:
             count = min(gpus[a], gpus[b])
             ranks = {"ranks": count or 1, "device": "cuda" if count else "cpu"}
-            where = {"host": names[a], "port": ports[a]}
+            where = {"host": fleet.addresses[a], "port": ports[a]}
             for node, host in enumerate((a, b)):
                 told[host] = {"do": "all_reduce", "node": node, **ranks, **where}
         answers = fleet.try_to(told, seconds=90)  # each rank imports torch first

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 SYS = Path("/sys/class")
+DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder per GPU of the host, whoever may use it
 listening = []  # the listening socket of this host, once there is one
 stores = []
 
@@ -40,6 +41,7 @@ def facts(hosts: list[str], directory: str) -> dict:
         same["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         same["driver"] = asked_of_the_driver("driver_version")
     same |= {"network cards": network_cards(), "ulimit -l": memory_lock()}
+    wrong += unseen_gpus(len(same["GPUs"]))
     wrong += limits(shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None)
     place = Path(directory)
     if not place.is_dir():
@@ -52,6 +54,13 @@ def facts(hosts: list[str], directory: str) -> dict:
 
 def gpus(torch) -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def unseen_gpus(seen: int) -> list[str]:
+    """What torch does not see is not checked: a job without GPUs, a torch for CPUs."""
+    there = len([*DRIVER.glob("*")])
+    short = f"torch sees {seen} of the {there} GPUs here: the other GPUs are not checked"
+    return [short] if seen < there else []
 
 
 def asked_of_the_driver(field: str) -> list[str]:
@@ -314,20 +323,8 @@ def one_rank(node: int, local_rank: int, ranks: int, host: str, port: int, devic
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a library's prints must not mix with the answers
-    known = (
-        clock,
-        facts,
-        write,
-        listing,
-        remove,
-        listen,
-        serve,
-        measure,
-        matmul,
-        store,
-        all_reduce,
-        one_rank,
-    )
+    known = (clock, facts, write, listing, remove, listen, serve, measure, matmul, store)
+    known += (all_reduce, one_rank)
     commands = {command.__name__: command for command in known}
     for line in sys.stdin:
         told = json.loads(line)

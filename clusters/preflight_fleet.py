@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,9 +29,14 @@ class Fleet:
     hosts: their names. lost: {number of a host: what is wrong with it, in words}.
     """
 
-    def __init__(self, hosts: list[str], transport: str):
-        """transport: ssh, srun or lab."""
+    def __init__(
+        self, hosts: list[str], transport: str, addresses: Mapping[str, str | None] | None = None
+    ):
+        """transport: ssh, srun or lab. addresses: where the other hosts reach a host, if that is
+        not its name."""
         self.hosts, self.lost = hosts, {}
+        known = addresses or {}
+        self.addresses = [known.get(host) or host.rpartition("@")[2] for host in hosts]
         self.answers = queue.Queue()
         self.agents = [start(host, transport) for host in hosts]
         for number in range(len(hosts)):

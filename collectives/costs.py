@@ -99,12 +99,23 @@ def measure_limits(nbytes: int, repeats: int, worker: Worker) -> dict[str, list[
     return {name: [nbytes / s for s in samples] for name, samples in seconds.items()}
 
 
+def own_address() -> str:
+    """Where the other nodes reach this one: this end of the route to the node of MASTER_ADDR.
+
+    Not socket.gethostname(), which many systems resolve to 127.0.1.1.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        here, there = probe.getsockname()[0], probe.getpeername()[0]
+    return os.environ["MASTER_ADDR"] if here == there or here.startswith("127.") else here
+
+
 def connect_ring(worker: Worker) -> tuple[socket.socket, socket.socket]:
     """Plain TCP connections, as in Gloo, to the next rank and from the previous one."""
     one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    host = "127.0.0.1" if one_node else socket.gethostname()
-    with socket.create_server((host, 0)) as server:
+    with socket.create_server(("127.0.0.1" if one_node else "", 0)) as server:
         addresses = [None] * worker.world_size
-        dist.all_gather_object(addresses, server.getsockname())
+        host = "127.0.0.1" if one_node else own_address()
+        dist.all_gather_object(addresses, (host, server.getsockname()[1]))
         to_next = socket.create_connection(addresses[(worker.rank + 1) % worker.world_size])
         return to_next, server.accept()[0]

@@ -1,5 +1,6 @@
 """Log a run on rank 0: printed lines, JSON lines to plot, TensorBoard if asked for."""
 
+import errno
 import json
 import math
 import os
@@ -62,8 +63,12 @@ class Metrics:
             return
         words = [f"{readable(name)} {number(value)}" for name, value in values.items()]
         width = len(str(self.total_steps))
-        print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
-        sys.stdout.flush()  # a log file gets the line at once, too
+        try:
+            print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
+            sys.stdout.flush()  # a log file gets the line at once, too
+        except OSError as error:
+            if error.errno != errno.EIO:  # from a closed terminal: SIGHUP comes, and we must save
+                raise
         line = {"step": step, "epoch": epoch, **values}
         if self.file and (step, *line) not in self.kept:
             self.file.write(json.dumps(line) + "\n")

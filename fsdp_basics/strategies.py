@@ -148,6 +148,7 @@ def expected_traffic(name: str, units: list[Shapes], ranks: int) -> dict[str, tu
 
     DDP     2(N-1)/N P    an all_reduce of the gradients
     ZeRO-1  3(N-1)/N P    as DDP, and a broadcast of each updated parameter by its owner
+                          (the paper's stage 1 reduce-scatters the gradients: 2(N-1)/N P)
     ZeRO-2  2(N-1)/N P    an all_gather for forward, a reduce_scatter of the gradients
     ZeRO-3  3(N-1)/N P    another all_gather for backward, except for the root's unit
     HSDP    as ZeRO-3 with the N of a row, and an all_reduce of each shard between the rows

@@ -5,14 +5,18 @@ gather("x")       what each rank calls `x`: a list in rank order
 stop_ranks()      end the processes; the end of the kernel, of whatever kind, does that too
 run_script("ddp_basics/train.py", "--epochs", 2, ranks=2)    runs a script of this repository
 check(right, answer)    whether an exercise is solved: see exercises.py. Pictures: see figures/.
+
+A rank that dies, or waits for ever, does not end the page: see _px().
 """
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -24,6 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNEL = uuid.uuid4().hex  # marks, in the environment, every process that this kernel starts
 FOLDER = Path(tempfile.gettempdir(), f"course_{KERNEL}")  # temporary files
 _client = None  # ipyparallel's connection to the ranks, while there are any
+_started = ()  # (n, timeout) of the last start_ranks()
+_cells = []  # (line, cell) of each %%px that has run without an error since then
+_ipyparallel = {}  # its own %px and %%px
 
 
 def start_ranks(n: int = 2, timeout: float = 20) -> None:
@@ -31,55 +38,61 @@ def start_ranks(n: int = 2, timeout: float = 20) -> None:
 
     Each has `torch`, `dist` (torch.distributed), `rank`, `world_size`, `check`, and is a member of
     a Gloo process group. A collective that waits over `timeout` seconds for another rank raises;
-    the group is then broken: call start_ranks() again.
+    the group is then broken: call start_ranks() again. After a check, and when a rank has died,
+    this happens by itself.
     """
-    global _client
+    global _client, _started
     import ipyparallel
-    from IPython import get_ipython
 
     stop_ranks()
     os.environ["COURSE_MARK"] = f"{KERNEL}/ranks"
-    profile = f"--profile-dir={FOLDER / 'ranks'}"
-    cluster = ipyparallel.Cluster(
-        profile_dir=str(FOLDER / "ranks"), log_level=50, shutdown_atexit=False
-    )
+    folder = FOLDER / "ranks"
+    cluster = ipyparallel.Cluster(profile_dir=str(folder), log_level=50, shutdown_atexit=False)
+    # Nothing here gives up early: a busy machine takes long to import PyTorch.
+    options = [f"--profile-dir={folder}", f"--cluster-id={cluster.cluster_id}"]
+    options += ["--IPEngine.wait_for_url_file=600", "--IPEngine.timeout=600"]
     try:
-        cluster.start_controller_sync()
-        patience = "--IPEngine.wait_for_url_file=600"  # for the controller's address
-        ranks = [ROOT / "notebooks/ranks.py", str(n), profile, f"--cluster-id={cluster.cluster_id}"]
-        with open(FOLDER / "ranks.log", "ab") as log:  # what they say beside the page
-            started = subprocess.Popen(
-                [sys.executable, *ranks, patience], stdout=log, stderr=log, start_new_session=True
+        with _saying("the controller, which passes cells on to the ranks"):
+            cluster.start_controller_sync()
+            cluster.controller.connection_info_timeout = 600
+            with open(FOLDER / "ranks.log", "ab") as log:  # what they say beside the page
+                command = [sys.executable, ROOT / "notebooks/ranks.py", str(n), *options]
+                processes = subprocess.Popen(
+                    command, stdout=log, stderr=log, start_new_session=True
+                )
+            _client = cluster.connect_client_sync(timeout=600)
+        with _saying(lambda: f"{n - len(_client.ids)} of {n} ranks, which import PyTorch"):
+            while len(_client.ids) < n:
+                if processes.poll() is not None:
+                    said = (FOLDER / "ranks.log").read_text()[-2000:]
+                    raise RuntimeError(f"the ranks have ended before they were ready:\n{said}")
+                time.sleep(0.05)
+        with _saying("the ranks to meet in a process group"):
+            ranks = _client[:]
+            ranks.block = True  # before activate(), or %%px would not wait for the ranks
+            ranks.scatter("rank", range(n), flatten=True)
+            ranks.push({"world_size": n, "seconds": timeout})
+            ranks.execute("import torch, torch.distributed as dist; from datetime import timedelta")
+            # Ranks find each other in a store, which rank 0 serves on whatever port is free.
+            store = "store = dist.TCPStore('127.0.0.1', {}, is_master={}, wait_for_workers=False)"
+            _client[0].execute(store.format(0, True) + "; port = store.port", block=True)
+            if n > 1:
+                _client[1:].execute(store.format(_client[0]["port"], False), block=True)
+            ranks.execute(
+                "dist.init_process_group('gloo', store=store, rank=rank, world_size=world_size,"
+                " timeout=timedelta(seconds=seconds))"
             )
-        _client = cluster.connect_client_sync()
-        while len(_client.ids) < n:  # however long it takes a busy machine to import PyTorch
-            if started.poll() is not None:
-                said = (FOLDER / "ranks.log").read_text()[-2000:]
-                raise RuntimeError(f"the ranks have ended before they were ready:\n{said}")
-            time.sleep(0.05)
-        ranks = _client[:]
-        ranks.block = True  # before activate(), or %%px would not wait for the ranks
-        ranks.scatter("rank", range(n), flatten=True)
-        ranks.push({"world_size": n, "seconds": timeout})
-        ranks.execute("import torch, torch.distributed as dist; from datetime import timedelta")
-        ranks.execute(f"import sys; sys.path.append({str(ROOT / 'notebooks')!r})")
-        ranks.execute("from exercises import check")
-        # Ranks find each other in a store, which rank 0 serves on whatever port is free.
-        store = "store = dist.TCPStore('127.0.0.1', {}, is_master={}, wait_for_workers=False)"
-        _client[0].execute(store.format(0, True) + "; port = store.port", block=True)
-        if n > 1:
-            _client[1:].execute(store.format(_client[0]["port"], False), block=True)
-        ranks.execute(
-            "dist.init_process_group('gloo', store=store, rank=rank, world_size=world_size,"
-            " timeout=timedelta(seconds=seconds))"
-        )
+            ranks.execute(f"import sys; sys.path.append({str(ROOT / 'notebooks')!r})")
+            ranks.execute("import exercises; exercises.store = store")
+            ranks.execute("from exercises import check, on_all_ranks")
     except BaseException:
         stop_ranks()
         raise
     finally:
         os.environ["COURSE_MARK"] = KERNEL
-    ranks.activate()  # defines %%px
-    get_ipython().run_line_magic("pxconfig", "--no-stream --progress-after -1")  # in rank order
+    _started = n, timeout
+    _cells.clear()
+    _define_px(ranks)
     print(f"{n} ranks are ready: {n} processes in one Gloo process group")
 
 
@@ -91,19 +104,114 @@ def stop_ranks() -> None:
         _client = None
     end_processes(f"{KERNEL}/ranks")
     shutil.rmtree(FOLDER / "ranks", ignore_errors=True)
-    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
-        shell.register_magic_function(no_ranks, "line_cell", "px")  # until the next activate()
-
-
-def no_ranks(line: str = "", cell: str = "") -> None:
-    raise RuntimeError("there are no ranks: call start_ranks() first")
 
 
 def gather(name: str) -> list:
     """The value of the variable `name` in each rank, in rank order. (ipyparallel sorts a dict.)"""
     if not _client:
-        no_ranks()
+        raise RuntimeError("there are no ranks: call start_ranks() first")
+    if gone := _gone():
+        raise RuntimeError(f"{gone} gone: call start_ranks({_started[0]}), then run the page again")
     return _client[:].pull(name, block=True)
+
+
+@contextlib.contextmanager
+def _saying(what, every: float = 20):
+    """Print every 20 seconds what start_ranks() waits for. Not in pages that are saved or compared.
+
+    what: a text, or a function that returns one.
+    """
+    over = threading.Event()
+
+    def say():
+        while not over.wait(every):
+            print(f"waiting for {what() if callable(what) else what}", flush=True)
+
+    if not os.environ.get("COURSE_QUIET"):
+        threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _gone() -> str:
+    """Such as "rank 0 is" or "rank 0 and 2 are"; "" if all ranks of start_ranks() are there."""
+    gone = [str(rank) for rank in range(_started[0]) if rank not in _client.ids]
+    return f"rank {' and '.join(gone)} {'is' if len(gone) == 1 else 'are'}" if gone else ""
+
+
+def _define_px(ranks=None) -> None:
+    """Put _px() in front of ipyparallel's %px and %%px, which know nothing of dead ranks."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if ranks:
+        ranks.activate()
+        shell.run_line_magic("pxconfig", "--no-stream --progress-after -1")  # in rank order
+        for kind, magics in shell.magics_manager.magics.items():
+            _ipyparallel[kind] = magics["px"]
+    if shell:
+        shell.register_magic_function(_px, "line_cell", "px")
+
+
+def _px(line: str, cell: str | None = None) -> None:
+    """Run a cell on the ranks. If that ends one, or leaves the ranks useless: start them again."""
+    from IPython.core.error import UsageError  # is shown in one line
+    from IPython.utils.capture import capture_output
+
+    if not _client:
+        raise UsageError("there are no ranks: call start_ranks() first")
+    is_check = re.search(r"^check\(", cell or line, re.MULTILINE)
+    trouble = ""
+    try:
+        if is_check:
+            with capture_output() as said:
+                _run(line, cell)
+            print(said.stdout, end="")  # and not what libraries have logged
+        else:
+            _run(line, cell)
+        if not (is_check and any(gather("exercises.start_again"))):
+            if (line, cell) in _cells:
+                _cells.remove((line, cell))
+            if not (is_check and "not yet" in said.stdout):
+                _cells.append((line, cell))
+            return
+    except KeyboardInterrupt:
+        trouble = "interrupted"
+    except Exception:
+        if not _gone():
+            raise  # an error like any other
+        trouble = f"{_gone()} gone: this cell has ended the process"
+    _start_again()
+    if trouble:
+        trouble += f". {_started[0]} new ranks have run the cells before this one."
+        if not is_check:
+            raise UsageError(trouble)
+        print("not yet: " + trouble)
+
+
+def _run(line: str, cell: str | None) -> None:
+    if cell is None:
+        _ipyparallel["line"](line)
+    else:
+        _ipyparallel["cell"](line, cell)
+
+
+def _start_again() -> None:
+    """New ranks in place of those that are gone or wait for ever.
+
+    The %%px cells of this page run on them again, so that they know what the old ones knew.
+    """
+    from IPython.utils.capture import capture_output
+
+    cells = _cells.copy()
+    with capture_output():
+        start_ranks(*_started)
+        for line, cell in cells:
+            with contextlib.suppress(Exception):
+                _run(line.replace("--local", ""), cell)
+    _cells[:] = cells
 
 
 def run_script(
@@ -185,3 +293,4 @@ else:
     )
     os.environ["COURSE_MARK"] = KERNEL
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank: they share the cores
+    _define_px()

@@ -22,7 +22,8 @@ HERE = Path(__file__).resolve().parent
 
 def main() -> None:
     args = parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # the kernels inherit them
+    # The kernels inherit these. Quiet: a slow start leaves no trace on the page.
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COURSE_QUIET": "yes"}
     failed = []
     for path in args.notebooks or sorted(HERE.glob("*.ipynb")):
         started = time.perf_counter()

@@ -4,9 +4,26 @@
 
 right(answer) raises an AssertionError whose message says what is wrong; whatever else it raises
 is told as well. The cell never fails, so that the rest of the page can be run.
+
+Ranks that check an answer tell each other what they found over the store. A wrong answer may leave
+ranks in a collective that never ends, and then the process group is broken. The store still works.
 """
 
+import contextlib
+import json
+import signal
+import threading
+import time
+from datetime import timedelta
+
+SECONDS = 60  # the longest that an answer may take
+store = None  # the ranks' TCPStore; start_ranks() sets it
+start_again = False  # whether the last answer has left the ranks in a state that cannot be used
+
+FINE, WRONG, WAITS, RAISES = range(4)  # what happened on a rank: the highest is told
 _tries = {}  # name of the check -> wrong answers so far
+_checks = 0  # how many there have been here,
+_talks = 0  # and how often `right` has called on_all_ranks() in the last
 
 
 def check(right, *answers, hints=()) -> None:
@@ -16,35 +33,117 @@ def check(right, *answers, hints=()) -> None:
     answers: what the reader has set; None, for any of them, means not answered.
     hints: texts. The first is added from the second wrong answer on, the next from the third.
 
-    In a %%px cell all ranks call it, and one line is printed for all of them: what is wrong on the
-    first rank on which something is. `right` must then let every rank take part in its collectives.
+    In a %%px cell all ranks call it, and one line is printed for all of them: an exception on the
+    first rank that raises one, or else what is wrong on the first rank on which something is.
+    `right` runs only if all ranks have an answer. It must let every rank take part in its
+    collectives.
     """
+    global start_again, _checks, _talks
     import torch.distributed as dist  # not above: course.py comes before torch
 
-    answered = all(answer is not None for answer in answers)
-    problem = _problem(right, answers) if answered else None
+    start_again = False
+    _checks, _talks = _checks + 1, 0
     on_ranks = dist.is_initialized() and dist.get_world_size() > 1
-    if on_ranks:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (answered, problem))
-        answered = all(on_rank for on_rank, _ in found)
-        problem = next((text for _, text in found if text), None)
-    line = "correct"
-    if not answered:
+    everywhere = on_all_ranks if on_ranks else lambda said, about: [said]
+    answered = everywhere(all(answer is not None for answer in answers), "answered?")
+    if all(answered):
+        found = everywhere(_problem(right, answers), "what is wrong?")
+        _, problem = max(found, key=lambda each: each[0])  # of equals, the first
+        if on_ranks and problem:
+            start_again = not all(everywhere(_group_works(), "does the group work?"))
+        line = "correct"
+        if problem:
+            tries = _tries[right.__name__] = _tries.get(right.__name__, 0) + 1
+            hint = [f" (Hint: {text})" for text in hints[: tries - 1]][-1:]
+            line = "not yet: " + problem + "".join(hint)
+    elif any(answered):
+        line = f"not answered yet on rank {answered.index(False)}: every rank needs the answer"
+    else:
         line = "not answered yet"
-    elif problem:
-        tries = _tries[right.__name__] = _tries.get(right.__name__, 0) + 1
-        hint = [f" (Hint: {text})" for text in hints[: tries - 1]][-1:]
-        line = "not yet: " + problem + "".join(hint)
+    if start_again:
+        line += " (The ranks start again.)"
     if not on_ranks or dist.get_rank() == 0:
         print(line)
 
 
-def _problem(right, answers) -> str | None:
+def _problem(right, answers) -> tuple[int, str]:
+    """How much it tells, and what is wrong."""
     try:
-        right(*answers)
+        with _limit(SECONDS):
+            right(*answers)
     except AssertionError as wrong:
-        return str(wrong) or "wrong"
-    except Exception as error:  # of the reader's own function
-        return f"it raises {type(error).__name__}: {error}".splitlines()[0]
-    return None
+        return WRONG, str(wrong).partition("\n")[0] or "wrong"
+    except _TooLong:
+        return RAISES, f"no end within {SECONDS:g} seconds"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the reader's own function, which may also call exit()
+        text = f"it raises {type(error).__name__}: {error}".partition("\n")[0]
+        if "DistStoreError" in text:
+            return WAITS, "it waits for a key in the store that no rank sets"
+        if "gloo" in text:
+            return WAITS, "a rank waits for another one: do all ranks make the same calls?"
+        if isinstance(error, TypeError | AttributeError) and not any(map(callable, answers)):
+            text = f"is that of the kind that was asked for? {error}".partition("\n")[0]
+        return RAISES, text[:300]
+    return FINE, ""
+
+
+class _TooLong(BaseException):  # not an Exception: an answer might catch that
+    pass
+
+
+@contextlib.contextmanager
+def _limit(seconds: float):
+    """Raise _TooLong in this thread after `seconds`, unless it waits in C++.
+
+    The process group and the store have time limits of their own.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals do not come here
+        yield
+        return
+
+    def too_long(*_):
+        raise _TooLong
+
+    handler = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # and again, if an answer caught it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def on_all_ranks(said, about: str = "") -> list:
+    """What every rank says (anything for JSON), in rank order.
+
+    It goes over the store, so that it works when the process group is broken. All ranks call it.
+    """
+    import torch.distributed as dist
+
+    global _talks
+    _talks += 1
+    question = f"check {_checks}: {about or _talks}"  # about: where a rank may have left `right`
+    keys = [f"{question} {rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], json.dumps(said))
+    until = time.monotonic() + SECONDS + 60  # a collective takes 20 to fail
+    while not store.check(keys):  # not wait(): it would keep other threads from the store
+        if time.monotonic() > until:
+            raise TimeoutError("a rank does not come to the check: call start_ranks()")
+        time.sleep(0.01)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _group_works() -> bool:
+    """Whether the ranks can still make a group, and use the default one."""
+    import torch.distributed as dist
+
+    try:
+        group = dist.new_group(timeout=timedelta(seconds=10))
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        dist.barrier()
+    except RuntimeError:
+        return False
+    return True

@@ -17,5 +17,4 @@ for _ in range(int(ranks)):
     if os.fork() == 0:
         IPEngine.launch_instance(argv=options)
         sys.exit()
-for _ in range(int(ranks)):
-    os.wait()
+os.wait()  # for the first that ends. start_ranks() then says why, if not all were ready

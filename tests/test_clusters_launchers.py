@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -142,6 +143,8 @@ def test_tasks_of_each_node():
         ),
         ({"PMI_RANK": "3", "PMI_SIZE": "8"}, f"a launcher has set PMI_RANK, {NEEDS}"),
         ({"PALS_RANKID": "3"}, f"a launcher has set PALS_RANKID, {NEEDS}"),
+        ({"JSM_NAMESPACE_RANK": "3"}, f"a launcher has set JSM_NAMESPACE_RANK, {NEEDS}"),
+        ({"MVP_COMM_WORLD_RANK": "3"}, f"a launcher has set MVP_COMM_WORLD_RANK, {NEEDS}"),
         ({"JOB_COMPLETION_INDEX": "3"}, f"a launcher has set JOB_COMPLETION_INDEX, {NEEDS}"),
         ({"RANK": "3", "MASTER_ADDR": "m"}, f"a launcher has set RANK, {NEEDS}"),
         (
@@ -241,6 +244,65 @@ def test_addresses_behind_the_names(tmp_path):
     one, other = remote_lines(tmp_path, hosts, "--static")
     assert " --local-addr=10.0.0.7 --node-rank=0 --master-addr=10.0.0.7 " in one
     assert " --local-addr=fd77::2 --node-rank=1 --master-addr=10.0.0.7 " in other
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_reaches_the_terminals_of_the_hosts(tmp_path, number):
+    """Also when our own terminal is closed.
+
+    A signal to ssh would close theirs at once: a rank that prints then fails before it saves.
+    """
+    ssh, hosts, script = tmp_path / "ssh", tmp_path / "hosts.txt", tmp_path / "saves.py"
+    script.write_text(PRINTS_AND_SAVES)
+    ssh.write_text(SSH_WITH_A_TERMINAL.format(program=[sys.executable, str(script)]))
+    ssh.chmod(0o755)
+    hosts.write_text("here\n")
+    launch = [sys.executable, ROOT / "clusters/torchrun/launch.py", hosts, script]
+    with Job(launch, PATH=f"{tmp_path}:{os.environ['PATH']}", SAVED=str(tmp_path / "saved")) as job:
+        job.wait_until(lambda: "here: step 3" in job.output)
+        job.process.send_signal(number)
+        result = job.wait(60)
+        assert (tmp_path / "saved").exists()  # by the time that launch.py has ended
+    assert result.returncode == 128 + number
+    assert "here: saved" in result.output
+
+
+# It runs a stand-in for torchrun, whatever it is asked to run.
+SSH_WITH_A_TERMINAL = """#!/usr/bin/env python3
+import os, pty, select, sys
+if sys.argv[-1] == "true":
+    sys.exit()
+pid, terminal = pty.fork()
+if not pid:
+    os.execv({program[0]!r}, {program})
+sources = [0, terminal]
+while True:
+    for source in select.select(sources, [], [])[0]:
+        try:
+            data = os.read(source, 4096)
+        except OSError:  # the last process of this terminal has ended
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if source == 0 and not data:
+            sources.remove(0)
+        os.write(1 if source else terminal, data)
+"""
+
+PRINTS_AND_SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+asked = []
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, lambda *_: asked.append(True))
+step = 0
+while not asked or step < 5:
+    step += 1
+    print("step", step, flush=True)
+    time.sleep(0.2)
+time.sleep(1)
+Path(os.environ["SAVED"]).touch()
+print("saved", flush=True)
+sys.exit(1)
+"""
 
 
 def test_a_variable_that_is_not_set(tmp_path):

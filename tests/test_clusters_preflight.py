@@ -185,6 +185,7 @@ class Told:
 
     def __init__(self, hosts: int = 2, slow_gpu: tuple[int, int] | None = None):
         self.all_reduce, self.lost, self.here = {}, {}, range(hosts)
+        self.addresses = list("abcd"[:hosts])
         self.slow_gpu = slow_gpu
 
     def ask(self, told: dict[int, dict], **_) -> dict:
@@ -425,11 +426,43 @@ def test_an_unknown_host_is_named(tmp_path):
     assert done.stdout.endswith("\n1 thing(s) wrong\n")
 
 
+def test_the_file_of_hosts_is_that_of_launch(tmp_path):
+    """A name for ssh, and an address at which the other hosts reach that host."""
+    ssh, hosts = tmp_path / "ssh", tmp_path / "hosts.txt"
+    ssh.write_text(
+        '#!/bin/sh\nfor last; do host=$command command=$last; done\nexec echo "$host" >&2\n'
+    )
+    ssh.chmod(0o755)
+    hosts.write_text("me@alias 10.0.0.7 # rack 1\nother fd77::2\n")
+    command = [sys.executable, CLUSTERS / "preflight.py", hosts]
+    environment = clean_environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    why = "it cannot be asked"
+    assert done.stdout.splitlines()[:2] == [f"alias: {why}: me@alias", f"other: {why}: other"]
+
+
+def test_where_other_hosts_reach_a_host(monkeypatch):
+    monkeypatch.setattr(preflight_fleet, "start", lambda *_: start(""))
+    fleet = preflight_fleet.Fleet(["me@a", "b"], "ssh", {"me@a": None, "b": "10.0.0.2"})
+    fleet.end()
+    assert fleet.addresses == ["a", "10.0.0.2"]
+
+
+def test_gpus_that_torch_does_not_see_are_named(monkeypatch, tmp_path):
+    """Else a job of Slurm that forgot to request its GPUs has "nothing wrong"."""
+    for gpu in range(torch.cuda.device_count() + 2):
+        (tmp_path / str(gpu)).mkdir()
+    monkeypatch.setattr(preflight_agent, "DRIVER", tmp_path)
+    wrong = " ".join(preflight_agent.facts([], str(tmp_path))["wrong"])
+    seen = torch.cuda.device_count()
+    assert f"torch sees {seen} of the {seen + 2} GPUs here" in wrong
+
+
 def test_srun_needs_a_job():
     command = [sys.executable, CLUSTERS / "preflight.py", "--srun"]
     environment = clean_environment()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.endswith(
-        "error: --srun: not in a Slurm job; salloc --nodes=N --exclusive starts one\n"
+        "error: --srun: not in a Slurm job: salloc --nodes=N --exclusive --gpus-per-node=8\n"
     )

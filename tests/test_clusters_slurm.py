@@ -378,6 +378,29 @@ def test_jobs_that_lose_their_nodes_continue_bit_for_bit(cluster, tmp_path):
     assert exported.read_text() == "rank 1 has ended\nrank 0 has ended\n"
 
 
+LEAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+print("here", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_job_that_saves_nothing_does_not_begin_anew(cluster, tmp_path, saves):
+    """It would be at its time limit again after the same hour, and again: for ever."""
+    script, log = tmp_path / "leaves.py", tmp_path / "log"
+    script.write_text(LEAVES)
+    args = ("--output-dir", tmp_path / "run") if saves else ()
+    job = cluster.submit("--nodes=1", SLURM / "train_srun.sbatch", script, *args, output=log)
+    cluster.wait_until(lambda: "here" in text(log), log)
+    cluster.run("scancel", "--batch", "--signal=USR1", job).check()  # as near the time limit
+    cluster.wait_until(lambda: cluster.state(job, "JobState") != "RUNNING", log)
+    cluster.wait_until(lambda: cluster.state(job, "JobState") != "COMPLETING", log)
+    assert cluster.state(job, "Restarts") == str(int(saves))
+    assert cluster.state(job, "JobState") == ("PENDING" if saves else "FAILED")
+
+
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
 
 

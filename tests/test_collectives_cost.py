@@ -405,3 +405,11 @@ def test_benchmark_reads_what_a_part_says_or_fails(benchmarks):
 
 def test_a_summary_is_read_without_counting_zeros(benchmarks):
     assert benchmarks.bench.summary([0.5, 15_134.2, 99.961]) == "99.96 (0.5 ... 15,134)"
+
+
+def test_own_address_is_that_of_the_route_to_the_master(monkeypatch):
+    """On the master's host it is the name by which the others found it, never 127.0.1.1."""
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    for master in ("127.0.0.1", "localhost"):
+        monkeypatch.setenv("MASTER_ADDR", master)
+        assert costs.own_address() == master

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import pty
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from config import Settings
 from helpers import (
     ROOT,
     Job,
+    clean_environment,
     learned,
     reached,
     read_metrics,
@@ -140,6 +143,25 @@ def test_a_signal_saves_and_the_same_command_continues(tmp_path, short, name):
         assert f"exitcode  : {128 + number}" in result.output
     pool.run(TRAIN, *SHORT, "--output-dir", folder, ranks=2).check()
     assert_same_end(folder, short)
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves(tmp_path):
+    """Nobody reads any more what the run prints, and each print fails with Input/output error."""
+    ours, terminal = pty.openpty()
+    line = [sys.executable, str(TRAIN), "--epochs", "999", "--log-every", "1"]
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *line, "--output-dir", tmp_path / "run"],
+        env=clean_environment(),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
+    )
+    os.close(terminal)
+    printed = b""
+    while b"step     3/" not in printed:
+        printed += os.read(ours, 4096)
+    os.close(ours)
+    process.wait(60)
+    assert checkpoint(tmp_path / "run")["step"] >= 3
 
 
 @pytest.mark.slow

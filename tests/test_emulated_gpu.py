@@ -261,6 +261,27 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(name, data):
     assert waits[0] - evaluations[0] == waits[1] - evaluations[1] > 0
 
 
+WITH_SMALL_PEAK = """
+import runpy, sys
+sys.path.insert(0, FOLDER)
+import report
+first = report.matmul_peak  # on a GPU with matrices of 8192 x 8192
+report.matmul_peak = lambda device, dtype: first(device, dtype, seconds=0, size=1024)
+runpy.run_path(FOLDER + "/train.py", run_name="__main__")
+"""
+
+
+def test_peak_memory_is_that_of_the_training(data, tmp_path):
+    """Not that of the matrices with which the GPT measures the peak of MFU: here 12 MB."""
+    script = tmp_path / "train.py"
+    script.write_text(WITH_SMALL_PEAK.replace("FOLDER", repr(str(ROOT / "transformer_basics"))))
+    flags = (*GPT.split(), *data["transformer_basics"], "--log-every", 1, "--output-dir", tmp_path)
+    pool.run(script, *flags, ranks=1, interpreter=EMULATED, EMULATED_GPUS="1").check()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    peaks = [line["memory_mb"] for line in lines if "memory_mb" in line]
+    assert 0 < max(peaks) < 4
+
+
 def test_gpu_with_too_little_memory_ends_the_run():
     result = run(TRAIN["ddp"], gpus=2, EMULATED_GPU_BYTES="1000000")
     assert result.returncode == 1

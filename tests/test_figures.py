@@ -51,6 +51,17 @@ def test_a_cell_has_a_stripe_for_each_rank_that_contributed():
     plt.close(figure)
 
 
+def test_cells_of_one_size(monkeypatch):
+    """A column of a matrix is drawn as a column, and not as wide as the matrix."""
+    drawn = []
+    monkeypatch.setattr(figures.tensors, "show", drawn.append)
+    stages = {"all": [torch.ones(4, 4)], "a column": [torch.ones(4, 1)]}
+    for one_size, widths in ((True, [4.05, 4.05]), (False, [4.05, 1.05])):
+        figures.ranks(stages, one_size=one_size)
+        assert [ax.get_xlim()[1] for ax in drawn[-1].axes] == pytest.approx(widths)
+        plt.close(drawn[-1])
+
+
 # ---- colours
 
 

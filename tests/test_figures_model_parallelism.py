@@ -81,6 +81,19 @@ def test_movie_of_1f1b(shown):
         pipeline.movie(played(GPIPE), frames=4)
 
 
+def test_kept_has_a_panel_per_rank(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "show", drawn.append)
+    gpipe = {("GPipe", 1): [8, 0], ("GPipe", 2): [8, 16, 8, 0]}
+    of_ranks = [gpipe | {("1F1B", 2): [8, 16, 8, 0]}, gpipe | {("1F1B", 2): [8, 0, 8, 0]}]
+    pipeline.kept(of_ranks, m=2)
+    assert [len(ax.lines) for ax in drawn[0].axes] == [2, 2]
+    figures.charts.plt.close(drawn[0])
+    with pytest.raises(AssertionError, match="1F1B, rank 0: not 2 micro-batches"):
+        pipeline.kept(of_ranks[::-1], m=2)
+    figures.charts.plt.close()
+
+
 def test_timelines_refuse_what_cannot_be(shown):
     lines = played(GPIPE)
     pipeline.timelines({"GPipe": lines}, unit="units of time")

@@ -41,12 +41,13 @@ def carry_out(gpu, monkeypatch, folder, *flags, **steps) -> tuple[int, dict]:
     monkeypatch.setattr(gpu, "STEPS", steps)
     arguments = ["gpu.py", "--device", "cpu", "--output-dir", str(folder), *flags]
     monkeypatch.setattr(sys, "argv", arguments)
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with pytest.raises(SystemExit) as end:
             gpu.main()
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return int(end.value.code), read(folder)["steps"]
 
 
@@ -175,6 +176,31 @@ def test_two_ranks_are_given_pairs(gpu, monkeypatch, tmp_path):
     assert given == [["0,1", "2,3"]]
 
 
+@pytest.mark.parametrize("is_tiny", [False, True])
+def test_on_two_nodes_the_report_has_the_numbers_of_the_node_that_prints(gpu, is_tiny):
+    args = SimpleNamespace(count=8, nodes=2, host="HOST", device="cuda")
+    told = {}
+    job = SimpleNamespace(args=args, is_tiny=is_tiny)
+    job.run = lambda name, *command, **how: told.__setitem__(name, (command, how))
+    gpu.ranks(job)
+    assert list(told) == ["equivalence", "all_reduce bandwidth", "scaling"]
+    for command, how in told.values():
+        assert command[:4] == (sys.executable, "-m", "torch.distributed.run", "--nnodes=2")
+        assert how["must"] is False
+    assert told["all_reduce bandwidth"][1]["expects"] == "^all_reduce "
+
+
+def test_a_line_that_need_not_come_is_recorded(gpu, monkeypatch, tmp_path):
+    def run(job):
+        for text in ("all_reduce 1 GB", "nothing"):
+            job.run(text, *python(f"print({text!r})"), expects="^all_reduce ", must=False)
+
+    status, steps = carry_out(gpu, monkeypatch, tmp_path, run=(run, 1))
+    assert status == 0
+    runs = steps["run"]["runs"]
+    assert [run["lines"] for run in runs.values()] == ["all_reduce 1 GB", ""]
+
+
 @pytest.mark.parametrize(("text", "is_failure"), [('[{"cat": "kernel"}]', False), ("[{}]", True)])
 def test_a_trace_without_kernels_fails(gpu, tmp_path, text, is_failure):
     rows = {}
@@ -220,6 +246,21 @@ def test_a_step_that_fails_gives_status_1_and_the_end_of_its_output(gpu, monkeyp
     assert steps["good"]["runs"]["says"]["lines"] == "hello | you"
     assert "| says | passed |" in (tmp_path / "gpu.md").read_text()
     assert "hello \\| you" in (tmp_path / "gpu.md").read_text()  # a cell of the table
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_run_with_a_failed_step_leaves_the_page_of_results(gpu, monkeypatch, tmp_path, passes):
+    """Which may be of another GPU, and written by hand."""
+    results, page = tmp_path / "results", tmp_path / "results/gpu.md"
+    results.mkdir()
+    page.write_text("by hand")
+    monkeypatch.setattr(gpu.bench, "RESULTS", results)
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
+    step = say("hello") if passes else lambda job: job.run("bad", *python("raise ValueError"))
+    flags = ("--device", "cuda")
+    status, _ = carry_out(gpu, monkeypatch, tmp_path / "out", *flags, only=(step, 1))
+    assert status == (0 if passes else 1)
+    assert ("by hand" in page.read_text()) == (not passes)
 
 
 def test_only_some_steps(gpu, monkeypatch, tmp_path):
@@ -272,7 +313,8 @@ def test_a_script_without_device_is_left_out_on_a_cpu(gpu, choice, monkeypatch, 
     assert reasons == ["needs one rank on a CUDA device", "computes without a device"]
 
 
-def test_sigterm_ends_all_processes(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_all_processes_and_keeps_what_was_measured(tmp_path, number):
     driver = tmp_path / "driver.py"
     driver.write_text(
         f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu\n"
@@ -285,9 +327,65 @@ def test_sigterm_ends_all_processes(tmp_path):
     with Job([sys.executable, driver, *flags]) as job:
         job.wait_until(lambda: log.exists() and "child" in log.read_text())
         assert read(tmp_path / "out")["steps"]["hang"]["status"] == "running"
-        job.process.terminate()
-        assert job.wait(60).returncode == 143
+        job.process.send_signal(number)
+        ended = job.wait(60).returncode
+        assert ended in (128 + number, -number)  # Python ends itself by SIGINT
         assert not job.left_running()
+    step = read(tmp_path / "out")["steps"]["hang"]
+    assert (step["status"], step["reason"]) == ("failed", "interrupted")
+    assert step["rows"] == {"row": {"value": 1.5}}
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    """--output-dir . in a clone would empty its tests/."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/mine.py").write_text("mine")
+    result = helpers.python(SCRIPT, "--device", "cpu", "--minutes", 0, "--output-dir", tmp_path)
+    assert result.returncode == 2
+    assert f"--output-dir {tmp_path} has other files" in result.output
+    assert [path.name for path in tmp_path.rglob("*")] == ["tests", "mine.py"]
+
+
+def test_a_step_that_is_left_out_keeps_what_an_earlier_run_wrote(gpu, monkeypatch, tmp_path):
+    steps = {"long": (say("1"), 8), "short": (say("2"), 1)}
+    carry_out(gpu, monkeypatch, tmp_path, **steps)
+    _, found = carry_out(gpu, monkeypatch, tmp_path, "--minutes", "1", **steps)
+    assert [step["status"] for step in found.values()] == ["left out", "passed"]
+    assert (tmp_path / "long/says.log").read_text() == "1\n"
+
+
+def test_two_runs_do_not_share_a_folder(gpu, monkeypatch, tmp_path):
+    def run_again(job):
+        flags = ("--device", "cpu", "--minutes", 0, "--output-dir", tmp_path)
+        job.run("again", sys.executable, SCRIPT, *flags)
+
+    status, steps = carry_out(gpu, monkeypatch, tmp_path, run=(run_again, 2))
+    assert status == 1
+    assert "another run writes to" in steps["run"]["runs"]["again"]["output"]
+
+
+def test_a_full_disk_costs_the_report_and_no_step(gpu, monkeypatch, tmp_path, capsys):
+    ran = []
+
+    def fill(job):
+        def refuse(path, text):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(gpu.Path, "write_text", refuse)
+        raise ValueError("full")
+
+    monkeypatch.setattr(gpu, "STEPS", {
+        "fill": gpu.Step(fill, 1, "Fill"),
+        "after": gpu.Step(lambda job: ran.append("after"), 1, "After"),
+    })  # fmt: skip
+    arguments = ["gpu.py", "--device", "cpu", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert ran == ["after"]
+    said = capsys.readouterr().out
+    assert "cannot write gpu.md: [Errno 28] No space left on device" in said
+    assert "## After" in said  # the report is printed
 
 
 @pytest.mark.parametrize(
@@ -417,10 +515,20 @@ import sys
 sys.path.insert(0, "BENCHMARKS")
 import json, torch
 import gpu_measurements as g
+SXM = "NVIDIA H100 80GB HBM3"
 memory = [g.verdict_on_memory(ratio, compiled) for compiled in (False, True)
           for ratio in (0.8, 0.9, 1.1, 1.2)]
 mfu = [g.verdict_on_mfu(*case)["verdict on MFU"] for case in (
-    ("124M", 0.44, "NVIDIA H100"), ("124M", 0.46, "NVIDIA H100"), ("124M", 0.46, "A100"))]
+    ("124M", 0.44, SXM), ("124M", 0.46, SXM), ("124M", 0.44, "NVIDIA H100 PCIe"),
+    ("124M", 0.46, "A100"))]
+tf32 = []
+for major, minor in ((7, 5), (8, 0), (9, 0)):
+    torch.cuda.get_device_capability = lambda device: (major, minor)
+    tf32.append(g.has_tf32(torch.device("cuda")))
+waited = []
+torch.accelerator.synchronize = lambda device: waited.append(str(device))
+for device in ("cpu", "cuda:1"):
+    g.MeshRun.tokens_per_second.__globals__["wait"](torch.device(device))
 one = {"loss": torch.tensor(2.0), "gradient of w": torch.tensor([1e-3, 1e-6]),
        "parameter w": torch.tensor([1e-2, 5.0])}
 other = {"loss": torch.tensor(2.1), "gradient of w": torch.tensor([1e-3, 2e-6]),
@@ -428,7 +536,7 @@ other = {"loss": torch.tensor(2.1), "gradient of w": torch.tensor([1e-3, 2e-6]),
 differences = g.relative_differences([one, other], [one, one])
 other["gradient of w"][0] = float("nan")
 not_a_number = g.relative_differences([other, one], [one, one])["gradient"][0]
-print(json.dumps([memory, mfu, differences, str(not_a_number)]))
+print(json.dumps([memory, mfu, tf32, waited, differences, str(not_a_number)]))
 """
 
 
@@ -436,10 +544,12 @@ def test_verdicts_on_memory_and_speed_and_differences(tmp_path):
     script = tmp_path / "verdicts.py"
     script.write_text(VERDICTS.replace("BENCHMARKS", str(BENCHMARKS)))
     output = helpers.python(script).check().output
-    memory, mfu, differences, not_a_number = json.loads(output.splitlines()[-1])
+    memory, mfu, tf32, waited, differences, not_a_number = json.loads(output.splitlines()[-1])
     above, below, right = "more than 15% above", "more than 15% below", "as computed"
-    assert memory == [below, right, right, above, right, right, right, above]
-    assert mfu == ["missed", "reached", "another device"]
+    assert memory == [below, right, right, above, "less, compiled", right, right, above]
+    assert mfu == ["missed", "reached", "another device", "another device"]
+    assert tf32 == [False, True, True]  # a T4 has none: its mode "high" is fp32
+    assert waited == ["cuda:1"]  # else tokens/s would be those of queuing the work
     assert {kind: name for kind, (_, name) in differences.items()} == {
         "loss": "loss in step 1",
         "gradient": "gradient of w in step 1",
@@ -448,6 +558,31 @@ def test_verdicts_on_memory_and_speed_and_differences(tmp_path):
     found = [differences[kind][0] for kind in ("loss", "gradient", "parameter")]
     assert found == pytest.approx([0.05, 1e-3, 2e-5], rel=1e-2)
     assert not_a_number == "inf"
+
+
+TOKENS = """
+import sys
+sys.path.insert(0, "BENCHMARKS")
+import torch
+from types import SimpleNamespace
+import gpt
+config = gpt.config_of("124M")
+model = torch.nn.Embedding(config.vocab_size, 1)
+worker, seen = SimpleNamespace(device=torch.device("cpu")), []
+def loss_of(x, y):
+    seen.append(x.max().item())
+    return model(x).mean()
+gpt.loop(model, loss_of, config, worker, batch=2)()
+print("SEEN", max(seen), config.vocab_size)
+"""
+
+
+def test_the_plain_loop_draws_its_tokens_from_the_whole_vocabulary_as_ours_does(tmp_path):
+    script = tmp_path / "tokens.py"
+    script.write_text(TOKENS.replace("BENCHMARKS", str(BENCHMARKS)))
+    output = helpers.python(script).check().output
+    largest, vocabulary = map(int, output.split("SEEN ")[1].split())
+    assert largest > 0.9 * vocabulary
 
 
 MEMORY = """

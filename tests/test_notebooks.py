@@ -270,6 +270,68 @@ def wrong_references(text: str) -> list[str]:
     return wrong + re.findall(r"[Cc]hapters?[^.]*\bplanned", text)
 
 
+def test_what_a_chapter_names_is_there():
+    """Sections, exercises and pictures: some were lost when chapters were saved again."""
+    by_number = {path.name[:2]: read(path) for path in NOTEBOOKS}
+    assert_clean(lambda notebook: named_in_vain(notebook, by_number))
+
+
+# A section in quotation marks, with the link to its chapter if it is another one.
+SECTION = re.compile(
+    r"(?:\[\d+\]\((?P<chapter>\d\d)_\S*\) )?"
+    r"(?:up to|from|as far as|[Ss]kip|[Rr]ead|[Ss]ee|then) "
+    r'(?P<names>"[A-Z][^"]*"(?:(?:,| and|, and) "[A-Z][^"]*")*)'
+)
+
+
+def named_in_vain(notebook, by_number: dict) -> list[str]:
+    found = []
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type != "markdown":
+            continue
+        text = without_code(cell.source)
+        for match in SECTION.finditer(text):
+            there = headings(by_number[match["chapter"]] if match["chapter"] else notebook)
+            for name in re.findall(r'"([^"]*)"', match["names"]):
+                if not any(heading.startswith(name.rstrip(".")) for heading in there):
+                    found.append(f'no section "{name}"')
+        for match in re.finditer(r"\bexercises? (\d)(?: and (\d))?(?: of chapter (\d+))?", text):
+            chapter = by_number[f"{int(match[3]):02}"] if match[3] else notebook
+            exercises = exercises_of(chapter)
+            found += [f"no exercise {n}" for n in match.groups()[:2] if n and n not in exercises]
+        for match in re.finditer(r"(?:figure|picture|movie)s? (above|below)", text):
+            cells = notebook.cells[:number] if match[1] == "above" else notebook.cells[number:]
+            if not any(
+                "image/" in mime
+                for c in cells
+                for o in c.get("outputs", [])
+                for mime in o.get("data", {})
+            ):
+                found.append(f"nothing is drawn: {match[0]}")
+    return found
+
+
+def headings(notebook) -> list[str]:
+    return re.findall(r"^#+ (.*)", without_code(prose(notebook)), flags=re.MULTILINE)
+
+
+def exercises_of(notebook) -> list[str]:
+    """Their numbers, which stand in bold: **Exercise 3.**, **3. Which GPU?** or (exercise 6)."""
+    text = without_code(prose(notebook))
+    return re.findall(r"^\*\*(?:Exercise |.*\(exercise )?(\d)[.,: )]", text, re.MULTILINE)
+
+
+def test_what_is_named_in_vain_is_caught():
+    markdown = nbformat.v4.new_markdown_cell
+    text = '## Tags and more\n\n**Exercise 1.** Skip "Tags", do exercise 1; '
+    bad = 'read "The ring"; exercise 2 of chapter 3; see the figure above.'
+    chapter = nbformat.v4.new_notebook(cells=[markdown(text)])
+    worse = nbformat.v4.new_notebook(cells=[markdown(text + bad)])
+    assert named_in_vain(chapter, {}) == []
+    expected = ['no section "The ring"', "no exercise 2", "nothing is drawn: figure above"]
+    assert named_in_vain(worse, {"03": chapter}) == expected
+
+
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("*/README.md"))
 
 
@@ -366,35 +428,92 @@ def test_runs_again_with_the_same_outputs(path, tmp_path):
         "-p",
         "no:cacheprovider",
     )
-    with Job([sys.executable, "-m", "pytest", "-q", *options, copy], cwd=tmp_path) as job:
+    command = [sys.executable, "-m", "pytest", "-q", *options, copy]
+    with Job(command, cwd=tmp_path, COURSE_QUIET="yes") as job:
         job.wait(timeout=1100).check()  # minutes on a busy machine
         assert f"{len(code_cells(notebook))} passed" in job.output
         wait_until_gone(job.processes)
 
 
 def proof_cell(exercise, check, solution) -> str:
-    """A cell that runs the check on the solution, and on wrong answers.
+    """A cell that runs the check on wrong answers of all kinds, and on the solution.
 
     The solution's first python block is the answer. Further blocks are tempting mistakes; without
     any, what the answer's variables hold is spoiled.
     """
     right, *wrong = re.findall(r"```python\n(.*?)```", solution.source, flags=re.DOTALL)
-    if not wrong:
-        magic = "%%px\n" if exercise.source.startswith("%%px") else ""
-        names = [
-            target.id
-            for statement in ast.parse(python_of(exercise.source)).body
-            if isinstance(statement, ast.Assign)
-            and isinstance(statement.value, ast.Constant)
-            and statement.value.value is None
-            for target in statement.targets
-        ]
-        assert names, f"an exercise sets its answer to None:\n{exercise.source}"
-        wrong = [magic + SPOIL + "".join(f"{name} = spoil({name})\n" for name in names)]
-    return f"{RUN}\nprove({right!r}, {wrong!r}, {check.source!r})"
+    magic = "%%px\n" if exercise.source.startswith("%%px") else ""
+    names = [
+        target.id
+        for statement in ast.parse(python_of(exercise.source)).body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.value, ast.Constant)
+        and statement.value.value is None
+        for target in statement.targets
+    ]
+    assert names, f"an exercise sets its answer to None:\n{exercise.source}"
+
+    def every(value: str) -> str:
+        """Set all variables of the answer, after it was given rightly."""
+        return magic + ABUSE + "".join(f"{name} = {value.format(name)}\n" for name in names)
+
+    wrong = wrong or [every("spoil({})")]
+    open_ones = [exercise.source]
+    if magic:
+        open_ones.append(magic + "if rank > 0:\n    " + " = ".join(names) + " = None\n")
+    kinds = ["fails", "hangs", "another_type"]
+    if "def " not in right or "return " in right:  # others work in place
+        kinds.append("another_shape")
+    abuse = [every(f"{kind}({{}})") for kind in kinds]
+    abuse += [magic + answer for first, answer in DEADLY.items() if first in exercise.source]
+    return f"{RUN}\nprove({right!r}, {wrong!r}, {open_ones!r}, {abuse!r}, {check.source!r})"
 
 
-SPOIL = '''
+# Answers that leave ranks in a collective, or end a process. They come last.
+DEADLY = {
+    "\nmean = None": "numbers = torch.ones(3 + 2 * rank)\nmean = dist.all_reduce(numbers)\n",
+    "\npair_mean = None": """
+def pair_mean(x):
+    if rank < 2:
+        pair = dist.new_group([0, 1])
+    else:
+        pair = dist.new_group([2, 3])
+    dist.reduce(x, dst=0, group=pair)
+    if rank == 0:
+        x /= 2
+    dist.broadcast(x, src=0, group=pair)
+    return x
+""",
+    "\nall_to_all = None": """
+def all_to_all(incoming, outgoing):  # into places that are too small for some
+    for d in range(1, world_size):
+        to, source = (rank + d) % world_size, (rank - d) % world_size
+        exchange(outgoing[to], to, incoming[to], source)
+""",
+    "\nsteps_until_done = None": """
+def steps_until_done(comm, loss):
+    steps = 0
+    while loss > 0.5:
+        comm.all_reduce(loss.clone())
+        loss, steps = loss / 2, steps + 1
+    return steps
+""",
+    "\nfull_weight = None": """
+def full_weight(u):
+    return u.layer.weight.detach()
+""",
+    "\nask_all = None": """
+def ask_all(names, function):
+    [call.wait() for call in [rpc.rpc_async(name, function) for name in names]]
+""",
+    "\nSafeAccount = None": """
+class SafeAccount:
+    pass
+""",
+}
+
+
+ABUSE = '''
 def spoil(value):
     """A wrong answer of the same kind."""
     if callable(value):
@@ -408,10 +527,41 @@ def spoil(value):
     if isinstance(value, dict):
         return {k: spoil(v) for k, v in value.items()}
     return value * 2 + 1
+
+
+def fails(value):
+    def failure(*args, **kwargs):
+        raise ValueError("of an answer")
+    return failure
+
+def hangs(value):
+    import time
+    def hang(*args, **kwargs):
+        while True:
+            time.sleep(0.01)
+    return hang
+
+def another_type(value):
+    return (lambda *args, **kwargs: "a word") if callable(value) else object()
+
+def another_shape(value):
+    """Of the same type, but with more or fewer elements, or inside a list."""
+    if isinstance(value, type):
+        return type("Empty", (), {})
+    if callable(value):
+        return lambda *args, **kwargs: another_shape(value(*args, **kwargs))
+    if isinstance(value, dict):
+        return {}
+    if isinstance(value, (list, tuple, str)):
+        return value[:-1] if len(value) > 1 else value * 2
+    if hasattr(value, "detach"):
+        return value.detach().reshape(-1).repeat(2)
+    return [value]
 '''
 
 RUN = """
-def prove(right, wrong, check):
+def prove(right, wrong, open_ones, abuse, check):
+    import exercises
     from IPython.utils.capture import capture_output
 
     def run(source):
@@ -424,17 +574,34 @@ def prove(right, wrong, check):
                 return f"{type(error).__name__}: {error}", said.stdout
         return None, said.stdout
 
-    error, said = run(right)
-    assert not error, error
-    error, said = run(check)
-    assert not error and said.strip().endswith("correct"), (error, said)
-    for mistake in wrong:
-        error, said = run(mistake)
-        assert not error, error
+    def patience(seconds):
+        exercises.SECONDS = seconds
+        if check.startswith("%%px"):
+            run(f"%px exercises.SECONDS = {seconds}")
+
+    def expect(answer, start):
+        error, said = run(answer)
+        if error and error.startswith("UsageError: rank "):  # it has ended a process
+            return
+        assert not error, (answer, error)
         error, said = run(check)
-        assert not error, ("a check never fails, it says what is wrong", mistake, error)
-        assert said.count("not yet: ") == 1 and len(said.split("\\n")) <= 3, (mistake, said)
-        assert len(said) < 400, ("one line", said)
+        assert not error, ("a check never fails, it says what is wrong", answer, error)
+        said = said.removeprefix("[stdout:0] \\n")
+        assert said.splitlines()[-1].startswith(start), (answer, said)
+        assert said.count("\\n") <= 2 and len(said) < 420, ("one line", answer, said)
+
+    for nothing in open_ones:
+        expect(right, "")
+        expect(nothing, "not answered yet")
+    for mistake in wrong:
+        expect(right, "correct")
+        expect(mistake, "not yet: ")
+    for mistake in abuse:
+        expect(right, "correct")
+        patience(2 if "= hangs(" in mistake else 60)
+        expect(mistake, "not yet: ")
+        patience(60)
+    expect(right, "correct")
 """
 
 
@@ -523,22 +690,40 @@ def test_run_script_ends_a_hang(script, ranks, timeout):
 
 
 LIFE = """
-import sys
+import os, signal, sys, threading, time
 sys.path.insert(0, {folder!r})
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" ignores it
 
 def run(source):
     shell.run_cell(source).raise_error()
 
+def says(source, words):
+    error = shell.run_cell(source).error_in_exec
+    assert words in str(error), error
+
 run("from course import *")
+says("%%px\\n1", "call start_ranks() first")
 run("start_ranks(2, timeout=5)")
 run("%px y = rank + 1")
 run("assert gather('y') == [1, 2], gather('y')")
+says("%px import os; rank == 1 and os.abort()", "rank 1 is gone")
+run("assert gather('y') == [1, 2], gather('y')")  # new ranks, which know what the old ones knew
+run("%px x = torch.ones(1); dist.all_reduce(x)")
 result = shell.run_cell("%%px\\nif rank == 0: dist.all_reduce(torch.ones(1))")
 assert "Timed out" in str(result.error_in_exec), result
 run("start_ranks(3)")  # a broken group is replaced
 run("%px x = torch.tensor([1, 10, 100][rank]); dist.all_reduce(x)")
+run("assert [x.item() for x in gather('x')] == [111] * 3")
+
+def interrupt():
+    while not os.path.exists("asleep"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)  # as Jupyter's button does
+
+threading.Thread(target=interrupt).start()
+says("%px import time; open('asleep', 'w').close(); time.sleep(300)", "interrupted. 3 new ranks")
 run("assert [x.item() for x in gather('x')] == [111] * 3")
 print("alive", flush=True)
 shell.run_cell("%px import time; time.sleep(300)")
@@ -546,7 +731,7 @@ shell.run_cell("%px import time; time.sleep(300)")
 
 
 @pytest.mark.slow
-def test_ranks_start_again_after_a_hang_and_die_with_their_kernel(tmp_path):
+def test_ranks_start_again_when_dead_or_hung_and_die_with_their_kernel(tmp_path):
     life = tmp_path / "life.py"
     life.write_text(LIFE.format(folder=str(FOLDER)))
     with Job([sys.executable, life], cwd=tmp_path) as job:
@@ -555,6 +740,14 @@ def test_ranks_start_again_after_a_hang_and_die_with_their_kernel(tmp_path):
         job.process.kill()  # no chance to clean up: what a Jupyter server does to a stuck kernel
         job.process.wait()
         wait_until_gone(job.processes)
+
+
+def test_a_slow_start_says_what_it_waits_for(capsys):
+    said = ""
+    with course._saying(lambda: "2 of 4 ranks", every=0.01):
+        while not said:
+            said = capsys.readouterr().out
+    assert said.startswith("waiting for 2 of 4 ranks\n")
 
 
 BROKEN = """

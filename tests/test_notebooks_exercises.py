@@ -1,6 +1,9 @@
 """notebooks/exercises.py: check() prints one line, and never fails."""
 
+import contextlib
+import signal
 import sys
+import time
 
 import pool
 import pytest
@@ -54,28 +57,96 @@ def test_hints_come_one_after_another(said):
     assert said(right, 1, 2, hints=hints) == "correct\n"
 
 
+def test_an_answer_may_hang_exit_or_fail_in_any_way(said, monkeypatch):
+    monkeypatch.setattr(exercises, "SECONDS", 0.2)
+
+    def calls(answer):
+        answer()
+
+    def for_ever():
+        while True:
+            with contextlib.suppress(Exception):  # which must not hold up the end
+                time.sleep(0.01)
+
+    def deeper():
+        deeper()
+
+    assert said(calls, for_ever) == "not yet: no end within 0.2 seconds\n"
+    assert said(calls, sys.exit) == "not yet: it raises SystemExit: \n"
+    assert said(calls, deeper).startswith("not yet: it raises RecursionError: maximum")
+    assert said(calls, 7) == (
+        "not yet: is that of the kind that was asked for? 'int' object is not callable\n"
+    )
+    assert said(calls, lambda: None) == "correct\n"
+    assert signal.getitimer(signal.ITIMER_REAL)[1] == 0  # ours is over
+
+
 RANKS = """
-import sys
+import os, sys, time
+from datetime import timedelta
 sys.path.insert(0, {folder!r})
-import torch.distributed as dist
+import torch, torch.distributed as dist
+import exercises
 from exercises import check
-dist.init_process_group("gloo")
-rank = dist.get_rank()
+rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+exercises.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+exercises.store.set(f"here {{rank}}", "")
+exercises.store.wait(["here 0", "here 1", "here 2"])  # the next line waits for 15 seconds only
+dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+exercises.SECONDS = 60
 
 def mine(answer):
     assert answer == rank, f"wrong on rank {{rank}}"
 
+def summed(add):
+    assert rank != 1 or add is not wrong, "wrong on rank 1"  # and it leaves the others alone
+    x = torch.ones(1)
+    add(x)
+    assert x == 3, "not the sum"
+
+def wrong(x):
+    dist.all_reduce(x)
+
+def raises_on_2(x):
+    if rank == 2:
+        raise ValueError("rank 2 is here")
+    dist.all_reduce(x)
+
 check(mine, rank)
 check(mine, None if rank == 1 else rank)
+check(mine, None)
 check(mine, 5 if rank else 0)
-dist.barrier()
-dist.destroy_process_group()
+check(summed, dist.all_reduce)
+check(summed, None if rank else dist.all_reduce)  # no rank waits for the two others
+check(summed, dist.all_reduce)
+assert not exercises.start_again
+check(summed, {wrong})
+assert exercises.start_again
 """
 
 
-def test_ranks_print_one_line(tmp_path):
-    """The mistake of the first rank that has one."""
+def on_three_ranks(tmp_path, wrong: str) -> list[str]:
     script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(folder=str(ROOT / "notebooks")))
-    output = pool.run(script, ranks=3).check().output
-    assert output == "correct\nnot answered yet\nnot yet: wrong on rank 1\n"
+    script.write_text(RANKS.format(folder=str(ROOT / "notebooks"), wrong=wrong))
+    return pool.run(script, ranks=3).check().output.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ("wrong", "not yet: a rank waits for another one: do all ranks make the same calls?"),
+        ("raises_on_2", "not yet: it raises ValueError: rank 2 is here"),
+    ],
+)
+def test_ranks_print_one_line(tmp_path, wrong, line):
+    """The exception or the mistake of the first rank that has one; the group may be broken."""
+    assert on_three_ranks(tmp_path, wrong) == [
+        "correct",
+        "not answered yet on rank 1: every rank needs the answer",
+        "not answered yet",
+        "not yet: wrong on rank 1",
+        "correct",
+        "not answered yet on rank 1: every rank needs the answer",
+        "correct",
+        line + " (The ranks start again.)",
+    ]

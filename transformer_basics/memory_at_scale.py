@@ -11,7 +11,8 @@ collectives return at once. So the program takes a real training step in every r
 
 Look at the two columns. The bytes are those of the tensors that exist after the step; the formula
 counts the rows and columns of a GPT by hand. Try --pp 1 or --dp-shard 1 before you rent a cluster.
-(Not counted: activations, gathered parameters and other temporary memory.)
+(Not counted: activations, gathered parameters and other temporary memory. With --pp a stage keeps
+its gradients unsharded until its last micro-batch: --dp-shard times the line "gradients".)
 """
 
 import math

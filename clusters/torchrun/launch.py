@@ -47,7 +47,7 @@ def main() -> None:
     if not args.lab:
         ask(hosts)
     agents = {host: start(host, torchrun_on(host, hosts, args), args.lab) for host in hosts}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: ended.put((None, 128 + number)))
     ended = SimpleQueue()
     for host, agent in agents.items():
@@ -185,7 +185,7 @@ def start(host: str, command: list[str], in_lab: bool) -> subprocess.Popen:
         command = [*SSH, host, there]
     return subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL if in_lab else subprocess.PIPE,  # for Ctrl-C: see end()
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -203,8 +203,9 @@ def in_background(function) -> threading.Thread:
 def show(host: str, agent: subprocess.Popen) -> None:
     """Print a host's output, until all processes that could write to it have ended."""
     for line in agent.stdout:
-        sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one write: other hosts print, too
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # our terminal is closed, and the ranks still save
+            sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one write: other hosts print, too
+            sys.stdout.flush()
 
 
 def first_failure(count: int, ended: SimpleQueue) -> int:
@@ -226,8 +227,14 @@ def end(agents, printers: list[threading.Thread]) -> None:
     for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 10)):
         for agent, printer in zip(agents, printers, strict=True):
             if printer.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(agent.pid, number)
+                with contextlib.suppress(ProcessLookupError, BrokenPipeError):
+                    if agent.stdin and number == signal.SIGTERM:
+                        # Ctrl-C on the other host's terminal. A signal would end only our ssh, and
+                        # with it that terminal: the ranks could not print any more, nor save.
+                        agent.stdin.write("\x03")
+                        agent.stdin.flush()
+                    else:
+                        os.killpg(agent.pid, number)
         until = time.monotonic() + seconds
         for printer in printers:
             printer.join(max(0, until - time.monotonic()))

@@ -42,14 +42,14 @@ def layouts(per_rank: Sequence[Mapping[str, Sequence[int]]]) -> None:
 
     per_rank: for each rank, layout (such as "[Shard(0), Replicate()]") -> the numbers it holds.
     """
-    figure, axes = figures.panels(len(per_rank[0]), height=2.4)
+    figure, axes = figures.panels(len(per_rank[0]), height=2.6)
     for ax, layout in zip(axes, per_rank[0], strict=True):
         for rank, held in enumerate(per_rank):
             assert sorted(held[layout]) == _held_by(layout, divmod(rank, 2)), (layout, rank)
         for i in range(16):
             owners = [rank for rank, held in enumerate(per_rank) if i in held[layout]]
             figures.cell(ax, i % 4, -(i // 4), " ".join(map(str, owners)), owners)
-        ax.set(xlim=(0, 4), ylim=(-3, 1), aspect="equal")
+        ax.set(xlim=(0, 4), ylim=(-3, 1.1), aspect="equal")
         ax.set_title(layout.replace(", ", ",\n"), fontsize=9)
         ax.axis("off")
     figures.show(figure)

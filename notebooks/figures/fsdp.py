@@ -92,8 +92,10 @@ def whole_over_time(runs: Mapping[str, Sequence[Event]], sizes: Mapping[str, int
         ax.fill_between(range(len(y)), y, step="mid", color=COLOURS[0])
         turn = next(i for i, event in enumerate(events) if event[0] == "backward")
         ax.axvline(turn - 0.5, color="0.3", linestyle="--")
-        ax.axhline(sum(sizes.values()) / 1000, color="0.5", linestyle=":")
-        ax.set(title=title, xlabel="event (dashed: backward begins)", ylim=(0, None))
+        model = sum(sizes.values()) / 1000
+        ax.axhline(model, color="0.5", linestyle=":")
+        ax.text(0, model, "whole model", va="bottom", fontsize=8)
+        ax.set(title=title, xlabel="event (dashed: backward begins)", ylim=(0, 1.15 * model))
     axes[0].set_ylabel("KB of parameters here")
     show(figure)
 
@@ -133,14 +135,21 @@ def _overlap(times: Sequence[tuple]) -> float:
 
 
 def plan(moments: Sequence[tuple[str, float]], limit: float) -> None:
-    """Memory at each moment of a planned step, against what there is: [(moment, MB)]."""
+    """Memory at each moment of a planned step, against what there is: [(moment, MB)].
+
+    moments: named "forward 0", ..., "backward 0", ...
+    """
     names, sizes = zip(*moments, strict=True)
+    figure, ax = panels(1)
     curves(
         {
             "your plan": (range(len(sizes)), sizes, "o-"),
             "what there is": ((0, len(sizes) - 1), (limit, limit), "--"),
         },
-        xlabel=f"moment: {names[0]} ... {names[len(names) // 2]} ... {names[-1]}",
+        ax,
+        xlabel="forward (F) and backward (B) of each block",
         ylabel="MB",
         ylim=(0, None),
     )
+    ax.set_xticks(range(len(names)), [f"{name[0].upper()}{name.split()[1]}" for name in names])
+    show(figure)

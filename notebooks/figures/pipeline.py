@@ -129,16 +129,19 @@ def idle(measured: Mapping[tuple[str, int], float], ranks: int) -> None:
 
 
 def kept(of_ranks: Sequence[Mapping], m: int) -> None:
-    """Draw the bytes that each rank keeps after each action: {(schedule, m): [bytes, ...]}."""
-    figure, axes = figures.panels(2, 2.6, sharey=True)
-    for ax, name in zip(axes, ("GPipe", "1F1B"), strict=True):
-        for rank, history in enumerate(of_ranks):
+    """Draw the bytes that a rank keeps after each action: {(schedule, m): [bytes, ...]}.
+
+    A panel per rank, because the lines of different ranks would cover one another.
+    """
+    figure, axes = figures.panels(len(of_ranks), 2.6, sharey=True)
+    for rank, (ax, history) in enumerate(zip(axes, of_ranks, strict=True)):
+        for name in ("GPipe", "1F1B"):
             values, one = history[name, m], max(history["GPipe", 1])
             most = m if name == "GPipe" else min(len(of_ranks) - rank, m)
             assert max(values) == one * most, f"{name}, rank {rank}: not {most} micro-batches"
             x = range(1, len(values) + 1)
-            ax.step(x, [b / 1000 for b in values], where="post", label=f"rank {rank}")
-        ax.set(title=f"{name}, m = {m}", xlabel="actions done")
+            ax.step(x, [b / 1000 for b in values], where="post", label=name)
+        ax.set(title=f"rank {rank}, m = {m}", xlabel="actions done")
     axes[0].set_ylabel("KB kept for backward")
-    axes[1].legend()
+    axes[0].legend(loc="upper left")
     figures.show(figure)

@@ -21,15 +21,19 @@ def digits(value: float) -> list[int]:
     return [rank for rank, digit in enumerate(reversed(str(int(value)))) if digit != "0"]
 
 
-def ranks(stages: Mapping[str, Sequence], origin: Origin | None = None) -> None:
+def ranks(
+    stages: Mapping[str, Sequence], origin: Origin | None = None, one_size: bool = False
+) -> None:
     """Draw the tensors that ranks hold: a row per stage, a column per rank.
 
     stages: title -> one tensor (0, 1 or 2 dims) per rank, as gather() returns it; None: no tensor.
     origin: the rank, or the ranks, that a number comes from, told from the number itself (see
     `tens` and `digits`), so that no label can be at the wrong place. None: the rank that holds it.
+    one_size: all cells are equally wide, so that a quarter of a tensor looks like a quarter.
     """
     grids = {title: [_grid(tensor) for tensor in row] for title, row in stages.items()}
     columns = max(map(len, grids.values()))
+    widest = max(len(line) for row in grids.values() for grid in row for line in grid)
     heights = [max(max(map(len, row)), 1) for row in grids.values()]
     figure, axes = plt.subplots(
         len(grids),
@@ -41,7 +45,8 @@ def ranks(stages: Mapping[str, Sequence], origin: Origin | None = None) -> None:
     for row, (title, tensors) in zip(axes, grids.items(), strict=True):
         row[0].set_ylabel(title, rotation=0, ha="right", va="center", labelpad=8)
         for rank, (ax, grid) in enumerate(zip(row, tensors, strict=False)):
-            tensor(ax, grid, origin or (lambda value, rank=rank: rank))
+            from_rank = origin or (lambda value, rank=rank: rank)
+            tensor(ax, grid, from_rank, widest if one_size else None)
     for rank, ax in enumerate(axes[0]):
         ax.set_title(f"rank {rank}")
     for ax in axes.flat:
@@ -50,13 +55,18 @@ def ranks(stages: Mapping[str, Sequence], origin: Origin | None = None) -> None:
     show(figure)
 
 
-def tensor(ax: Axes, grid: Sequence[Sequence[float]], origin: Origin) -> None:
-    """Draw a tensor of 2 dims into `ax`, one cell per number, coloured by where it comes from."""
+def tensor(
+    ax: Axes, grid: Sequence[Sequence[float]], origin: Origin, width: int | None = None
+) -> None:
+    """Draw a tensor of 2 dims into `ax`, one cell per number, coloured by where it comes from.
+
+    width: of `ax`, in cells; None: as wide as the tensor.
+    """
     for i, line in enumerate(grid):
         for j, value in enumerate(line):
             owners = origin(value)
             cell(ax, j, -i, f"{value:.4g}", [owners] if isinstance(owners, int) else owners)
-    height, width = len(grid), max(map(len, grid), default=1)
+    height, width = len(grid), width or max(map(len, grid), default=1)
     ax.set(xlim=(-0.05, width + 0.05), ylim=(0.05 - height + 0.9, 1.05))
 
 

@@ -1,0 +1,37 @@
+"""Sentences of the chapters that rest on a number or on torch: they agree with what is printed."""
+
+import json
+
+import pytest
+from helpers import ROOT
+
+# chapter, what its text says, what its cells print
+SAYS = [
+    ("08", "The last column has not grown", "     564,784   2,823,824       1,694,280"),
+    ("08", "Stages 1 and 2 send what DDP sends", "stage 1            2,823,824"),
+    ("09", "plan for **four units**", "forward and backward 4.0"),
+    ("09", "Prefetching adds the next flat buffer", "prefetching  forward 3.0 units"),
+    ("13", "makes 30 `all_reduce`", "AdamW's step: 30 all_reduces"),
+    ("13", "the gradients of the norms are `Partial`", "are Partial: 10, all of norms: True"),
+    ("13", "about half of the true gradient", "norm 0.0647 here, 0.1183 summed"),
+    ("13", "Only the last cut matrix has the right gradient", f"{'head.weight':32} 0.00"),
+    ("13", "All other gradients are wrong from the first step", "more than a tenth off: 36 of 37"),
+    ("15", "the step by 42 % (81 instead of 57)", "step  81.0"),
+    ("15", "the step by 42 % (81 instead of 57)", "step  57.0"),
+]
+
+
+@pytest.mark.parametrize(("chapter", "sentence", "printed"), SAYS)
+def test_a_sentence_and_its_number(chapter, sentence, printed):
+    (file,) = (ROOT / "notebooks").glob(f"{chapter}_*.ipynb")
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    outputs = [out for cell in cells for out in cell.get("outputs", [])]
+    assert sentence in "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    assert printed in "".join("".join(out.get("text", "")) for out in outputs)
+
+
+def test_context_parallel_of_torch_gathers_by_default():
+    """Chapter 16: "By default it is *not* a ring"."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    assert _attention._cp_options.rotate_method is _attention._RotateMethod.ALL_GATHER
