@@ -38,7 +38,13 @@ LARGE = {"1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}
 
 
 def main() -> None:
-    bench.main("backend", "A shared-memory backend", __doc__, TEXTS, part)
+    bench.main(
+        "backend",
+        "A shared-memory backend next to Gloo: speed of collectives and of training",
+        __doc__,
+        TEXTS,
+        part,
+    )
 
 
 def part(name: str, repeats: int) -> None:

@@ -38,7 +38,9 @@ def main() -> None:
     if args.no_write:
         print("\n\n".join(sections))
     else:
-        bench.write("clusters", "Several hosts", sections)
+        bench.write(
+            "clusters", "Several hosts: what a slow link costs, and what a fault costs", sections
+        )
 
 
 def why_no_lab() -> str | None:

@@ -35,7 +35,13 @@ RAY = importlib.util.find_spec("ray") is not None
 
 
 def main() -> None:
-    bench.main("rpc", "Remote calls", __doc__, {"latency": latency_text}, part)
+    bench.main(
+        "rpc",
+        "Remote calls: how many per second, and what a parameter server reaches",
+        __doc__,
+        {"latency": latency_text},
+        part,
+    )
 
 
 def part(_name: str, repeats: int) -> None:

@@ -41,7 +41,11 @@ def main() -> None:
     if args.no_write:
         print("\n\n".join(sections))
     else:
-        bench.write("shm_endurance", "A shared-memory backend, for a long time", sections)
+        bench.write(
+            "shm_endurance",
+            "A shared-memory backend in long runs: errors, memory, descriptors",
+            sections,
+        )
 
 
 def job(seed: int, ranks: int) -> float:

@@ -55,7 +55,9 @@ def main() -> None:
     ours = (*bench.torchrun(2), *command, "slow")
     rounds = [(bench.measure(*real), bench.measure(*ours)) for _ in range(2)]
     sections = [text(rounds, "message"), text(rounds, "all_reduce"), about()]
-    bench.write("slow_links", "A slow link, real and made", sections)
+    bench.write(
+        "slow_links", "A slow link: one of 100 Mbit/s next to the backend that plays one", sections
+    )
 
 
 def measure_part(backend: str, repeats: int) -> None:

@@ -87,7 +87,7 @@ def parse_args() -> Settings:
     add("--optimizer", choices=("adamw", "sgd"), help="sgd has momentum 0.9 (default: adamw)")
     add("--lr", type=above(0), help="peak learning rate (default: 0.003)")
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.1)")
-    add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.01)")
+    add("--weight-decay", type=between(0, math.inf), help="of weight matrices (default: 0.01)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--precision", choices=PRECISIONS, help="compute dtype; shards are fp32 (default: fp32)")
     add("--compile", action="store_true", help="torch.compile each FSDP unit")
@@ -102,11 +102,15 @@ def parse_args() -> Settings:
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
-    add("--workers", type=at_least(0), help="loader processes per rank (default: 0)")
+    add("--workers", type=at_least(0), help="DataLoader workers per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
-    add("--checkpoint-every", type=at_least(0), help="save every N steps (default 0: each epoch)")
+    add(
+        "--checkpoint-every",
+        type=at_least(0),
+        help="save every N steps (0: each epoch; default: 0)",
+    )
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
     add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
     add("--log-every", type=at_least(1), help="log every N steps (default: 50)")

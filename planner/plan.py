@@ -141,15 +141,15 @@ def parse_args() -> argparse.Namespace:
     add("--model", required=True, help="preset, or a Hugging Face config.json")
     add("--gpus", type=whole, required=True, help="number of GPUs")
     add("--gpu", default="H100", help="preset, or a TOML file as in presets.toml (default: H100)")
-    add("--sequence", type=whole, default=8192, help="tokens of a sequence (default: 8192)")
+    add("--sequence", type=whole, default=8192, help="tokens per sequence (default: 8192)")
     add("--batch-tokens", default="4M", help="tokens per step; M is 1,048,576 (default: 4M)")
-    add("--stack", help="constants of stacks.toml (default: those of the GPU)")
+    add("--stack", help="constants of this framework in stacks.toml (default: the GPU's)")
     add("--fp8", action="store_true", help="matrix products of the layers in fp8")
-    add("--no-flash", action="store_true", help="attention that writes its scores to memory")
+    add("--no-flash", action="store_true", help="attention without a flash kernel")
     add(
         "--explain",
-        metavar="MESH",
-        help="derive each number of a line of the table, or of a mesh (default: none)",
+        metavar="N|MESH",
+        help="derive each number of line N, or of a mesh such as dp=8x8,tp=2 (default: none)",
     )
     add("--flags", action="store_true", help="print train.py's command line for the pick")
     add(

@@ -103,7 +103,7 @@ def parse_args() -> Settings:
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
     add("--lr", type=above(0), help="peak learning rate (default: 0.002)")
-    add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.01)")
+    add("--weight-decay", type=between(0, math.inf), help="of weight matrices (default: 0.01)")
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--dropout", type=between(0, 0.99), help="probability of dropping an activation")
@@ -113,11 +113,15 @@ def parse_args() -> Settings:
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
-    add("--workers", type=at_least(0), help="loader processes per rank (default: 0)")
+    add("--workers", type=at_least(0), help="DataLoader workers per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
-    add("--checkpoint-every", type=at_least(0), help="save every N steps (default 0: each epoch)")
+    add(
+        "--checkpoint-every",
+        type=at_least(0),
+        help="save every N steps (0: each epoch; default: 0)",
+    )
     add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
     add("--log-every", type=at_least(1), help="log every N steps (default: 50)")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")

@@ -179,17 +179,25 @@ def parse_args() -> Settings:
     tokens = "with --tp: shard the tokens between the tensor-parallel layers"
     add("--sequence-parallel", action="store_true", help=tokens)
     add("--loss-parallel", action="store_true", help="with --tp: never gather the logits")
-    add("--keep-gathered", action="store_true", help="do not gather again in backward (ZeRO-2)")
+    add("--keep-gathered", action="store_true", help="do not reshard after forward (ZeRO-2)")
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
-    add("--checkpoint-every", type=at_least(1), help="save every N steps, and last (default: 250)")
+    add(
+        "--checkpoint-every",
+        type=at_least(1),
+        help="save every N steps and after the last (default: 250)",
+    )
     add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
     add("--log-every", type=at_least(1), help="log every N steps (default: 50)")
-    add("--eval-every", type=at_least(1), help="evaluate every N steps, and last (default: 250)")
+    add(
+        "--eval-every",
+        type=at_least(1),
+        help="evaluate every N steps and after the last (default: 250)",
+    )
     add("--eval-batches", type=at_least(1), help="held-out batches to evaluate (default: 16)")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
     add("--profile", action="store_true", help="trace three steps to OUTPUT_DIR/trace_RANK.json")

@@ -112,7 +112,8 @@ def parse_args() -> argparse.Namespace:
         help="port on which the agents meet on the first host (default: 29500)",
     )
     parser.add_argument(
-        "--interface", help="interface for Gloo and NCCL, such as eth0 (default: their choice)"
+        "--interface",
+        help="interface for Gloo and NCCL, such as eth0 (default: chosen by Gloo and NCCL)",
     )
     parser.add_argument(
         "--static",
