@@ -1,4 +1,4 @@
-"""DistributedDataParallel in one screen: N processes compute what one would, each 1/N of it.
+"""DistributedDataParallel in one screen: each of N processes computes 1/N of every batch.
 
     python ddp_basics/minimal.py                                      # one process
     torchrun --standalone --nproc_per_node=2 ddp_basics/minimal.py    # two: the same accuracy
