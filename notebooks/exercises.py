@@ -72,7 +72,7 @@ def _problem(right, answers) -> tuple[int, str]:
         with _limit(SECONDS):
             right(*answers)
     except AssertionError as wrong:
-        return WRONG, str(wrong).partition("\n")[0] or "wrong"
+        return WRONG, (str(wrong).partition("\n")[0] or "wrong")[:300]
     except _TooLong:
         return RAISES, f"no end within {SECONDS:g} seconds"
     except KeyboardInterrupt:
