@@ -7,11 +7,13 @@ fork must come before anything that starts threads: here nothing has been comput
 """
 
 import os
+import signal
 import sys
 
 import torch._dynamo  # noqa: F401 (what optimizers and DDP import at their first use: 3 s)
 from ipyparallel.engine.app import IPEngine
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell's & started us
 ranks, *options = sys.argv[1:]
 for _ in range(int(ranks)):
     if os.fork() == 0:

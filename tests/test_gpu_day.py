@@ -317,7 +317,9 @@ def test_a_script_without_device_is_left_out_on_a_cpu(gpu, choice, monkeypatch, 
 def test_a_signal_ends_all_processes_and_keeps_what_was_measured(tmp_path, number):
     driver = tmp_path / "driver.py"
     driver.write_text(
-        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
+        f"sys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu\n"
         f"hangs = (sys.executable, '-c', {HANGS!r})\n"
         "gpu.STEPS = {'hang': gpu.Step(lambda job: job.run('hangs', *hangs), 9, '')}\n"
         "gpu.main()\n"
