@@ -151,6 +151,8 @@ def _define_px(ranks=None) -> None:
         shell.run_line_magic("pxconfig", "--no-stream --progress-after -1")  # in rank order
         for kind, magics in shell.magics_manager.magics.items():
             _ipyparallel[kind] = magics["px"]
+        # Otherwise ipyparallel keeps an interrupt to itself, and _px() does not hear of it.
+        _ipyparallel["line"].__self__.signal_on_interrupt = None
     if shell:
         shell.register_magic_function(_px, "line_cell", "px")
 
@@ -177,12 +179,14 @@ def _px(line: str, cell: str | None = None) -> None:
             if not (is_check and "not yet" in said.stdout):
                 _cells.append((line, cell))
             return
-    except KeyboardInterrupt:
-        trouble = "interrupted"
-    except Exception:
-        if not _gone():
+    except (KeyboardInterrupt, Exception) as error:
+        # ipyparallel raises an error of its own on the way out of an interrupt: no result is there.
+        if KeyboardInterrupt in (type(error), type(error.__context__)):
+            trouble = "interrupted"
+        elif _gone():
+            trouble = f"{_gone()} gone: this cell has ended the process"
+        else:
             raise  # an error like any other
-        trouble = f"{_gone()} gone: this cell has ended the process"
     _start_again()
     if trouble:
         trouble += f". {_started[0]} new ranks have run the cells before this one."

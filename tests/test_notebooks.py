@@ -690,10 +690,11 @@ def test_run_script_ends_a_hang(script, ranks, timeout):
 
 
 LIFE = """
-import os, sys, time
+import os, signal, sys, threading, time
 sys.path.insert(0, {folder!r})
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" ignores it
 
 def run(source):
     shell.run_cell(source).raise_error()
@@ -714,6 +715,15 @@ result = shell.run_cell("%%px\\nif rank == 0: dist.all_reduce(torch.ones(1))")
 assert "Timed out" in str(result.error_in_exec), result
 run("start_ranks(3)")  # a broken group is replaced
 run("%px x = torch.tensor([1, 10, 100][rank]); dist.all_reduce(x)")
+run("assert [x.item() for x in gather('x')] == [111] * 3")
+
+def interrupt():
+    while not os.path.exists("asleep"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)  # as Jupyter's button does
+
+threading.Thread(target=interrupt).start()
+says("%px import time; open('asleep', 'w').close(); time.sleep(300)", "interrupted. 3 new ranks")
 run("assert [x.item() for x in gather('x')] == [111] * 3")
 print("alive", flush=True)
 shell.run_cell("%px import time; time.sleep(300)")
