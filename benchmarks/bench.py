@@ -39,6 +39,19 @@ def say(samples: dict) -> None:
     print(MARK + json.dumps(samples), flush=True)
 
 
+def report(worker, rows: dict[str, dict]) -> None:
+    """Print rows, on rank 0, for the process that started this one: see gpu_runner.Process.rows.
+
+    rows: name -> {column: text, number, or a list of samples}.
+    """
+    if worker.is_main:
+        say(rows)
+
+
+def device_name(device: torch.device) -> str:
+    return processor() if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
 def main(
     name: str, title: str, description: str, texts: dict[str, Callable], part: Callable
 ) -> None:

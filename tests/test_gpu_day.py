@@ -148,12 +148,12 @@ print("had", pair)
 
 
 def test_jobs_of_two_ranks_share_no_gpu(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(gpu.steps.os, "cpu_count", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,0")
-    pairs = gpu.pairs_of_gpus(5)
+    pairs = gpu.steps.pairs_of_gpus(5)
     assert pairs == ["7,5", "3,1"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert gpu.pairs_of_gpus(4) == ["0,1", "2,3"]
+    assert gpu.steps.pairs_of_gpus(4) == ["0,1", "2,3"]
 
     def run(job):
         job.run_all({str(i): python(LOCKS) for i in range(4)}, expects="had", visible=pairs)
@@ -169,10 +169,10 @@ def test_two_ranks_are_given_pairs(gpu, monkeypatch, tmp_path):
     args = SimpleNamespace(count=4, device="cuda")
     job = SimpleNamespace(args=args, is_tiny=False, leave_out=lambda name, why: None)
     job.run_all = lambda commands, **how: given.append(how["visible"])
-    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(gpu.steps.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(gpu.steps.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpu.two_ranks(job)
+    gpu.steps.two_ranks(job)
     assert given == [["0,1", "2,3"]]
 
 
@@ -182,7 +182,7 @@ def test_on_two_nodes_the_report_has_the_numbers_of_the_node_that_prints(gpu, is
     told = {}
     job = SimpleNamespace(args=args, is_tiny=is_tiny)
     job.run = lambda name, *command, **how: told.__setitem__(name, (command, how))
-    gpu.ranks(job)
+    gpu.steps.ranks(job)
     assert list(told) == ["equivalence", "all_reduce bandwidth", "scaling"]
     for command, how in told.values():
         assert command[:4] == (sys.executable, "-m", "torch.distributed.run", "--nnodes=2")
@@ -212,8 +212,8 @@ def test_a_trace_without_kernels_fails(gpu, tmp_path, text, is_failure):
 
     args = SimpleNamespace(device="cuda", count=1)
     job = SimpleNamespace(args=args, is_tiny=False, folder=tmp_path, run=run, note=rows.update)
-    with pytest.raises(gpu.Failed, match="has no kernel") if is_failure else nullcontext():
-        gpu.traces(job)
+    with pytest.raises(gpu.steps.Failed, match="has no kernel") if is_failure else nullcontext():
+        gpu.steps.traces(job)
     assert rows["ddp_basics/trace_0.json.gz"]["kernels"] == int(not is_failure)
 
 
@@ -255,7 +255,7 @@ def test_a_run_with_a_failed_step_leaves_the_page_of_results(gpu, monkeypatch, t
     results.mkdir()
     page.write_text("by hand")
     monkeypatch.setattr(gpu.bench, "RESULTS", results)
-    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu.steps.torch.cuda, "device_count", lambda: 1)
     step = say("hello") if passes else lambda job: job.run("bad", *python("raise ValueError"))
     flags = ("--device", "cuda")
     status, _ = carry_out(gpu, monkeypatch, tmp_path / "out", *flags, only=(step, 1))
@@ -282,20 +282,20 @@ def test_what_does_not_fit_takes_no_time_from_what_does(gpu, monkeypatch, tmp_pa
     minutes, needs_two = dict(zip(names, (1, 3, 5, 4), strict=True)), {"two devices"}
     steps = {n: gpu.Step(say(n), minutes[n], n, needs_two=n in needs_two) for n in names}
     monkeypatch.setattr(gpu, "STEPS", steps)
-    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu.steps.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", "9"])
     assert gpu.parse_args().skipped == set()
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", "7"])
     assert gpu.parse_args().skipped == {"five"}
-    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpu.steps.torch.cuda, "device_count", lambda: 2)
     assert gpu.parse_args().skipped == {"two devices", "five"}
 
 
 def test_without_a_package_its_tests_are_left_out(gpu, choice, monkeypatch, tmp_path):
-    for module in (gpu, choice):
+    for module in (gpu.steps, choice):
         monkeypatch.setattr(module, "has", lambda name: name not in ("pytest", "transformers"))
-    steps = {"tests": (gpu.tests, 1), "scripts": (gpu.scripts, 1)}
-    monkeypatch.setattr(gpu, "scripts_with_device", lambda: ["t5_finetuning/train.py"])
+    steps = {"tests": (gpu.steps.tests, 1), "scripts": (gpu.steps.scripts, 1)}
+    monkeypatch.setattr(gpu.steps, "scripts_with_device", lambda: ["t5_finetuning/train.py"])
     status, found = carry_out(gpu, monkeypatch, tmp_path, **steps)
     assert status == 0
     assert found["tests"]["status"] == "left out"
@@ -306,8 +306,8 @@ def test_without_a_package_its_tests_are_left_out(gpu, choice, monkeypatch, tmp_
 
 def test_a_script_without_device_is_left_out_on_a_cpu(gpu, choice, monkeypatch, tmp_path):
     names = (choice.ONLY_CUDA, "transformer_basics/memory_at_scale.py")
-    monkeypatch.setattr(gpu, "scripts_with_device", lambda: names)
-    status, found = carry_out(gpu, monkeypatch, tmp_path, scripts=(gpu.scripts, 1))
+    monkeypatch.setattr(gpu.steps, "scripts_with_device", lambda: names)
+    status, found = carry_out(gpu, monkeypatch, tmp_path, scripts=(gpu.steps.scripts, 1))
     assert status == 0
     reasons = [run["lines"] for run in found["scripts"]["runs"].values()]
     assert reasons == ["needs one rank on a CUDA device", "computes without a device"]
@@ -412,10 +412,10 @@ def test_without_a_gpu_it_says_what_to_do():
 
 
 def test_files_with_tests_for_gpus_are_found(gpu):
-    names = [path.name for path in gpu.test_files("gpu")]
+    names = [path.name for path in gpu.steps.test_files("gpu")]
     assert {"test_gpu.py", "test_ddp_basics.py"} <= set(names)  # a mark of a parameter, of a test
     assert "test_rpc_basics.py" not in names
-    assert "test_parallel_basics_tied.py" in [path.name for path in gpu.test_files("device")]
+    assert "test_parallel_basics_tied.py" in [path.name for path in gpu.steps.test_files("device")]
 
 
 def test_scripts_with_device_are_found(choice):
@@ -517,10 +517,11 @@ import sys
 sys.path.insert(0, "BENCHMARKS")
 import json, torch
 import gpu_measurements as g
+import gpu_speed
 SXM = "NVIDIA H100 80GB HBM3"
-memory = [g.verdict_on_memory(ratio, compiled) for compiled in (False, True)
+memory = [gpu_speed.verdict_on_memory(ratio, compiled) for compiled in (False, True)
           for ratio in (0.8, 0.9, 1.1, 1.2)]
-mfu = [g.verdict_on_mfu(*case)["verdict on MFU"] for case in (
+mfu = [gpu_speed.verdict_on_mfu(*case)["verdict on MFU"] for case in (
     ("124M", 0.44, SXM), ("124M", 0.46, SXM), ("124M", 0.44, "NVIDIA H100 PCIe"),
     ("124M", 0.46, "A100"))]
 tf32 = []
@@ -530,7 +531,7 @@ for major, minor in ((7, 5), (8, 0), (9, 0)):
 waited = []
 torch.accelerator.synchronize = lambda device: waited.append(str(device))
 for device in ("cpu", "cuda:1"):
-    g.MeshRun.tokens_per_second.__globals__["wait"](torch.device(device))
+    gpu_speed.MeshRun.tokens_per_second.__globals__["wait"](torch.device(device))
 one = {"loss": torch.tensor(2.0), "gradient of w": torch.tensor([1e-3, 1e-6]),
        "parameter w": torch.tensor([1e-2, 5.0])}
 other = {"loss": torch.tensor(2.1), "gradient of w": torch.tensor([1e-3, 2e-6]),
@@ -591,12 +592,13 @@ MEMORY = """
 import gc, sys
 sys.path.insert(0, "BENCHMARKS")
 import torch
-import gpu_measurements as g
+import gpu_measurements
+import gpu_speed as g
 layers, heads, batch, length = 4, 4, 4, 128
-g.SIZES["tiny"] = ((layers, heads, 256, length, 512), batch)
+gpu_measurements.SIZES["tiny"] = ((layers, heads, 256, length, 512), batch)
 config = g.config_of("tiny")
 gc.disable()
-with g.distributed_worker("cuda") as worker:
+with gpu_measurements.distributed_worker("cuda") as worker:
     for flags in ({}, {"activation_checkpointing": True}):
         peak = g.train_fast(worker, "tiny", flags, batch)["peak memory_mb"] * 1e6
         before = torch.cuda.memory_allocated()
