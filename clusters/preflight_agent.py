@@ -20,7 +20,9 @@ from datetime import timedelta
 from pathlib import Path
 
 SYS = Path("/sys/class")
-DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder per GPU of the host, whoever may use it
+DRIVER = Path(
+    "/proc/driver/nvidia/gpus"
+)  # a folder per GPU of the host, also of GPUs that this job may not use
 listening = []  # the listening socket of this host, once there is one
 stores = []
 
@@ -57,7 +59,7 @@ def gpus(torch) -> list[str]:
 
 
 def unseen_gpus(seen: int) -> list[str]:
-    """What torch does not see is not checked: a job without GPUs, a torch for CPUs."""
+    """One sentence if torch sees fewer GPUs than the host has: they are not checked."""
     there = len([*DRIVER.glob("*")])
     short = f"torch sees {seen} of the {there} GPUs here: the other GPUs are not checked"
     return [short] if seen < there else []

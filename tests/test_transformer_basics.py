@@ -133,6 +133,8 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
     fair = all_numbers * share_of_stage / parts
     assert 0.8 * fair <= found["held"] <= 1.25 * fair
     assert found["compiled"] == ("--compile" in words)
+    is_compiled = found["compiled"] and "--loss-parallel" not in words
+    assert found["loss_is_compiled"] == is_compiled
     # Neighbours on the last axis, of tensor parallelism, are neighbours in rank: they talk most.
     assert (found["axes"], found["ranks"]) == (AXES, [*range(ranks)])
     assert not found["had_memory"]  # before it was cut

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
 
 import parallelize
+import step as one_step
 import torch
 import torch.nn.functional as F
 from comparing_meshes import of_all_stages
@@ -160,7 +161,7 @@ def one_process(kind: str) -> dict:
     return found | {"parameters": [{name: p.detach() for name, p in model.named_parameters()}]}
 
 
-materialize = parallelize.materialize
+materialize, compiled_or_not = parallelize.materialize, one_step.loss_function
 
 
 def spread(settings, worker):
@@ -177,7 +178,11 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
         found["had_memory"] = any(not p.is_meta for p in model.parameters())
         return materialize(model, device)
 
-    parallelize.materialize = note_memory
+    def note_loss(is_compiled: bool):
+        found["loss_is_compiled"] = is_compiled
+        return compiled_or_not(is_compiled)
+
+    parallelize.materialize, one_step.loss_function = note_memory, note_loss
     mesh, model, pipeline = spread(settings, worker)
     optimizer, (part, parts) = optimizer_of(name, model, settings), batch_part(mesh)
     # That the flags did something: what rank 0 holds, how often it computes its first MLP, how many
