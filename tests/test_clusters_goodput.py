@@ -1,11 +1,11 @@
 """clusters/goodput.py: the formulas against an exact optimum, Monte Carlo, and killed processes."""
 
+import itertools
 import json
 import math
 import multiprocessing
 import statistics
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -108,39 +108,38 @@ def test_a_background_save_counts_when_it_is_durable(delay):
 FORK = multiprocessing.get_context("fork")  # no imports again: it starts at once
 
 
-@pytest.mark.slow
 def test_processes_that_are_killed_agree(tmp_path):
-    """A process that works, saves and is killed at random for four seconds. Work and saves are
-    sleep, so that the machine's speed is left out; kills (SIGKILL), restarts and the file are real.
-    A sleep is never shorter than asked for: nothing is gained over what replay() says for the same
-    kills. It may be longer on a busy machine, hence only half of that is asked for."""
-    mtbf, save, restart, seconds = 1.0, 0.02, 0.1, 4
-    interval, file = daly(save, mtbf), tmp_path / "saved"
-    failures, began = [], time.monotonic()
-    for planned in [*random_failures(mtbf, seconds, seed=0), seconds]:
-        starts = restart if failures else 0
-        process = FORK.Process(target=work, args=(file, interval, save, starts))
+    """A process that works, saves and is killed at random. SIGKILL, new processes and the file are
+    real; its time comes from a pipe, tick by tick, so that a busy machine changes nothing."""
+    mtbf, save, restart, end = 100, 2, 10, 2000
+    interval, file = round(daly(save, mtbf)), tmp_path / "saved"
+    failures = [round(time) for time in random_failures(mtbf, end, seed=0)]
+    for begin, stop in pairwise([0, *failures, end]):
+        clock, its_end = FORK.Pipe()
+        starts = restart if begin else 0
+        process = FORK.Process(target=work, args=(its_end, file, interval + save, starts))
         process.start()
-        process.join(max(0, began + planned - time.monotonic()))
+        for _ in range(stop - begin):
+            clock.send("tick")
+            assert clock.poll(60)
+            clock.recv()
         process.kill()
         process.join()
-        failures.append(time.monotonic() - began)
-    end = failures.pop()
-    on_paper = replay(failures, interval, save, restart, end)
-    assert failures
-    assert on_paper / 2 < saved_in(file) <= on_paper
+    assert len(failures) > 10
+    assert saved_in(file) == replay(failures, interval, save, restart, end) > 20
 
 
-def work(file: Path, interval: float, save: float, restart: float) -> None:
-    """Continue where the last process stopped. A kill at any moment leaves a whole file."""
-    time.sleep(restart)
+def work(clock, file: Path, ticks: int, restart: int) -> None:
+    """Continue where the last process stopped, and save after so many ticks."""
     saved = saved_in(file)
-    while True:
-        time.sleep(interval + save)
-        saved += 1
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(str(saved))
-        temporary.replace(file)
+    for tick in itertools.count(1):
+        clock.recv()
+        if tick > restart and (tick - restart) % ticks == 0:
+            saved += 1
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(str(saved))
+            temporary.replace(file)
+        clock.send("done")
 
 
 def saved_in(file: Path) -> int:
