@@ -40,12 +40,13 @@ def roofline(measured: dict, peak: float, bandwidth: float) -> None:
     ax.plot([left, ridge, right], [bandwidth * left, peak, peak], color="black", linewidth=2)
     ax.axvline(ridge, color="0.6", linestyle=":")
     ax.text(ridge * 1.05, bandwidth * left, f"ridge: {ridge:.0f} FLOP per byte", color="0.3")
-    for i, (name, (flops, nbytes, seconds)) in enumerate(measured.items()):
+    for name, (flops, nbytes, seconds) in measured.items():
         x, y = flops / nbytes, flops / seconds
         roof = min(peak, bandwidth * x)
         assert y < 5 * roof, f"{name}: {y:.3g} FLOP/s, where {roof:.3g} is the roof"
         ax.plot(x, y, "o", color=BOUND["memory" if x < ridge else "compute"], markersize=7)
-        ax.annotate(name, (x, y), (6, (-12, 5)[i % 2]), textcoords="offset points", fontsize=8)
+        to, ha = ((-6, 6), "right") if y > roof else ((6, -12), "left")  # off the line
+        ax.annotate(name, (x, y), to, textcoords="offset points", fontsize=8, ha=ha)
     ax.set(xscale="log", yscale="log", xlabel="FLOPs per byte of memory traffic")
     ax.set(ylabel="FLOP/s", xlim=(left, right), ylim=(bandwidth * left / 3, peak * 3))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _si(value)))
