@@ -1,6 +1,6 @@
 """Measure what sharding costs and saves; the strategies alternate in one run.
 
-    python benchmarks/fsdp.py              # everything, most of an hour; writes results/fsdp.md
+    python benchmarks/fsdp.py              # everything, half an hour; writes results/fsdp.md
     python benchmarks/fsdp.py --repeats 2 --sizes tiny --no-write    # a quick look
 
 (a) images per second   (b) peak memory and bytes held per rank   (c) seconds a save stops training

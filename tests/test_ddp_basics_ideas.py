@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
 HERE = ROOT / "ddp_basics"
 WATCH_MINIMAL = ROOT / "tests/workers/watch_minimal.py"
 MINIMAL = HERE / "minimal.py"
+NAN = HERE / "nan_on_one_rank.py"
+NAN_WAYS = ("no check", "one rank skips", "all ranks skip")
 HANG = HERE / "uneven_inputs_hang.py"
 JOIN = HERE / "uneven_inputs_join.py"
 ALTERNATIVES = HERE / "uneven_inputs_alternatives.py"
@@ -460,3 +462,40 @@ def test_bad_arguments_are_reported_once_per_job(script, arguments, message):
     result = pool.run(script, *arguments, ranks=2)
     assert result.returncode == 2
     assert result.output.count(message) == 1, result.output
+
+
+# ---- nan_on_one_rank.py
+
+
+def test_a_nan_of_one_rank(load, tmp_path):
+    """Losses and ends of each way; the models, next to a plain loop that leaves out the batch."""
+    saved = tmp_path / "models.pt"
+    said = pool.run(NAN, "--output", saved, ranks=2).check().output
+    rows = {way: rows_after(said, way, 3)[1:] for way in NAN_WAYS}
+    for way in NAN_WAYS:  # only the last rank's own loss says where it began
+        assert [row.split()[1] == "nan" for row in rows[way]] == [False, True]
+    assert all(row.split()[2] == "nan" for row in rows["no check"])
+    assert re.search("Timed out.* in step 30;", rows["one rank skips"][0])
+    assert "trained in step 30; step 5: skipped" in rows["one rank skips"][1]
+    assert all("step 5: skipped, rank(s) [1]" in row for row in rows["all ranks skip"])
+    assert len({row.split()[3] for row in rows["all ranks skip"]}) == 1
+
+    images, labels = load("data").load_dataset("digits")[0][:]
+    torch.manual_seed(0)
+    net = load("small_net").SmallNet(nn.Identity())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    for step in [0, 1, 2, 3, *range(5, 30)]:
+        batch = torch.arange(120 * step, 120 * (step + 1)) % len(images)
+        optimizer.zero_grad()
+        F.cross_entropy(net(images[batch].flatten(1)), labels[batch]).backward()
+        optimizer.step()
+    ended = torch.load(saved)
+    assert largest_difference(ended["all ranks skip"], net.state_dict()) < 1e-5
+    assert all(tensor.isnan().all() for tensor in ended["no check"].values())
+
+
+def test_running_statistics_keep_a_nan():
+    norm = nn.BatchNorm1d(2)
+    norm(torch.tensor([[float("inf"), 0.0], [1.0, 2.0]]))
+    norm(torch.randn(4, 2))
+    assert norm.running_mean[0].isnan() or norm.running_mean[0].isinf()
