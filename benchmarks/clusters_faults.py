@@ -26,7 +26,7 @@ import lab
 import psutil
 from clusters_links import hosts
 
-TIMEOUT = 5  # time-out of collectives, seconds
+TIMEOUT = 5  # timeout of collectives, seconds
 KEEP_ALIVE = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 NOTICED = r"\w*Error\b|got exception|exitcode: -9"  # a line that reports a fault contains this
 LIGHTHOUSE = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000"]

@@ -174,9 +174,7 @@ def parse_args() -> argparse.Namespace:
         "--output-dir", type=Path, help="directory of state and log; a run there continues"
     )
     parser.add_argument("--save-every", type=int, default=20, help="save every N steps")
-    parser.add_argument(
-        "--timeout", type=float, default=60, help="time-out of collectives, seconds"
-    )
+    parser.add_argument("--timeout", type=float, default=60, help="timeout of collectives, seconds")
     parser.add_argument("--hold", type=Path, help="slow each step by 0.1 s while this file exists")
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) > PARTS:

@@ -142,7 +142,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--bug", choices=("barrier", "stuck", "none"), default="barrier", help="the bug"
     )
-    parser.add_argument("--timeout", type=float, default=5, help="time-out of collectives, seconds")
+    parser.add_argument("--timeout", type=float, default=5, help="timeout of collectives, seconds")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/hang"), help="for the dumps")
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:

@@ -1,4 +1,4 @@
-"""Hangs and time-outs of collectives: seven planted failures, and how to find the cause of each.
+"""Hangs and timeouts of collectives: seven planted failures, and how to find the cause of each.
 
     torchrun --standalone --nproc_per_node=3 collectives/hangs.py
     torchrun --standalone --nproc_per_node=2 collectives/hangs.py --case shapes
@@ -43,7 +43,7 @@ def main() -> None:
     with distributed_worker(args.device) as worker:
         if worker.world_size < 2:
             raise UserError("a hang needs a rank to wait for: start 2 or more ranks by torchrun")
-        tell(worker, f"Planted failures, each in a Gloo group with a time-out of {args.timeout} s")
+        tell(worker, f"Planted failures, each in a Gloo group with a timeout of {args.timeout} s")
         for name in CASES if args.case == "all" else [args.case]:
             CASES[name](worker, args.timeout)
             dist.barrier()  # the default group still works: start the next case together
@@ -205,13 +205,13 @@ def slow(worker: Worker, seconds: float) -> None:
         time.sleep(0.3)
         signs = f"{first}, then {beats.add('count', 0)}"
     waiting = time.perf_counter()
-    dist.barrier()  # in the default group, whose time-out is longer
+    dist.barrier()  # in the default group, whose timeout is longer
     waited = f"{time.perf_counter() - waiting:.1f}"
     did = f"comes {seconds + 0.6:g} s late" if late else "all_reduce"
     more = {"heartbeats": signs, "then waits in a barrier s": waited}
     report(worker, "slow: one rank is late", did, seen, **more)
     tell(worker, "the heartbeat says: the count still grows, so the rank is slow, not stuck.")
-    tell(worker, "With a longer time-out the job goes on. The rank that never waits is slow.")
+    tell(worker, "With a longer timeout the job goes on. The rank that never waits is slow.")
 
 
 def dead(worker: Worker, seconds: float) -> None:
@@ -265,7 +265,7 @@ ALL = (skipped, shapes, sizes, operations, rank0_barrier, slow, dead)
 CASES = {case.__name__.replace("_", "-"): case for case in ALL}
 
 NCCL_HAS_MORE = """
-NCCL has more: a watchdog thread that notices a time-out, names the collective and the group, and
+NCCL has more: a watchdog thread that notices a timeout, names the collective and the group, and
 ends the process; and the flight recorder (TORCH_FR_BUFFER_SIZE), which keeps each rank's last
 collectives for `torchfrtrace` to compare. Gloo has no watchdog: the call itself raises. Only Gloo
 has monitored_barrier: with NCCL, make a second group with Gloo."""
@@ -275,7 +275,7 @@ def parse_args():
     parser = ArgumentParser(description="Planted hangs, and how to find the cause of each.")
     parser.add_argument("--case", choices=("all", *CASES), default="all", help="failure to plant")
     parser.add_argument(
-        "--timeout", type=between(0.5, 60), default=1.5, help="time-out of each group, in seconds"
+        "--timeout", type=between(0.5, 60), default=1.5, help="timeout of each group, in seconds"
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()

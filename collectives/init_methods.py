@@ -11,7 +11,7 @@ This script joins and leaves several times in one process, without `distributed_
 1. four methods, one group after the other: is_initialized() before and after, get_backend(), and a
    sum that shows that the ranks are connected.
 2. a second group after destroy_process_group(), on the same store: why it needs a prefix.
-3. the time-out of a group: the default, and a collective that one rank skips.
+3. the timeout of a group: the default, and a collective that one rank skips.
 4. one rank never joins: the error of each method, and a barrier that names the missing rank.
 """
 
@@ -71,7 +71,7 @@ def meet(board: dist.Store, name: str, world_size: int) -> None:
     board.wait([f"{name}/open"], timedelta(minutes=2))
 
 
-# Each method as a function: what to pass to init_process_group besides the backend and a time-out.
+# Each method as a function: what to pass to init_process_group besides the backend and a timeout.
 # `keep` holds objects that must live as long as the group.
 
 
@@ -135,7 +135,7 @@ def join(method: str, board, rank: int, world_size: int, declared: int, timeout,
                 "backend": dist.get_backend(),
                 "sum": add_up(),
             }
-        except RuntimeError as error:  # also DistStoreError, the store's time-out
+        except RuntimeError as error:  # also DistStoreError, the store's timeout
             seen["error"] = reason(error)
     seen["seconds"] = time.perf_counter() - started
     leave(board, world_size)
@@ -195,7 +195,7 @@ def show_second_group(board, rank: int, world_size: int, backend: str) -> None:
 
 def show_timeout(board, rank: int, world_size: int, timeout: timedelta) -> None:
     board = dist.PrefixStore("3", board)
-    # Gloo also on GPUs: NCCL's time-out does not raise here, its watchdog ends the process.
+    # Gloo also on GPUs: NCCL's timeout does not raise here, its watchdog ends the process.
     dist.init_process_group("gloo", timeout=timeout, **by_store(board, rank, world_size, []))
     meet(board, "start", world_size)
     started, said = time.perf_counter(), "no error"
@@ -209,7 +209,7 @@ def show_timeout(board, rank: int, world_size: int, timeout: timedelta) -> None:
     rows = collect(board, rank, world_size, [f"{time.perf_counter() - started:.1f}", said])
     if rank == 0:
         default = dist.default_pg_timeout  # h:mm:ss
-        print(f"\n3. A time-out of {timeout.total_seconds():g} s; the default is {default}")
+        print(f"\n3. A timeout of {timeout.total_seconds():g} s; the default is {default}")
         print_table(["rank", "after s", "said"], [[r, *row] for r, row in enumerate(rows)])
     leave(board, world_size)
 

@@ -68,7 +68,7 @@ def show_pass_along(worker: Worker) -> None:
 
 def send_first(outgoing, incoming, group=None, timeout: float = 1.0) -> None:
     """The mistake: every rank sends first, so no rank receives. dist.send is also isend and wait,
-    but waits for the time-out of the group: by default 30 minutes (NCCL: 10)."""
+    but waits for the timeout of the group: by default 30 minutes (NCCL: 10)."""
     left, right = neighbours(group)
     work = dist.isend(outgoing, group=group, group_dst=right)
     work.wait(timedelta(seconds=timeout))  # raises; the group cannot be used after that

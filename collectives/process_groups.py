@@ -10,7 +10,7 @@ column is a group. Look at
 1. the grid: every rank is in two groups and has a rank in each. The sums stay within the group.
 2. the calls that make such groups, and which of them this backend lacks.
 3. global ranks and group ranks: `src=` takes a global rank, `group_src=` a rank in the group.
-4. a backend and a time-out per group.
+4. a backend and a timeout per group.
 5. the rule that EVERY rank must make EVERY group, in the same order: here one rank skips a group.
 """
 
@@ -123,7 +123,7 @@ def broadcast_rank(group, device, **source) -> str:
 
 def show_backends(worker: Worker) -> None:
     rows = [["the world", dist.get_backend(), dist.get_backend_config()]]
-    # Gloo: for control messages on the CPU next to NCCL; a short time-out, as they are quick.
+    # Gloo: for control messages on the CPU next to NCCL; a short timeout, as they are quick.
     for options in ({"backend": "gloo", "timeout": timedelta(seconds=20)}, {"backend": "nccl"}):
         said = ", ".join(f"{name}={value}" for name, value in options.items())
         try:
@@ -179,7 +179,7 @@ def members_alone(ranks: list[int]):
 
     But let every rank make equally many groups, as here one per row. The group's name consists of
     its members and of how many groups this rank has made (torch 2.15) or is in (2.13). If that
-    number differs, the ranks wait for each other until the time-out. In 2.15 such a call also
+    number differs, the ranks wait for each other until the timeout. In 2.15 such a call also
     counts for the next new_group of all ranks: a rank that was not a member stays one call behind.
     """
     if dist.get_rank() not in ranks:
@@ -189,14 +189,14 @@ def members_alone(ranks: list[int]):
 
 def show_missing_rank(timeout: float, worker: Worker) -> None:
     last = worker.world_size - 1
-    dist.barrier()  # start together: the time-out is short
+    dist.barrier()  # start together: the timeout is short
     started = time.perf_counter()
     said = "makes no group" if worker.rank == last else try_new_group(timeout)
     seconds = time.perf_counter() - started
     dist.barrier()  # the default group still works
     print_by_rank(
         worker,
-        f"5. Rank {last} skips a new_group, time-out {timeout:g} s",
+        f"5. Rank {last} skips a new_group, timeout {timeout:g} s",
         after_s=f"{seconds:.1f}",
         said=said,
     )

@@ -27,11 +27,11 @@ from uneven_files import add_data_arguments, read_batches
 @record
 def main() -> None:
     args = parse_args()
-    # Use the CPU and Gloo also on machines with GPUs: after a time-out NCCL raises nothing, and its
+    # Use the CPU and Gloo also on machines with GPUs: after a timeout NCCL raises nothing, and its
     # watchdog thread ends the whole process.
     with distributed_worker("cpu") as worker:
         batches = read_batches(args, worker, worker.device)
-        # A group of its own, because a group is dead after a time-out.
+        # A group of its own, because a group is dead after a timeout.
         group = dist.new_group(timeout=timedelta(seconds=args.timeout))
         report = train_until_stuck(batches[worker.rank], group)
         reports = [None] * worker.world_size
@@ -47,7 +47,7 @@ def train_until_stuck(batches: list, group: dist.ProcessGroup) -> dict:
     ddp_model = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     report = {"batches_done": 0, "place": "backward", "error": "none"}
-    dist.barrier()  # start together: the time-out is short
+    dist.barrier()  # start together: the timeout is short
     start = time.perf_counter()
     try:
         for images, labels in batches:
@@ -71,7 +71,7 @@ def train_until_stuck(batches: list, group: dist.ProcessGroup) -> dict:
 def print_reports(reports: list[dict], batches: list, args, worker: Worker) -> None:
     if worker.world_size == 1:
         print("one rank alone cannot hang: start two or more")
-    print(f"time-out {args.timeout:g} s")
+    print(f"timeout {args.timeout:g} s")
     print("rank  batches done  then           after s  error")
     for rank, report in enumerate(reports):
         steps = f"{report['batches_done']} of {len(batches[rank])}"
@@ -84,7 +84,7 @@ def print_reports(reports: list[dict], batches: list, args, worker: Worker) -> N
 def parse_args():
     parser = ArgumentParser(description="Ranks with different amounts of data wait for each other.")
     add_data_arguments(parser)
-    parser.add_argument("--timeout", type=above(0), default=5.0, help="time-out in seconds")
+    parser.add_argument("--timeout", type=above(0), default=5.0, help="timeout in seconds")
     return parser.parse_args()
 
 

@@ -145,7 +145,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=at_least(1), default=5, help="pushes per trainer")
     add("--threads", type=at_least(1), default=16, help="threads of the server that answer calls")
-    add("--timeout", type=above(0), default=60, help="time-out of each call, in seconds")
+    add("--timeout", type=above(0), default=60, help="timeout of each call, in seconds")
     return parser.parse_args()
 
 

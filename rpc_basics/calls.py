@@ -138,7 +138,7 @@ def show(what: str, value: object) -> None:
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="The kinds of remote calls, and how they fail.")
     parser.add_argument(
-        "--timeout", type=above(0), default=60, help="time-out of each call, in seconds"
+        "--timeout", type=above(0), default=60, help="timeout of each call, in seconds"
     )
     return parser.parse_args()
 

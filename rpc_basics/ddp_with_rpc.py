@@ -184,7 +184,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
     parser.add_argument(
-        "--timeout", type=above(0), default=60, help="time-out of each call, in seconds"
+        "--timeout", type=above(0), default=60, help="timeout of each call, in seconds"
     )
     return parser.parse_args()
 

@@ -141,7 +141,7 @@ def parse_args() -> argparse.Namespace:
     add("--pull-every", type=at_least(1), default=1, help="pull parameters every N gradients")
     add("--max-staleness", type=at_least(0), help="refuse gradients older than N updates")
     add("--seed", type=at_least(0), default=0, help="seed of weights and data")
-    add("--timeout", type=above(0), default=60, help="time-out of each call, in seconds")
+    add("--timeout", type=above(0), default=60, help="timeout of each call, in seconds")
     return parser.parse_args()
 
 

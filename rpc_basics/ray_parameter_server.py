@@ -120,7 +120,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--trainers", type=at_least(1), default=2, help="processes that train")
     parser.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps")
     parser.add_argument(
-        "--timeout", type=above(0), default=120, help="time-out of the training, in seconds"
+        "--timeout", type=above(0), default=120, help="timeout of the training, in seconds"
     )
     return parser.parse_args()
 

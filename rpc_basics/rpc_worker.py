@@ -50,9 +50,9 @@ def rpc_worker(
     """Join the job that torchrun describes in the environment; without torchrun, a job of one.
 
     timeout: seconds to wait for the other workers at the beginning and at the end, and for the
-        answer to a call without its own time-out.
+        answer to a call without its own timeout.
     threads: the number of threads that answer calls. A thread that itself waits for a call is busy
-        meanwhile; if all threads wait, not even a time-out ends their calls.
+        meanwhile; if all threads wait, not even a timeout ends their calls.
     least: with fewer workers the program ends with one sentence and exit status 2.
     required: ranks without which the job has failed; None: all. If another rank dies, the remaining
         workers end as if it had never existed.
@@ -93,7 +93,7 @@ def rpc_worker(
 
 
 def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
-    """The rendezvous of init_rpc: a store with a prefix for this attempt, and a time-out.
+    """The rendezvous of init_rpc: a store with a prefix for this attempt, and a timeout.
 
     torchrun --max-restarts begins another attempt with the same store. init_rpc by itself would
     read the addresses of the previous workers there, and would wait for half an hour.
@@ -134,7 +134,7 @@ def wait_for_all(
     """
     others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
     needed = others if required is None else {worker.name_of(rank) for rank in required}
-    # A call to a dead worker may last as long as the time-out: if dead workers may be ignored, be
+    # A call to a dead worker may last as long as the timeout: if dead workers may be ignored, be
     # short.
     timeout = timeout if required is None else min(timeout, 5)
     # First ask which workers answer. Then tell them, repeatedly, that this worker is done.

@@ -268,7 +268,7 @@ def test_failures_are_counted_for_any_number_of_pods(file, monkeypatch):
 @each_manifest
 def test_nothing_restarts_for_ever(file):
     """What the kubelet ends because of a probe leaves with 143 if its rank obeys SIGTERM, and that
-    is not counted: there is no probe. A hang ends by the time-out of its collective, with 1."""
+    is not counted: there is no probe. A hang ends by the timeout of its collective, with 1."""
     assert not {"livenessProbe", "startupProbe"} & set(pods(file)[0].container)
     assert pods(file)[0].when_failed(1) == "Count"
 

@@ -520,7 +520,7 @@ def test_init_methods_prints(alone):
         for method in ("tcp://", "file://", "store"):
             for rank in range(n):
                 assert re.search("imed? ?out", said[method, str(rank)][1]), said
-    rows = table(output, "3. A time-out of 0.5 s; the default is 0:30:00")[1]
+    rows = table(output, "3. A timeout of 0.5 s; the default is 0:30:00")[1]
     assert rows[0][2] == "Timed out waiting 500ms for recv operation to complete"
     assert 0.4 < float(rows[0][1]) < 10
     assert rows[1] == ["1", "0.0", "skips the all_reduce"]

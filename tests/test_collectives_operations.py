@@ -427,7 +427,7 @@ def test_a_dead_rank_is_known_by_its_exit_status(hangs):
     left, dead = table(hangs, "dead: one rank is killed")[1:3]
     assert dead[-1] == "SIGKILL"
     assert re.fullmatch(GONE, left[2]), left
-    assert float(left[3]) < 1.5  # at once, not after the time-out
+    assert float(left[3]) < 1.5  # at once, not after the timeout
     assert left[-1] == "0"
 
 

@@ -147,7 +147,7 @@ def test_a_second_group_without_a_prefix(copy):
     copy.edit("init_methods.py", "store=dist.PrefixStore(name, store)", "store=store")
     broken = copy.run("init_methods.py")
     assert broken.returncode == 1
-    # It fails, or it hangs and the group's time-out of a second ends it.
+    # It fails, or it hangs and the group's timeout of a second ends it.
     said = "Gloo connectFullMesh failed|Timed out waiting 1000ms for (recv|send) operation"
     assert re.search(said, broken.output)
 

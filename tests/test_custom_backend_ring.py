@@ -346,7 +346,7 @@ def test_a_dead_rank_is_named_at_once(make_groups):
     assert re.match(r"send to rank 2, tag 0: rank 2 is gone", found[0])
     found = messages(on_all(groups[:1], lambda g: g.recv([torch.ones(1)], 2, 0).wait()))
     assert re.match(r"receive from rank 2, tag 0: rank 2 is gone", found[0])
-    assert time.monotonic() - started < 15  # long before the time-out of 20 s
+    assert time.monotonic() - started < 15  # long before the timeout of 20 s
 
 
 def test_the_first_death_is_named_also_by_who_hears_of_the_second_first(make_groups, monkeypatch):

@@ -102,9 +102,9 @@ def test_a_time_out_names_who_is_missing_and_where(tmp_path):
             two = (
                 rf"rank 2 gave up waiting in recv from rank 0 \(in {where}, its operation 1\), 0 of"
             )
-            assert re.search(f"shm: time-out: ({one}|{two})", message), message
+            assert re.search(f"shm: timeout: ({one}|{two})", message), message
         else:
-            assert re.search("shm: time-out: rank [012] gave up waiting in (send|recv) ", message)
+            assert re.search("shm: timeout: rank [012] gave up waiting in (send|recv) ", message)
 
 
 WHAT = {

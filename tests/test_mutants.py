@@ -87,7 +87,7 @@ def test_the_record_has_every_mutant_and_no_unexpected_survivor():
     [
         (0, "1 passed", (runner.SURVIVED, "")),
         (0, "1 skipped", (runner.ERROR, "its tests were skipped")),
-        (None, "", (runner.KILLED, "time-out")),
+        (None, "", (runner.KILLED, "timeout")),
         (1, "FAILED tests/test_a.py::test_x[2] - assert 1 == 2", (runner.KILLED, "test_a.py::")),
         (1, "ERROR tests/test_a.py::test_x - AssertionError", (runner.KILLED, "test_a.py::")),
         (1, "FAILED tests/test_a.py::test_xy - assert 1 == 2", (runner.ERROR, "")),  # not named

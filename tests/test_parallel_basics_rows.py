@@ -139,7 +139,7 @@ def test_to_local_of_a_partial_tensor(copy):
 
 
 def test_ranks_that_build_different_meshes(copy):
-    """It hangs: the groups of a mesh have torch's default time-out."""
+    """It hangs: the groups of a mesh have torch's default timeout."""
     script, flags = "device_mesh.py", ("--shape", 2, 3)
     ours = "init_device_mesh(device, tuple(shape),"
     turned = ours.replace("tuple(shape)", "tuple(shape)[:: 1 if dist.get_rank() else -1]")

@@ -108,7 +108,7 @@ def test_a_mistake_of_the_users():
 def test_a_call_that_calls_back_needs_a_second_thread():
     output = pool.run(WORKER, "nested", 20, 2, timeout=60).check().output
     assert "the answer is 42\nleft\n" in output
-    with pytest.raises(TimeoutError, match="in call_back"):  # its own time-out is one second
+    with pytest.raises(TimeoutError, match="in call_back"):  # its own timeout is one second
         pool.run(WORKER, "nested", 2, 1, timeout=4)
 
 

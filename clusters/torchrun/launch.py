@@ -221,7 +221,7 @@ def first_failure(count: int, ended: SimpleQueue) -> int:
 
 
 def end(agents, printers: list[threading.Thread]) -> None:
-    """Ask all agents to end, which first end their ranks; after a time-out, kill the agents.
+    """Ask all agents to end, which first end their ranks; after a timeout, kill the agents.
 
     Ranks whose agent was killed are orphans. They end when they lose the other ranks.
     """

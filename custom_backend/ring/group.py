@@ -38,7 +38,7 @@ ADD = {
 
 
 def new_ring_group(opts, backend_options=None, wire=Wire) -> "RingGroup":
-    """For register_backend. opts: the store, this rank, the size, the time-out."""
+    """For register_backend. opts: the store, this rank, the size, the timeout."""
     names = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     return RingGroup(wire(opts.store, opts.group_rank, opts.group_size, opts.timeout, names))
 

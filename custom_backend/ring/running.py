@@ -1,4 +1,4 @@
-"""Run a collective: its messages, its deadline, and the late rank after a time-out."""
+"""Run a collective: its messages, its deadline, and the late rank after a timeout."""
 
 import time
 from collections.abc import Callable
@@ -85,4 +85,4 @@ def who_is_late(wire: Wire, number: int) -> str:
         for peer, place in found.items()
         if place is None or place[0] < number
     ]
-    return "; ".join(says) or "All ranks have begun it: too slow for this time-out"
+    return "; ".join(says) or "All ranks have begun it: too slow for this timeout"

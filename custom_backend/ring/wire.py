@@ -31,7 +31,7 @@ HEADER = struct.Struct(f"!B q q d {LABEL_BYTES}s")
 # The kinds of message; the comment tells the meaning of their number.
 COLLECTIVE = 1  # collectives of this group before this one
 TAGGED = 2  # the tag of send and recv
-WHERE = 3  # asks after a time-out: "in which collective are you?"
+WHERE = 3  # asks after a timeout: "in which collective are you?"
 HERE = 4  # answers WHERE, from the reading thread, even if the program is busy
 GOODBYE = 5  # the sender leaves the group in good order
 DEATH = 6  # another rank died: the sender names it, and is about to fail itself

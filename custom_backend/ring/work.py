@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 class Work(dist.Work):
     def __init__(self, tensors: list[torch.Tensor], what: str, seconds: float | None = None):
-        """what: for error messages. seconds: default time-out of wait(); None: wait forever."""
+        """what: for error messages. seconds: default timeout of wait(); None: wait forever."""
         super().__init__()
         self.tensors, self.what, self.seconds = tensors, what, seconds
         self.done = Future()

@@ -68,7 +68,7 @@ class PointToPoint {
   void wait(const Transfer& transfer, Clock::time_point deadline, Patience patience) {
     wait_until([&] { return transfer.done.load(); }, transfer.peer, deadline, patience, [&] {
       const bool any = transfer.peer == kAnySource;
-      return "time-out: rank " + std::to_string(rank_) + " gave up waiting in " +
+      return "timeout: rank " + std::to_string(rank_) + " gave up waiting in " +
              name_of(transfer.kind) + (transfer.kind == Kind::send ? " to " : " from ") +
              (any ? "any rank" : peers_.where_is(transfer.peer)) + ", " +
              std::to_string(transfer.moved) + " of " + std::to_string(transfer.bytes) + " bytes, tag " +

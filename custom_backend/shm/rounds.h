@@ -117,7 +117,7 @@ class Rounds {
       if (peer == peers_.rank || has_reached(peers_.segment.state(peer).posted, count)) continue;
       missing += (missing.empty() ? "" : ", ") + peers_.where_is(peer);
     }
-    return "time-out: " + peers_.where_is(peers_.rank) + " gave up waiting for " + missing;
+    return "timeout: " + peers_.where_is(peers_.rank) + " gave up waiting for " + missing;
   }
 
   uint32_t& free_after(uint32_t k) { return free_after_[(first_ + k) % kDepth]; }

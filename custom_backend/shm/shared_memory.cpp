@@ -415,7 +415,7 @@ class Backend : public c10d::Backend {
                   [=](Core& core, Limits limits) { core.barrier(limits); });
   }
 
-  // After a time-out, every barrier here names the missing ranks, and what they are doing.
+  // After a timeout, every barrier here names the missing ranks, and what they are doing.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool /* wait_all_ranks */) override {
     c10d::BarrierOptions at_once = options;
     at_once.asyncOp = false;

@@ -88,7 +88,7 @@ class Peers {
   mutable std::atomic<bool> gave_up{false};  // ... and one was given up: no later operation can run
 
   // Wait until ready() is true, which changes only when `flag` does. `awaited` is the rank that
-  // must act, -1 if several may; after a time-out, explain() names the missing ranks. Throws Error
+  // must act, -1 if several may; after a timeout, explain() names the missing ranks. Throws Error
   // if ready() can not become true any more.
   template <class Ready, class Explain>
   void wait(Flag& flag, Ready ready, int awaited, Clock::time_point deadline, Patience patience,

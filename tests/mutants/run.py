@@ -183,7 +183,7 @@ def write_anew(path: Path, text: str) -> None:
 def judge(status: int | None, said: str, tests: list[str]) -> tuple[str, str]:
     """What pytest's exit status and output mean."""
     if status is None:
-        return KILLED, "time-out"
+        return KILLED, "timeout"
     if status == 0 and " passed" not in said:
         return ERROR, "its tests were skipped"
     if status == 0:
@@ -195,7 +195,7 @@ def judge(status: int | None, said: str, tests: list[str]) -> tuple[str, str]:
         reason = unfair[0] if unfair else f"pytest's exit status {status}"
         return ERROR, f"{reason}: {' '.join(said[-500:].split())}"
     late = re.search(r"Timeout \(>|printed nothing", said)
-    return KILLED, named[0] + (" (time-out)" if late else "")
+    return KILLED, named[0] + (" (timeout)" if late else "")
 
 
 def pytest_in_a_fork(tree: Path, mutant: Mutant) -> tuple[int | None, str]:

@@ -16,7 +16,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # time-outs are wanted here
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # timeouts are deliberate here
 HERE = Path(__file__).resolve().parents[2] / "collectives"
 sys.path.insert(0, str(HERE))
 
@@ -159,7 +159,7 @@ def try_groups(worker: Worker) -> dict:
                 dist.get_rank(group),
                 process_groups.sum_in(group, 10**rank, "cpu"),
             ]
-    # One rank skips a call, and the call fails on all other ranks. The time-out is long, or the
+    # One rank skips a call, and the call fails on all other ranks. The timeout is long, or the
     # error could also name a rank that a busy machine has made late.
     started = time.perf_counter()
     seen["left out"] = "absent" if rank == 1 else process_groups.try_new_group(3)

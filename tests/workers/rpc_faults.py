@@ -59,7 +59,7 @@ def stay() -> None:
 
 
 def late(worker) -> None:
-    """Worker 0 needs worker 1 for longer than the time-out of a call."""
+    """Worker 0 needs worker 1 for longer than the timeout of a call."""
     if worker.rank == 0:
         begin, calls = time.monotonic(), 0
         while time.monotonic() < begin + float(sys.argv[2]) + 1:
