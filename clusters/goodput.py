@@ -18,6 +18,8 @@ import argparse
 import math
 import random
 
+from closed_pipe import quiet_if_closed
+
 # (GPU hours between two unexpected interruptions of a job, the largest job with this figure): hours
 # between interruptions times the job's GPUs. This is not how long a GPU lives: GPUs caused more
 # than half of Llama 3's interruptions; hosts, network and software caused the others.
@@ -29,6 +31,7 @@ CLUSTERS = {"tuned": (54 * 24 * 16384 / 419, 16384), "research": (7.9 * 1024, 10
 SIZES = [2**power for power in range(4, 15, 2)]
 
 
+@quiet_if_closed()
 def main() -> None:
     args = parse_args()
     clusters = {"yours": (args.gpu_hours, SIZES[-1])} if args.gpu_hours else CLUSTERS

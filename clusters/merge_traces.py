@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from closed_pipe import quiet_if_closed
+
 # Collectives that every rank must enter before any rank leaves: not broadcast, reduce, send, recv.
 # On GPUs we read the kernels: NCCL's other events end as soon as the operation is queued.
 SYNCHRONIZE = r"(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier)"
@@ -68,6 +70,7 @@ class Clock:
     reference: str  # another host, or this one if no collective connects it with an earlier host
 
 
+@quiet_if_closed()
 def main() -> None:
     args = parse_args()
     try:

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from closed_pipe import quiet_if_closed
 from fitting import FITS, fit_all, rows_of
 from published import PUBLISHED, measured, read, stacked
 from stacks import FILE, Stack
@@ -22,6 +23,7 @@ from step_time import step_s
 COVERED = {"zero_stages": "zero_stage", "gpu_counts": "n_gpus", "pp": "pp", "tp": "tp", "cp": "cp"}
 
 
+@quiet_if_closed()
 def main():
     args = parse_args()
     rows = read(args.rows)

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import inputs
 import report
+from closed_pipe import quiet_if_closed
 from inputs import UserError
 from search import Job, Plan, best, evaluate, meshes
 
@@ -22,6 +23,7 @@ AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "micro": "micro_batch", "zero": "zer
 AXES |= {"v": "virtual_stages", "checkpoint": "full_checkpointing"}
 
 
+@quiet_if_closed()
 def main():
     args = parse_args()
     try:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from closed_pipe import quiet_if_closed
 from fitting import FITS, fitted, rows_of
 from memory import fits, memory_gib
 from published import PUBLISHED, UnreadableRow, measured, number, parse, read, stacked
@@ -238,6 +239,7 @@ def line(name: str, figures: dict) -> str:
     return "".join(cells).rstrip()
 
 
+@quiet_if_closed()
 def main():
     args = parse_args()
     try:
@@ -257,9 +259,7 @@ def main():
     if args.json:
         print(json.dumps({"families": figures, "left_out": reasons}, indent=1))
         return
-    print(
-        "                          time, %              memory, %            fits  regret, mean %"
-    )
+    print(f"{'time, %':>33}{'memory, %':>23}{'fits':>16}  regret, mean %")
     print(
         f"family{'rows':>16}{'MAPE':>7}{'median':>7}{'signed':>7}{'skill':>6}{'MAPE':>7}{'median':>7}"
         f"{'signed':>7}{'right':>6}  {' / '.join(PICKS)}"

@@ -25,6 +25,7 @@ COPIES = [
     ("loading.py", "ddp_basics", ["fsdp_basics"]),
     ("evaluation.py", "ddp_basics", ["fsdp_basics"]),
     ("optimizer.py", "ddp_basics", ["fsdp_basics"]),
+    ("closed_pipe.py", "planner", ["clusters", "transformer_basics"]),
     ("materialize.py", "fsdp_basics", ["t5_finetuning"]),
     ("saves.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("checkpoint.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),

@@ -21,6 +21,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from arguments import ArgumentParser, UserError, at_least
+from closed_pipe import quiet_if_closed
 from config import AXES, Settings
 from model import GPT, GPTConfig, cross_entropy
 from optimizer import make_optimizer
@@ -40,6 +41,7 @@ GIB = 2**30
 
 
 @record
+@quiet_if_closed()
 def main() -> None:
     args, settings = parse_args()
     config = settings.model(args.vocab_size)
