@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow  # real jobs that fail, some of them by waiting
 
 ROWS = {
     "two ranks that first send": "test_collectives_algorithms.py::test_all_stuck_or_all_served",
-    "every later call fails": "test_a_group_is_beyond_use_after_a_time_out",
+    "every later call fails": "test_a_group_is_beyond_use_after_a_timeout",
     "old numbers at its end": "test_a_buffer_must_have_the_length_of_the_message",
     "not those at the time of `isend`": "test_a_tensor_that_is_changed_before_wait",
     "`invalid tensor size`": "test_collectives_operations.py::test_collectives_script",
@@ -52,7 +52,7 @@ def copy(tmp_path) -> Copy:
 QUICK = ("--timeout", 0.3, "--cells", 9, "--steps", 2)
 
 
-def test_a_group_is_beyond_use_after_a_time_out(copy):
+def test_a_group_is_beyond_use_after_a_timeout(copy):
     own = 'group, limit = dist.new_group(backend="gloo"), {"timeout": timeout}'
     copy.edit("point_to_point.py", own, 'group, limit = gloo, {"timeout": timeout}')
     broken = copy.run("point_to_point.py", *QUICK)

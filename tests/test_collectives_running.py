@@ -128,7 +128,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-def test_a_plain_breakpoint_is_bounded_by_the_time_out(here):
+def test_a_plain_breakpoint_is_bounded_by_the_timeout(here):
     (here / "plain.py").write_text(PLAIN)
     start = "torchrun --standalone --nproc_per_node=2 plain.py"
     steps = [("ready> ", start), ("(Pdb)", "p 6 * 7"), ("42", "")]

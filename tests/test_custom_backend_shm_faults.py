@@ -88,7 +88,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_time_out_names_who_is_missing_and_where(tmp_path):
+def test_a_timeout_names_who_is_missing_and_where(tmp_path):
     """Rank 2 is in recv. Any rank may time out first; all raise the same message."""
     calls = run("late", tmp_path, 3)
     for name in calls[0]:

@@ -51,6 +51,53 @@ def test_it_lists_each_chapter_in_order(page):
     ]
 
 
+# The first screens of the directories.
+
+DIRECTORIES = sorted(ROOT.glob("[a-z]*/README.md"))
+FOR_DEVELOPERS = {"benchmarks", "tests"}  # and the course: no table of mistakes, or no picture
+each_directory = pytest.mark.parametrize("page", DIRECTORIES, ids=lambda page: page.parent.name)
+
+
+def lacks(text: str, kind: str) -> list[str]:
+    """What a directory's page has too much or too little of; kind: its directory."""
+    lines = text.splitlines()
+    fences = [
+        n for n, line in enumerate(lines) if re.match(r"```bash|    (python|torchrun) ", line)
+    ]
+    found = []
+    if len(lines) >= 150:
+        found.append(f"{len(lines)} lines")
+    if len(text.split()) > 2000:
+        found.append(f"{len(text.split())} words")
+    if not fences or fences[0] > 30:
+        found.append("no command on the first screen")
+    if kind not in FOR_DEVELOPERS and not re.search(
+        r"^!\[.{30,}\]\(\.\./docs/", text, re.MULTILINE
+    ):
+        found.append("no picture with a text for those who cannot see it")
+    if kind not in {*FOR_DEVELOPERS, "notebooks"} and "\n## What usually goes wrong\n" not in text:
+        found.append("no table of what usually goes wrong")
+    return found
+
+
+@each_directory
+def test_a_directory_has_a_first_screen(page):
+    assert lacks(page.read_text(encoding="utf-8"), page.parent.name) == []
+
+
+def test_a_page_that_lacks_something_is_caught():
+    picture = "![what each rank holds before and after](../docs/pictures/a.png)\n"
+    good = f"# a\n{picture}```bash\nmake\n```\n\n## What usually goes wrong\n"
+    assert lacks(good, "a") == []
+    assert lacks(good.replace(picture, ""), "a") != []
+    assert lacks(good.replace("what each rank holds", ""), "a") != []
+    assert lacks(good.replace("bash", "text"), "a") != []
+    assert lacks(good.replace("usually", ""), "a") != []
+    assert lacks(good + "word " * 2000, "a") == [f"{len(good.split()) + 2000} words"]
+    assert lacks(good + "\n" * 150, "a") == ["157 lines"]
+    assert lacks("# a\n```bash\nmake\n", "tests") == []
+
+
 def test_the_map_has_each_directory_and_each_chapter():
     others = {"benchmarks", "notebooks", "tests"}
     names = {path.parent.name for path in ROOT.glob("[a-z]*/README.md")} - others

@@ -39,6 +39,13 @@ def test_the_readme_shows_real_output():
     assert printed(plan(*command.split())) in README
 
 
+def test_the_first_screen_shows_two_lines_of_it():
+    page, full = ((ROOT / "planner" / name).read_text() for name in ("README.md", "recipes.md"))
+    (lines,) = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(lines.splitlines()) == 2
+    assert [line for line in lines.splitlines() if f" {line}\n" not in full] == []
+
+
 def test_ten_meshes_that_fit_the_fastest_first():
     output = plan(*JOB)
     seconds = [float(x) for x in re.findall(r"= *([\d.]+) +\d+ +\d+%  ", output)]
