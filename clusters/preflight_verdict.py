@@ -10,7 +10,7 @@ from statistics import median
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """Every pair of `count` hosts once, in rounds in which no host has two partners.
 
-    A round-robin tournament: one host keeps its seat, the others move by one seat per round.
+    A round-robin tournament: one host keeps its seat, all other hosts move by one seat per round.
     count - 1 rounds, or count if it is odd: then one host has no partner in each round.
     """
     seats: list[int | None] = [*range(count)] + [None] * (count % 2)

@@ -44,7 +44,7 @@ def main():
         print(as_toml(found).rstrip())
         print(f"# written to {args.output}")
     if ranks > 1:
-        dist.barrier()  # a rank that left first would end the measurements of the others
+        dist.barrier()  # a rank that left first would end the other ranks' measurements
         dist.destroy_process_group()
 
 

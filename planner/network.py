@@ -62,7 +62,7 @@ class Ring:
         """Bytes that one GPU sends over NVLink, and over its network port.
 
         Messages: at most. The last rank of a node sends all of its bytes over its port, and the
-        others send nothing over theirs.
+        other ranks send nothing over theirs.
         """
         sent = self.sent_bytes()
         if self.messages:

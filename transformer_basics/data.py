@@ -1,8 +1,8 @@
 """Text as one long row of tokens in a memory-mapped file, and batches that are equal on all ranks.
 
-The documents become two rows: every twentieth document is for validation, the others for training.
-One process per node writes the rows once; all ranks then map the same pages of memory, without a
-copy per rank.
+The documents become two rows: every twentieth document is for validation, the remaining ones for
+training. One process per node writes the rows once; all ranks then map the same pages of memory,
+without a copy per rank.
 """
 
 import hashlib

@@ -45,8 +45,8 @@ class StopRequests:
     def agreed(self, step: int) -> int:
         """The same on all ranks after the same step: the signal that any of them got, or 0.
 
-        Every rank calls this after each step. The ranks exchange it about once a second: after
-        every step if steps take longer, else after so many that it costs nothing.
+        Every rank calls this after each step. The ranks exchange it about once per second, or
+        after every step if a step takes longer.
         """
         if step < self.next_look:
             return 0
