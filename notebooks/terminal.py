@@ -10,7 +10,7 @@ or test_cluster.sh say that they cannot run here, this terminal shows recorded/l
 from then on, and a first line says which of the two it is, and why. Everything else that fails
 raises.
 
-    RECORD=yes python notebooks/execute.py notebooks/19_clusters.ipynb    # write recorded/ anew
+    RECORD=yes python notebooks/execute.py notebooks/19_clusters.ipynb    # write recorded/ again
 """
 
 import os
@@ -112,7 +112,7 @@ class Started:
         until = time.monotonic() + timeout
         while not (value := condition()):
             if not self.running or time.monotonic() > until:
-                raise RuntimeError(f"in vain\n{self.output[-3000:]}")
+                raise RuntimeError(f"it never happened:\n{self.output[-3000:]}")
             time.sleep(0.01)
         return value
 

@@ -15,7 +15,7 @@ ROWS = {
     "hangs in evaluation": "test_a_rank_that_does_not_take_part",
     "hangs at a checkpoint": "test_a_rank_that_does_not_take_part",
     "nothing is learnt": "test_an_optimizer_that_was_made_before",
-    "a model of patches": "test_another_seed_on_each_rank",
+    "shards come from different initial weights": "test_another_seed_on_each_rank",
     "`have gradients for different parameters`": "test_other_parameters_on_each_rank",
     "`got mixed torch.Tensor and DTensor`": "test_a_method_other_than_forward",
     "not smaller than with DDP": "test_one_unit_for_the_whole_model",

@@ -129,7 +129,7 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
     layers = 5 if kind == "deep" else 2
     share_of_stage = math.ceil(layers / stages) / layers  # the first stages have one layer more
     all_numbers = sum(p.numel() for p in expected["parameters"][0].values())
-    # Norms and some biases are not cut by tp; the first stage has the embeddings, too.
+    # Norms and some biases are not sharded by tp; the first stage has the embeddings, too.
     fair = all_numbers * share_of_stage / parts
     assert 0.8 * fair <= found["held"] <= 1.25 * fair
     assert found["compiled"] == ("--compile" in words)

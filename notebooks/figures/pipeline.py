@@ -117,7 +117,7 @@ def movie(recorded: Sequence[Sequence[tuple]], frames: int = 32) -> None:
 
 
 def idle(measured: Mapping[tuple[str, int], float], ranks: int) -> None:
-    """Draw the measured idle share, {(schedule, m): share}, on the curve of the formula."""
+    """Draw the measured bubble fraction, {(schedule, m): share}, on the curve of the formula."""
     every = [1 + x / 10 for x in range(160)]
     lines = {"(p - 1) / (m + p - 1)": (every, [(ranks - 1) / (m + ranks - 1) for m in every], "k-")}
     for name, style in (("GPipe", "o"), ("1F1B", "x")):

@@ -7,7 +7,7 @@ import figures
 
 
 def pair() -> None:
-    """Draw an MLP on two ranks: the first matrix cut by outputs, the second by inputs."""
+    """Draw an MLP on two ranks: the first matrix column-parallel, the second row-parallel."""
     figure, ax = figures.canvas(2.9, (-1.0, 9.9), (-1.3, 4.2))
     steps = [  # centre, width, text, whether it is another one on each rank
         (0.5, 1.0, "x\nwhole", False),
