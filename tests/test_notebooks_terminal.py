@@ -90,7 +90,7 @@ def test_in_the_background():
     assert (name, job.running, psutil.pid_exists(int(other))) == ("here", True, True)
     job.kill()
     assert (job.wait(), psutil.pid_exists(int(other))) == (-9, False)
-    with pytest.raises(RuntimeError, match="in vain\nbye"):
+    with pytest.raises(RuntimeError, match="it never happened:\nbye"):
         terminal.start("echo bye").wait_until(lambda: False)
     with pytest.raises(TimeoutError, match=r"no end within 0.2 s\nbegun"):
         terminal.start("echo begun; sleep 1000").wait(1 / 5)

@@ -14,7 +14,7 @@ ROWS = {
     "`All operands ... must have the same mesh`": "test_one_norm_over_two_meshes",
     "clipping with `--tp` and `--dp-shard`": "test_shards_that_are_not_shard",
     "hangs at the first step": "test_ranks_that_build_different_meshes",
-    "another loss with `--tp`": "test_a_batch_for_each_tensor_parallel_rank",
+    "`--tp` changes the loss": "test_a_batch_for_each_tensor_parallel_rank",
     "a pipeline is slow": (
         "test_parallel_basics_pipeline.py::test_from_scratch_prints_what_is_true"
     ),
