@@ -145,7 +145,7 @@ def parse_args():
     add("--only", nargs="+", choices=STEPS, metavar="STEP", help=", ".join(STEPS))
     says = "run the cheapest steps whose time limits fit into MINUTES (default: all)"
     add("--minutes", type=float, default=math.inf, help=says)
-    add("--sizes", choices=("full", "tiny"), default="full", help="tiny: a rehearsal")
+    add("--sizes", choices=("full", "tiny"), default="full", help="full GPTs, or tiny to rehearse")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--output-dir", type=Path, default=ROOT / "runs/gpu", help="directory (default: runs/gpu)")
     add("--nodes", type=int, default=1, help="step ranks: run the same line on each of N nodes")

@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the GPT (default: tiny)")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="GPT size (default: tiny)")
     args = parser.parse_args()
     with distributed_worker(args.device) as worker:
         MEASUREMENTS[args.measurement](worker, args.size)

@@ -40,12 +40,14 @@ ONE |= {"full_checkpointing": 0, "virtual_stages": 1}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats of each measurement")
     parser.add_argument(
-        "--steps", type=int, default=40, help="of each run; the first half warms up"
+        "--steps", type=int, default=40, help="steps of each run; the first half warms up"
     )
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each constant")
-    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="seconds to measure each constant"
+    )
+    parser.add_argument("--no-write", action="store_true", help="only print the results")
     args = parser.parse_args()
     rows = [("mesh", "predicted s", "measured s", "error", "predicted GiB", "measured GiB")]
     with tempfile.TemporaryDirectory() as folder:

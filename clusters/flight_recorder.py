@@ -140,10 +140,12 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--bug", choices=("barrier", "stuck", "none"), default="barrier", help="the bug"
+        "--bug", choices=("barrier", "stuck", "none"), default="barrier", help="bug to plant"
     )
     parser.add_argument("--timeout", type=float, default=5, help="timeout of collectives, seconds")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/hang"), help="for the dumps")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("runs/hang"), help="write the dumps to this folder"
+    )
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error(

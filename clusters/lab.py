@@ -76,7 +76,7 @@ def parse_args() -> argparse.Namespace:
         command = commands.add_parser(name, help=run.__doc__.splitlines()[0])
         command.set_defaults(run=run)
         if "host" in arguments:
-            command.add_argument("host", type=int, metavar="HOST", help="host's number")
+            command.add_argument("host", type=int, metavar="HOST", help="number of the host")
         if "count" in arguments:
             command.add_argument("count", type=int, choices=range(1, 65), metavar="HOSTS")
         if "rate" in arguments:

@@ -56,14 +56,14 @@ def parse_args() -> argparse.Namespace:
     add(
         "hosts",
         nargs="?",
-        help="file with a host per line, reached by ssh: a name, or a name and an address",
+        help="file of hosts to reach by ssh, one per line: a name, or a name and an address",
     )
-    add("--srun", action="store_true", help="take the nodes of this Slurm job, reached by srun")
-    add("--lab", type=int, metavar="N", help="take the first N hosts of the lab (default: none)")
+    add("--srun", action="store_true", help="check the nodes of this Slurm job, reached by srun")
+    add("--lab", type=int, metavar="N", help="check the first N hosts of the lab (default: none)")
     add(
         "--directory", default=".", help="directory that all hosts share and may write (default: .)"
     )
-    add("--free", type=float, default=1, help="GB that must be free in it (default: 1)")
+    add("--free", type=float, default=1, help="GB that must be free in --directory (default: 1)")
     add(
         "--slow",
         type=float,

@@ -259,7 +259,7 @@ def parse_args():
     parser = ArgumentParser(description="Work handles; communication overlapped with computation.")
     add = parser.add_argument
     add("--buckets", type=at_least(1), default=6, help="tensors to compute and all-reduce")
-    add("--megabytes", type=between(0.001, 1000), default=4.0, help="size of each, in 2^20 bytes")
+    add("--megabytes", type=between(0.001, 1000), default=4.0, help="MiB of each tensor")
     add(
         "--ratio",
         type=between(0.01, 100),

@@ -222,7 +222,7 @@ def parse_args(description: str):
     add("--batch-size", type=at_least(1), default=96, help="images per global batch (default: 96)")
     add("--channels", type=at_least(4), default=32, help="width, a multiple of 4 (default: 32)")
     add("--bucket-cap-mb", type=above(0), default=0.05, help="bucket size in MiB (default: 0.05)")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of all runs")
     add("--repeats", type=at_least(2), default=20, help="number of timed steps (default: 20)")
     add("--seed", type=int, default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)

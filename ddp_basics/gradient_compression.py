@@ -217,11 +217,11 @@ def print_rows(rows: list[dict], args) -> None:
 def parse_args():
     parser = ArgumentParser(description="Compress gradients: bytes, error, and test accuracy.")
     hooks = ("none", "fp16", "bf16", "powersgd", "top-k")
-    parser.add_argument("--hooks", nargs="+", choices=hooks, default=hooks, help="to compare")
+    parser.add_argument("--hooks", nargs="+", choices=hooks, default=hooks, help="hooks to compare")
     parser.add_argument("--rank", type=at_least(1), default=2, help="PowerSGD's rank (default: 2)")
     parser.add_argument("--keep", type=above(0), default=0.02, help="fraction that top-k sends")
     parser.add_argument("--epochs", type=at_least(1), default=15, help="passes over the data")
-    parser.add_argument("--batch-size", type=at_least(1), default=96, help="global batch in images")
+    parser.add_argument("--batch-size", type=at_least(1), default=96, help="images per step")
     parser.add_argument("--lr", type=above(0), default=2e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)

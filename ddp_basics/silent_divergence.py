@@ -264,7 +264,7 @@ def report(name: str, wrong: dict, cured: dict, worker: Worker) -> None:
 def parse_args():
     parser = ArgumentParser(description="Planted faults that make replicas diverge silently.")
     parser.add_argument(
-        "--case", choices=("all", *CASES), default="all", help="which fault to plant (default: all)"
+        "--case", choices=("all", *CASES), default="all", help="fault to plant (default: all)"
     )
     parser.add_argument(
         "--steps", type=at_least(4), default=20, help="optimizer steps per case (default: 20)"

@@ -167,7 +167,12 @@ def train(args, worker: Worker) -> None:
 def parse_args():
     parser = ArgumentParser(description="Start ranks without torchrun.")
     add = parser.add_argument
-    add("--how", choices=("spawn", "environment"), default="spawn", help="unused under torchrun")
+    add(
+        "--how",
+        choices=("spawn", "environment"),
+        default="spawn",
+        help="how to start ranks without torchrun",
+    )
     add("--ranks", type=at_least(1), default=2, help="ranks to start without torchrun (default: 2)")
     add("--steps", type=at_least(1), default=20, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")

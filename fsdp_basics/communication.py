@@ -169,7 +169,7 @@ def parse_args():
     add = parser.add_argument
     add("--dim", type=at_least(HEADS), default=256, help="width, a multiple of 4")
     add("--depth", type=at_least(1), default=4, help="transformer blocks")
-    add("--batch-size", type=at_least(1), default=24, help="images, over all ranks; at most 1400")
+    add("--batch-size", type=at_least(1), default=24, help="images per step, at most 1400")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))

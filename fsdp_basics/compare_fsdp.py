@@ -180,7 +180,7 @@ def parse_args():
     parser = ArgumentParser(description="FSDP by hand, next to fully_shard and to one process.")
     add = parser.add_argument
     add("--steps", type=at_least(1), default=5, help="optimizer steps")
-    add("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
+    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
     add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
     add("--depth", type=at_least(1), default=4, help="transformer blocks")
     add("--keep", action="store_true", help="keep parameters gathered after forward (ZeRO-2)")

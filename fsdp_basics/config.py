@@ -89,7 +89,7 @@ def parse_args() -> Settings:
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.1)")
     add("--weight-decay", type=between(0, math.inf), help="of weight matrices (default: 0.01)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
-    add("--precision", choices=PRECISIONS, help="compute dtype; shards are fp32 (default: fp32)")
+    add("--precision", choices=PRECISIONS, help="compute dtype; shards stay fp32 (default: fp32)")
     add("--compile", action="store_true", help="torch.compile each FSDP unit")
     add("--seed", type=int, help="seed of weights, data order, augmentation, dropout (default: 0)")
     add = parser.add_argument_group("sharding").add_argument

@@ -250,7 +250,7 @@ def parse_args():
     parser = ArgumentParser(description="Low-rank adapters on a frozen base, both sharded.")
     add = parser.add_argument
     add("--rank", type=at_least(1), default=4, help="rank of B A: rows of A, columns of B")
-    add("--alpha", type=above(0), default=8, help="the product B A is scaled by alpha / rank")
+    add("--alpha", type=above(0), default=8, help="scale the product B A by alpha / rank")
     add("--base-steps", type=at_least(0), default=100, help="steps that train the base")
     add("--steps", type=at_least(1), default=60, help="steps of each fine-tuning")
     add("--batch-size", type=at_least(1), default=60, help="images per step, over all ranks")

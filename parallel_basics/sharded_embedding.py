@@ -146,7 +146,7 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="An embedding table sharded by rows over the ranks.")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="sgd", help="for table and layers"
+        "--optimizer", choices=OPTIMIZERS, default="sgd", help="optimizer of table and layers"
     )
     parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
     return parser.parse_args()

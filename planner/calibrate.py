@@ -158,14 +158,12 @@ def parse_args() -> argparse.Namespace:
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/this_machine.toml"), help="constants"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=8.0, help="for each measurement (default: 8)"
-    )
+    add = parser.add_argument
+    output = Path("runs/this_machine.toml")
+    add("--output", type=Path, default=output, help="write the constants to this TOML file")
+    add("--seconds", type=float, default=8, help="measure each constant for this many seconds")
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default, help="to measure")
+    add("--device", choices=("cpu", "cuda"), default=default, help="measure this device")
     return parser.parse_args()
 
 

@@ -140,14 +140,14 @@ def whole(text: str) -> int:
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, help="preset, or a Hugging Face config.json")
+    add("--model", required=True, help="preset of presets.toml, or a Hugging Face config.json")
     add("--gpus", type=whole, required=True, help="number of GPUs")
     add("--gpu", default="H100", help="preset, or a TOML file as in presets.toml (default: H100)")
     add("--sequence", type=whole, default=8192, help="tokens per sequence (default: 8192)")
     add("--batch-tokens", default="4M", help="tokens per step; M is 1,048,576 (default: 4M)")
     add("--stack", help="constants of this framework in stacks.toml (default: the GPU's)")
-    add("--fp8", action="store_true", help="matrix products of the layers in fp8")
-    add("--no-flash", action="store_true", help="attention without a flash kernel")
+    add("--fp8", action="store_true", help="compute the layers' matrix products in fp8")
+    add("--no-flash", action="store_true", help="compute attention without a flash kernel")
     add(
         "--explain",
         metavar="N|MESH",

@@ -136,7 +136,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=at_least(1), default=100, help="updates per trainer")
     add("--batch-size", type=at_least(1), default=40, help="images per gradient")
-    add("--lr", type=above(0), default=0.1, help="rate; divided by the number of trainers")
+    add("--lr", type=above(0), default=0.1, help="learning rate, divided by the number of trainers")
     add("--momentum", type=between(0, 1), default=0.9, help="momentum of SGD")
     add("--pull-every", type=at_least(1), default=1, help="pull parameters every N gradients")
     add("--max-staleness", type=at_least(0), help="refuse gradients older than N updates")

@@ -89,7 +89,7 @@ def parse_args() -> Settings:
     add("--eval-file", type=Path, help="lines to evaluate (default of both: the standard library)")
     add("--data-dir", type=Path, help="folder for pairs of the standard library (default: data)")
     add("--prefix", help="text to put before each source, such as 'summarize: '")
-    add("--max-source", type=at_least(1), help="tokens of a text; cut the rest (default: 48)")
+    add("--max-source", type=at_least(1), help="tokens of a text, cut to N (default: 48)")
     add("--max-target", type=at_least(1), help="tokens of a summary (default: 24)")
     add("--dim", type=at_least(32), help="width of a new T5, a multiple of 32 (default: 128)")
     add("--layers", type=at_least(1), help="layers of each stack of a new T5 (default: 2)")
@@ -107,7 +107,7 @@ def parse_args() -> Settings:
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--dropout", type=between(0, 0.99), help="probability of dropping an activation")
-    add("--precision", choices=("fp32", "bf16"), help="of matmuls; parameters stay fp32")
+    add("--precision", choices=("fp32", "bf16"), help="dtype of matmuls; parameters stay fp32")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add("--seed", type=int, help="seed of weights and data")
     add = parser.add_argument_group("hardware").add_argument

@@ -177,11 +177,11 @@ def parse_mesh(text: str) -> dict[str, int]:
 def parse_args():
     parser = ArgumentParser(description="Speed, traffic and memory of a GPT on a list of meshes.")
     add = parser.add_argument
-    add("--size", choices=SIZES, default="small", help="of the GPT")
+    add("--size", choices=SIZES, default="small", help="size of the GPT")
     add("--mesh", action="append", help="a mesh such as 'dp_shard=2 tp=2'; may be repeated")
     add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
     add("--clip", type=between(0, math.inf), default=1.0, help="largest gradient norm (0: none)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="of matmuls")
+    add("--precision", choices=PRECISIONS, default="fp32", help="dtype of matmuls")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add("--compile", action="store_true", help="torch.compile each block")
     add("--sequence-parallel", action="store_true", help="shard tokens between layers, if tp > 1")

@@ -135,17 +135,17 @@ def report(measured: dict[str, int], expected: dict[str, int]) -> None:
 def parse_args():
     parser = ArgumentParser(description="Bytes per rank on a large mesh, in one process.")
     add = parser.add_argument
-    add("--ranks", type=at_least(1), default=1024, help="of the job (default: 1024)")
+    add("--ranks", type=at_least(1), default=1024, help="ranks of the job (default: 1024)")
     add("--rank", type=at_least(0), default=0, help="the rank to compute (default: 0)")
     add("--pp", type=at_least(1), default=8, help="pipeline stages (default: 8)")
-    add("--dp-replicate", type=at_least(1), help="replicas (default: the ranks that are left)")
+    add("--dp-replicate", type=at_least(1), help="replicas (default: ranks / (pp x dp-shard x tp))")
     add("--dp-shard", type=at_least(1), default=8, help="FSDP shards per replica (default: 8)")
     add("--tp", type=at_least(1), default=8, help="tensor-parallel shards (default: 8)")
-    add("--layers", type=at_least(1), default=96, help="default: GPT-3's 96")
-    add("--heads", type=at_least(1), default=96, help="default: GPT-3's 96")
+    add("--layers", type=at_least(1), default=96, help="blocks (default: 96, as GPT-3)")
+    add("--heads", type=at_least(1), default=96, help="attention heads (default: 96, as GPT-3)")
     add("--dim", type=at_least(1), default=12288, help="width of the model (default: 12288)")
     add("--block-size", type=at_least(1), default=2048, help="tokens per sequence (default: 2048)")
-    add("--vocab-size", type=at_least(1), default=50304, help="tokens known (default: 50304)")
+    add("--vocab-size", type=at_least(1), default=50304, help="embedding rows (default: 50304)")
     args = parser.parse_args()
     if args.rank >= args.ranks:
         parser.error(f"--rank {args.rank}: the ranks are 0 to {args.ranks - 1}")
