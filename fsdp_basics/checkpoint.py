@@ -1,4 +1,4 @@
-"""Save a sharded training state so that a kill at any moment leaves a whole one, and load it.
+"""Save and load sharded checkpoints: a kill at any moment leaves a complete one on the disk.
 
 A checkpoint folder holds one folder per save. The newest few are kept: should one be broken, the
 run continues from the one before.

@@ -1,4 +1,4 @@
-"""A sharded model from the meta device, where it has shapes, to memory and values.
+"""Give a sharded model on the meta device, which has only shapes, memory and initial values.
 
 model = build_on_meta(build)
 fully_shard(model)              # each rank will hold its shards
