@@ -98,6 +98,17 @@ def test_a_page_that_lacks_something_is_caught():
     assert lacks("# a\n```bash\nmake\n", "tests") == []
 
 
+def test_it_counts_notebooks_and_directories():
+    others = {"benchmarks", "notebooks", "tests"}
+    directories = {page.parent.name for page in DIRECTORIES} - others
+    notebooks = [*(ROOT / "notebooks").glob("*.ipynb")]
+    assert f"{len(notebooks)} notebooks" in text_of("notebooks/README.md").splitlines()[0]
+    assert f"{len(notebooks)} notebooks" in text_of("README.md")
+    assert f"{len(directories)} directories of scripts" in text_of("README.md")
+    assert f"{len(notebooks)} 个 notebook" in text_of("README.zh-CN.md")
+    assert f"{len(directories)} 个目录" in text_of("README.zh-CN.md")
+
+
 def test_the_map_has_each_directory_and_each_chapter():
     others = {"benchmarks", "notebooks", "tests"}
     names = {path.parent.name for path in ROOT.glob("[a-z]*/README.md")} - others

@@ -106,6 +106,15 @@ def wrong_title(notebook) -> list[str]:
     return [] if begins and count == 1 else [f"{count} titles, or none in the first cell"]
 
 
+RUN_IT = "**Run it**: clone this repository, type `make demo` once (it installs into `.venv`), "
+RUN_IT += "then `.venv/bin/jupyter lab notebooks`."
+
+
+def test_the_first_cell_says_how_to_run_the_chapter():
+    """For a reader who opens it on GitHub."""
+    assert_clean(lambda n: [] if n.cells[0].source.endswith(f"\n\n{RUN_IT}") else ["no: Run it"])
+
+
 def test_saved_as_executed_from_top_to_bottom():
     assert_clean(wrong_order)
 
