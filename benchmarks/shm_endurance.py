@@ -24,7 +24,7 @@ LISTS, OPERATIONS = 100, 20  # lists in a job; operations in a list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=100)
-    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--no-write", action="store_true", help="only print the results")
     args = parser.parse_args()
     seconds = {ranks: [] for ranks in RANKS}
     for seed in range(args.jobs):

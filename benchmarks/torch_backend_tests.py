@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", default="", help="run only tests with this in their name")
-    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--no-write", action="store_true", help="only print the results")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # what a child runs
     args = parser.parse_args()
     if importlib.util.find_spec("expecttest") is None:

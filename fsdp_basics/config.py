@@ -87,7 +87,7 @@ def parse_args() -> Settings:
     add("--optimizer", choices=("adamw", "sgd"), help="sgd has momentum 0.9 (default: adamw)")
     add("--lr", type=above(0), help="peak learning rate (default: 0.003)")
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.1)")
-    add("--weight-decay", type=between(0, math.inf), help="of weight matrices (default: 0.01)")
+    add("--weight-decay", type=between(0, math.inf), help="decay of matrices (default: 0.01)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--precision", choices=PRECISIONS, help="compute dtype; shards stay fp32 (default: fp32)")
     add("--compile", action="store_true", help="torch.compile each FSDP unit")
@@ -101,7 +101,7 @@ def parse_args() -> Settings:
     add("--prefetch", type=at_least(0), help="units to gather ahead (default 0: FSDP decides)")
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
-    add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
+    add("--backend", help="backend of collectives (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="DataLoader workers per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
     add = parser.add_argument_group("output").add_argument

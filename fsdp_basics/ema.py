@@ -250,7 +250,7 @@ def parse_args():
     add("--steps", type=at_least(1), default=100, help="steps of this run")
     add("--batch-size", type=at_least(1), default=60, help="images per step, over all ranks")
     add("--lr", type=above(0), default=0.1, help="learning rate of SGD; AdamW takes a tenth of it")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="of all runs")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="optimizer of all runs")
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
     add("--seed", type=int, default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)

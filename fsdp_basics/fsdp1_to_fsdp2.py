@@ -264,8 +264,12 @@ CLIP = 0.1  # far below the norm of the gradients, so that clipping has an effec
 def parse_args():
     parser = ArgumentParser(description="FSDP1's options and their successors, both run.")
     parser.add_argument("--steps", type=at_least(1), default=2, help="optimizer steps")
-    parser.add_argument("--batch-size", type=at_least(1), default=48, help="images, over all ranks")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of all runs")
+    parser.add_argument(
+        "--batch-size", type=at_least(1), default=48, help="images per step, over all ranks"
+    )
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of all runs"
+    )
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

@@ -111,7 +111,7 @@ def parse_args():
     add = parser.add_argument
     add("--dim", type=at_least(HEADS), default=256, help="width, a multiple of 4")
     add("--depth", type=at_least(1), default=4, help="transformer blocks")
-    add("--batch-size", type=at_least(1), default=16, help="images, over all ranks; at most 1400")
+    add("--batch-size", type=at_least(1), default=16, help="images per step, at most 1400")
     freed = "return freed memory to the system, or keep it as malloc does by default"
     add("--malloc", choices=("return", "default"), default="return", help=freed)
     add("--plot", type=Path, metavar="FILE.png", help="also draw stacked bars into this file")

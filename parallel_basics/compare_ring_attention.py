@@ -223,7 +223,9 @@ def read_arguments():
     parser.add_argument("--layers", type=at_least(1), default=2, help="transformer blocks")
     parser.add_argument("--heads", type=at_least(1), default=4, help="attention heads")
     parser.add_argument("--dim", type=at_least(1), default=64, help="width: a multiple of --heads")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="for all runs")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="sgd", help="optimizer of all runs"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()

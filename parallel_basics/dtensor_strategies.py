@@ -183,7 +183,9 @@ def compare(optimizer: str, worker: Worker) -> None:
 
 def parse_args():
     parser = ArgumentParser(description="Parallel strategies as DTensor placements.")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="for all runs")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of all runs"
+    )
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser.parse_args()
 

@@ -180,7 +180,7 @@ def difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description="An embedding table on a server, dense layers under DDP.")
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="sgd", help="for table and layers"
+        "--optimizer", choices=OPTIMIZERS, default="sgd", help="optimizer of table and layers"
     )
     parser.add_argument("--steps", type=at_least(1), default=5, help="optimizer steps")
     parser.add_argument(

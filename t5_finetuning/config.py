@@ -103,7 +103,7 @@ def parse_args() -> Settings:
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
     add("--lr", type=above(0), help="peak learning rate (default: 0.002)")
-    add("--weight-decay", type=between(0, math.inf), help="of weight matrices (default: 0.01)")
+    add("--weight-decay", type=between(0, math.inf), help="decay of matrices (default: 0.01)")
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--dropout", type=between(0, 0.99), help="probability of dropping an activation")
@@ -112,7 +112,7 @@ def parse_args() -> Settings:
     add("--seed", type=int, help="seed of weights and data")
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
-    add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
+    add("--backend", help="backend of collectives (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--workers", type=at_least(0), help="DataLoader workers per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
     add = parser.add_argument_group("output").add_argument

@@ -167,7 +167,7 @@ def parse_args() -> Settings:
     add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
     add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.1)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
-    add("--precision", choices=PRECISIONS, help="of matmuls; parameters stay fp32")
+    add("--precision", choices=PRECISIONS, help="dtype of matmuls; parameters stay fp32")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add("--compile", action="store_true", help="torch.compile each block")
     add("--seed", type=int, help="seed of weights and data")
@@ -182,7 +182,7 @@ def parse_args() -> Settings:
     add("--keep-gathered", action="store_true", help="do not reshard after forward (ZeRO-2)")
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
-    add("--backend", help="gloo, nccl, ... (default: nccl on CUDA GPUs, gloo on CPUs)")
+    add("--backend", help="backend of collectives (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
     add = parser.add_argument_group("output").add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
