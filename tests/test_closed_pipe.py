@@ -37,4 +37,5 @@ def test_a_closed_pipe_is_no_error(command, unbuffered):
         )
     finally:
         os.close(write)
-    assert (result.returncode, result.stderr) == (1, "")
+    ignored = "--help" in command and unbuffered  # argparse itself drops an error of its print
+    assert (result.returncode, result.stderr) == (0 if ignored else 1, "")
