@@ -59,7 +59,7 @@ each_directory = pytest.mark.parametrize("page", DIRECTORIES, ids=lambda page: p
 
 
 def lacks(text: str, kind: str) -> list[str]:
-    """What a directory's page has too much or too little of; kind: its directory."""
+    """The flaws of a directory's page; kind: its directory."""
     lines = text.splitlines()
     fences = [
         n for n, line in enumerate(lines) if re.match(r"```bash|    (python|torchrun) ", line)
