@@ -32,6 +32,9 @@ ROWS = {
         "test_clusters_slurm.py::test_too_few_cores_for_the_gpus_are_a_warning",
         "test_clusters_slurm.py::test_eight_gpus_get_the_cores_and_the_memory_of_a_node",
     ),
+    "leaves no time to train": (
+        "test_clusters_slurm.py::test_a_time_limit_before_the_first_step_is_an_error"
+    ),
     "forcefully exiting via 9": (
         "test_clusters_slurm.py::test_jobs_that_lose_their_nodes_continue_bit_for_bit"
     ),
