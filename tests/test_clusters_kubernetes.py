@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers import PROGRAMS, ROOT, Job, installed, learned, python
 from lab_hosts import Lab, name_of
+from torch.distributed.launcher.api import LaunchConfig
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which transformers brings")
 
@@ -271,6 +272,15 @@ def test_nothing_restarts_for_ever(file):
     is not counted: there is no probe. A hang ends by the timeout of its collective, with 1."""
     assert not {"livenessProbe", "startupProbe"} & set(pods(file)[0].container)
     assert pods(file)[0].when_failed(1) == "Count"
+
+
+def test_how_long_pods_wait_for_one_that_finds_no_node():
+    """Each attempt ends by torchrun's time-out, with status 1, which counts."""
+    minutes = LaunchConfig(1, 1, 1).rdzv_configs["timeout"] / 60
+    attempts = 1 + documents("jobset.yaml")["JobSet"]["spec"]["failurePolicy"]["maxRestarts"]
+    page = " ".join((ROOT / "clusters/kubernetes.md").read_text().split())
+    assert f"torchrun gives up after {minutes:.0f} minutes" in page
+    assert f"after seven of them ({attempts * minutes:.0f} minutes)" in page
 
 
 @each_manifest

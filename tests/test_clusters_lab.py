@@ -11,7 +11,7 @@ from pathlib import Path
 import lab_hosts
 import psutil
 import pytest
-from helpers import ROOT, Job, Result, those
+from helpers import ROOT, TORCHRUN, Job, Result, those
 from lab_hosts import LAB, Lab, name_of
 
 LAUNCH = ROOT / "clusters/torchrun/launch.py"
@@ -252,6 +252,24 @@ SSH_INTO_THE_LAB = """#!/bin/sh
 for last; do host=$command command=$last; done
 exec "$PYTHON" "$LAB_PY" exec "${host#host}" -- sh -c "$command"
 """
+
+
+@pytest.mark.slow
+def test_two_hosts_with_one_number(hosts, tmp_path):
+    """Each is the first of two, and waits for the second: 5 s here, in place of 900 s."""
+    script = tmp_path / "tell.py"
+    script.write_text("import os, socket; print(socket.gethostname(), os.environ['RANK'])")
+    torchrun = (*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-conf=timeout=5")
+    torchrun += ("--master-addr=10.77.0.1", "--master-port=29500", "--node-rank=0", script)
+    with Lab(hosts).start(0, *torchrun) as one, Lab(hosts).start(1, *torchrun) as other:
+        for agent in (one, other):
+            result = agent.wait(60)
+            assert result.returncode == 1
+            assert "DistStoreError: wait timeout after 5000ms, keys: " in result.output
+            assert "role_info/0" in result.output
+    with launch("--static", "--lab", 2, script, name=hosts) as job:  # it numbers the hosts
+        said = job.wait(60).check().output
+    assert sorted(said.splitlines()) == ["host0: host0 0", "host1: host1 1"]
 
 
 @pytest.mark.slow

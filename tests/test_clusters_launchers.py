@@ -1,6 +1,7 @@
 """clusters/from_any_launcher.py: what each launcher sets, and what is made of it."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import pytest
 from helpers import ROOT, Job, clean_environment
 
 sys.path.insert(0, str(ROOT / "clusters"))
-from from_any_launcher import first_host, launched_by, tasks_of_node, who_am_i
+from from_any_launcher import LAUNCHERS, first_host, launched_by, tasks_of_node, who_am_i
 
 sys.path.remove(str(ROOT / "clusters"))
 
@@ -35,7 +36,13 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "1378025473",
 }
 MVAPICH2 = {name.replace("OMPI", "MV2"): OPEN_MPI[name] for name in OPEN_MPI if "OMPI" in name}
-PALS = {"PMI_RANK": "9", "PMI_SIZE": "16", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+CRAY_PMI = {"PMI_RANK": "9", "PMI_SIZE": "16", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+PALS = {
+    "PALS_RANKID": "9",
+    "PMI_SIZE": "16",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "4",
+}
 FLUX = {  # which also speaks PMI
     "FLUX_TASK_RANK": "5",
     "FLUX_JOB_SIZE": "8",
@@ -62,7 +69,9 @@ TORCHRUN = dict(zip(NAMES, ["2", "4", "0", "2", "10.0.0.1", "4711"], strict=True
         (MPICH, "MPICH", "1 2 1 2 127.0.0.1 29500"),
         (MPICH | {"MASTER_ADDR": "b", "MASTER_PORT": "1"}, "MPICH", "1 2 1 2 b 1"),
         (MVAPICH2 | {"MASTER_ADDR": "a"}, "MVAPICH2", "3 4 1 2 a 29500"),
-        (PALS | {"PALS_RANKID": "9", "MASTER_ADDR": "a"}, "PALS", "9 16 1 4 a 29500"),
+        (CRAY_PMI | {"MASTER_ADDR": "a"}, "Cray PMI", "9 16 1 4 a 29500"),
+        (PALS | {"MASTER_ADDR": "a"}, "PALS", "9 16 1 4 a 29500"),
+        (CRAY_PMI | PALS | {"MASTER_ADDR": "a"}, "Cray PMI", "9 16 1 4 a 29500"),
         (FLUX | {"MASTER_ADDR": "a"}, "Flux", "5 8 1 4 a 29500"),
         (
             FLUX | {"FLUX_JOB_NNODES": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "a"},
@@ -82,6 +91,15 @@ TORCHRUN = dict(zip(NAMES, ["2", "4", "0", "2", "10.0.0.1", "4711"], strict=True
 def test_each_launcher(env, launcher, told):
     assert launched_by(env) == launcher
     assert " ".join(who_am_i(env)[name] for name in NAMES) == told
+
+
+def test_the_table_of_platforms_has_the_same_names():
+    """As on the page: | launcher | rank, size | local rank, local size | first host |."""
+    page = (ROOT / "clusters/platforms.md").read_text()
+    cells = [row.split("|")[2:4] for row in page.splitlines() if row.startswith("|")]
+    rows = [re.findall(r"`([A-Z]\w+)`", "".join(names)) for names in cells]
+    for launcher in set(LAUNCHERS) - {"torchrun", "RANK and WORLD_SIZE", "Kubernetes"}:
+        assert list(LAUNCHERS[launcher]) in rows, launcher
 
 
 def test_a_batch_script_is_no_rank():
@@ -136,7 +154,7 @@ def test_tasks_of_each_node():
         (OPEN_MPI, "Open MPI does not tell where rank 0 runs: set MASTER_ADDR to its host"),
         (MPICH | {"PMI_RANK": "2"}, "MPICH says rank 2 of 2, which cannot be"),
         (TORCHRUN | {"WORLD_SIZE": "two"}, "torchrun says rank 2 of two, which cannot be"),
-        (PALS | {"PMI_LOCAL_RANK": "4"}, "PALS says rank 4 of 4, which cannot be"),
+        (CRAY_PMI | {"PMI_LOCAL_RANK": "4"}, "Cray PMI says rank 4 of 4, which cannot be"),
         (
             EXPLICIT | {"LOCAL_RANK": "1"},
             f"a launcher has set LOCAL_RANK, RANK, WORLD_SIZE, {NEEDS}",

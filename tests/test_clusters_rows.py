@@ -16,6 +16,7 @@ ROWS = {
         "test_clusters_lab.py::test_a_host_with_several_interfaces",
         "test_clusters_lab.py::test_a_firewall_that_opens_one_port",
     ),
+    "hosts with `--node-rank`": "test_clusters_lab.py::test_two_hosts_with_one_number",
     "two jobs mix": "test_clusters_elastic.py::test_two_jobs_with_one_id",
     "invalid partition": "test_clusters_slurm.py::test_a_partition_that_does_not_exist",
     "`python: command not found`": "not provoked: a job of Slurm's that finds no Python at all",
@@ -31,6 +32,9 @@ ROWS = {
     "8 ranks share 4 cores": (
         "test_clusters_slurm.py::test_too_few_cores_for_the_gpus_are_a_warning",
         "test_clusters_slurm.py::test_eight_gpus_get_the_cores_and_the_memory_of_a_node",
+    ),
+    "leaves no time to train": (
+        "test_clusters_slurm.py::test_a_time_limit_before_the_first_step_is_an_error"
     ),
     "forcefully exiting via 9": (
         "test_clusters_slurm.py::test_jobs_that_lose_their_nodes_continue_bit_for_bit"

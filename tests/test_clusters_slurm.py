@@ -171,13 +171,13 @@ def test_words_for_srun_and_a_container_come_before_the_ranks(cluster, tmp_path)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["yes 0\n", "yes 1\n"]
 
 
-# Saves on SIGTERM, which takes until there is a file of the name "go".
+# Saves on SIGTERM, which takes until there is a file of the name "go", or "go0" for rank 0.
 SAVES = """
 import os, pathlib, signal, sys, time
 rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
 def save(number, frame):
     (folder / f"asked{rank}").touch()
-    while not (folder / "go").exists():
+    while not (folder / "go").exists() and not (folder / f"go{rank}").exists():
         time.sleep(0.01)
     (folder / f"saved{rank}").touch()
     os._exit(128 + number)
@@ -191,7 +191,8 @@ time.sleep(1000)
 @pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
 @pytest.mark.parametrize("when", ["while it trains", "while it saves"])
 def test_a_cancelled_job_does_not_come_back(cluster, file, when, tmp_path):
-    """Its ranks have saved. While it saves: it had been told already that its time is nearly up."""
+    """Its ranks have saved. While it saves: it had been told already that its time is nearly up,
+    and one rank has left. This Slurm has KillOnBadExit=1, which would kill the other rank."""
     script, log = tmp_path / "saves.py", tmp_path / "log"
     script.write_text(SAVES)
 
@@ -203,10 +204,13 @@ def test_a_cancelled_job_does_not_come_back(cluster, file, when, tmp_path):
     if when == "while it saves":
         cluster.run("scancel", "--batch", "--signal=USR1", job).check()
         cluster.wait_until(lambda: both("asked"), log)
+        (tmp_path / "go0").touch()
+        cluster.wait_until(lambda: re.search(r"task \d: Exited with exit code", text(log)), log)
     cluster.run("scancel", job).check()
     (tmp_path / "go").touch()
     cluster.wait_until(cluster.idle, log)  # a job that will come back is PENDING
     assert both("saved"), log.read_text()
+    assert "Terminating StepId" not in log.read_text()  # srun's word, before it kills in KillWait
     assert cluster.state(job, "JobState") == "CANCELLED"
     assert cluster.state(job, "Restarts") == "0"
 
@@ -262,6 +266,26 @@ def test_sweep(cluster, tmp_path):
     for number, words in ((1, "'--lr', '1e-3'"), (2, "'--lr', '2e-3', '--seed', '3'")):
         said = (tmp_path / f"log{number}").read_text()
         assert f"['--epochs', '1', {words}]" in said
+
+
+@pytest.mark.slow
+def test_a_run_of_a_sweep_saves_before_its_time_limit(cluster, tmp_path):
+    runs, script, log = (tmp_path / name for name in ("runs.txt", "saves.py", "log"))
+    runs.write_text(f"{tmp_path}\n")
+    script.write_text(SAVES)
+    job = cluster.submit("--array=1", SLURM / "sweep.sbatch", runs, script, output=log)
+    cluster.wait_until((tmp_path / "trains0").exists, log)
+    nearly_up(cluster, job)
+    cluster.wait_until((tmp_path / "asked0").exists, log)
+    (tmp_path / "go0").touch()
+    cluster.wait_until(cluster.idle, log)
+    assert (tmp_path / "saved0").exists(), log.read_text()
+
+
+def nearly_up(cluster: Cluster, job: str) -> None:
+    """Leave the job less than the two minutes of --signal. Slurm notes that within 30 s."""
+    minutes = int(cluster.state(job, "RunTime").split(":")[1])
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}").check()
 
 
 @pytest.mark.slow
@@ -353,14 +377,12 @@ def test_jobs_that_lose_their_nodes_continue_bit_for_bit(cluster, tmp_path):
     }
     for log in logs.values():
         cluster.wait_until(lambda: "at step 30" in text(log), *logs.values())  # noqa: B023
-    # Less than the two minutes of --signal are left now. Slurm notes that within 30 s.
-    minutes = int(cluster.state(jobs["time"], "RunTime").split(":")[1])
-    set_limit = ("scontrol", "update", f"JobId={jobs['time']}")
-    cluster.run(*set_limit, f"TimeLimit={minutes + 2}").check()
+    nearly_up(cluster, jobs["time"])
     urgent = ("--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=94")
     cluster.submit(*urgent, "--wrap=true", output=Path("/dev/null"))
     cluster.wait_until(lambda: "asked" in text(logs["time"]), logs["time"])
-    cluster.run(*set_limit, "TimeLimit=60").check()  # before it starts again
+    before_it_starts_again = ("scontrol", "update", f"JobId={jobs['time']}", "TimeLimit=60")
+    cluster.run(*before_it_starts_again).check()
     whole = tmp_path / "whole"
     pool.run(TRAIN, *args, whole, ranks=2).check()
     for name, job in jobs.items():
@@ -376,6 +398,28 @@ def test_jobs_that_lose_their_nodes_continue_bit_for_bit(cluster, tmp_path):
     cluster.wait_until(lambda: cluster.state(late, "JobState") in ENDED, exported)
     assert cluster.state(late, "JobState") == "COMPLETED", exported.read_text()
     assert exported.read_text() == "rank 1 has ended\nrank 0 has ended\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
+def test_a_time_limit_before_the_first_step_is_an_error(cluster, file, tmp_path):
+    """Slurm would signal the job at its start, and it would go back to the queue for ever."""
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text("")
+    job = cluster.submit("--time=3", SLURM / file, script, "--output-dir", tmp_path, output=log)
+    cluster.wait_until(lambda: cluster.state(job, "JobState") in ENDED, log)
+    assert cluster.state(job, "ExitCode") == "2:0"
+    assert cluster.state(job, "Restarts") == "0"
+    assert log.read_text() == (
+        f"{file}: error: a time limit of 3:00 leaves no time to train, because --signal comes "
+        "120 s before: sbatch --time=4 or more\n"
+    )
+    log.unlink()
+    for more in (
+        ["--time=3", SLURM / file, script],
+        ["--time=4", SLURM / file, script, "--output-dir=x"],
+    ):
+        assert cluster.finish("--nodes=1", *more, output=log) == 0, log.read_text()
 
 
 LEAVES = """
