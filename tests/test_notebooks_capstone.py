@@ -21,6 +21,7 @@ FOLDER = ROOT / "notebooks/capstone"
 sys.path.insert(0, str(FOLDER))
 
 import check  # noqa: E402
+import check_log  # noqa: E402
 import mistakes  # noqa: E402
 import one_process  # noqa: E402
 import oracle  # noqa: E402
@@ -154,7 +155,7 @@ MISTAKES = {
     "padded": (
         (
             "test_set[rank::world_size]",
-            "test_set[[i % 100 for i in range(rank, 102 // world_size * world_size, world_size)]]",
+            "test_set[[i % 100 for i in range(rank, 100 + -100 % world_size, world_size)]]",
         ),
         "3 ranks that continue: epoch 2: .*: 2 test points count twice: DistributedSampler",
     ),
@@ -321,3 +322,88 @@ def test_a_hang_says_where(tmp_path):
     assert status == 1
     left = [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]
     assert not left
+
+
+# The three logs.
+
+JOBS = check_log.JOBS
+
+
+def test_right_answers():
+    for job in JOBS.values():
+        (letter,) = [x for x, cause in zip("abcd", job.causes, strict=True) if not cause.mistake]
+        for line in job.lines():
+            assert check_log.wrong(job, job.ranks, line, letter) == ""
+
+
+def test_each_tempting_answer_has_a_sentence_of_its_own():
+    for job in JOBS.values():
+        (right,) = [x for x, cause in zip("abcd", job.causes, strict=True) if not cause.mistake]
+        line, source = job.lines()[0], [text.strip() for text in job.source()]
+        assert len(job.lines()) == len(job.code)
+        said = [check_log.wrong(job, {0, 1, 2} - job.ranks, line, right)]
+        for text in job.wrong_lines:
+            said.append(check_log.wrong(job, job.ranks, source.index(text) + 1, right))
+        said.append(check_log.wrong(job, job.ranks, 1, right))
+        said += [check_log.wrong(job, job.ranks, line, x) for x in "abcd" if x != right]
+        assert all(said)
+        assert len(set(said)) == len(said) >= 7
+        assert 'line 999 is ""' in check_log.wrong(job, job.ranks, 999, right)
+
+
+def log(job: int) -> str:
+    return (FOLDER / f"logs/job_{job}.txt").read_text()
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_logs_are_of_these_scripts(job):
+    """Each line of a traceback stands in the script, at this number."""
+    source = JOBS[job].source()
+    frames = re.findall(rf'File "job_{job}.py", line (\d+), in .*\n\[rank\d\]: +(.*)', log(job))
+    assert (len(frames) > 0) == (job != 2)
+    assert [source[int(number) - 1].strip() for number, _ in frames] == [x for _, x in frames]
+    assert not re.search(r"/home/|/work/|/tmp/|pid|\d\d:\d\d:\d\d", log(job))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_jobs_still_do_what_the_logs_say(tmp_path, job):
+    """What the ranks print, in whatever order, and how it ends."""
+    output, starts = "", log(job).count("$ torchrun")
+    for _ in range(starts):
+        result = pool.run(FOLDER / f"logs/job_{job}.py", tmp_path, ranks=3)
+        output += result.output
+        assert (result.returncode == 0) == ("(exit status 0)" in log(job))
+    line = re.compile(r"^rank \d, .*", re.MULTILINE)
+    printed, recorded = sorted(line.findall(output)), sorted(line.findall(log(job)))
+    if job == 3:  # the abort of rank 0 may come before another rank has printed
+        recorded = [text for text in recorded if text in printed or text.startswith("rank 0")]
+    assert printed == recorded
+
+
+def test_why_the_jobs_fail():
+    assert "rank 2, step 3: a wrong label" in log(1)
+    assert log(1).count("Timed out waiting 30000ms") == 3
+    assert "Root Cause (first observed failure):" in log(1)
+    second = log(2).split("$ torchrun")[2]
+    norms = dict(re.findall(r"rank (\d), step 20: \|weights\| (\S+)\n", second))
+    assert f"rank 0, step 20: |weights| {norms['0']}," in log(2)
+    assert norms["1"] == norms["2"] != norms["0"]
+    assert re.search(r"length <= op.nbytes. \d+ vs 8", log(3))
+
+
+def test_check_log_as_typed():
+    def said(*arguments) -> tuple[int, str]:
+        command = [sys.executable, str(FOLDER / "check_log.py"), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + "".join(done.stderr.splitlines()[-1:])
+
+    status, question = said(1)
+    assert (status, question.count("\n")) == (0, 6)
+    status, answer = said(1, "--rank", "0", "--line", 28, "--cause", "a")
+    assert (status, answer.count("\n"), answer[:9]) == (1, 1, "not yet: ")
+    line = JOBS[2].lines()[0]
+    status, answer = said(2, "--rank", "2,1", "--line", line, "--cause", "b")
+    assert (status, answer[:9]) == (0, "correct: ")
+    status, answer = said(2, "--rank", "x", "--line", line, "--cause", "b")
+    assert status == 2
+    assert answer.endswith("argument --rank: a rank such as 0, or ranks such as 0,1")

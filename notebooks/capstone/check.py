@@ -1,6 +1,7 @@
 """Check a distributed version of one_process.py: does it train as one process does, and survive?
 
-    python notebooks/capstone/check.py my_train.py
+    cp notebooks/capstone/one_process.py my_train.py    # and make it distributed
+    python notebooks/capstone/check.py my_train.py      # an unchanged copy: status 1
 
 Starts your file under torchrun: on 1 rank; on 2, of which one is killed; on 3, which continue; on 2
 with dropout and bf16. Prints a line for each that is right, then "correct", or "not yet:" and the

@@ -7,6 +7,7 @@ The first command prints the causes to choose from. logs/answers.py holds the an
 """
 
 import argparse
+import re
 import sys
 
 from logs.answers import JOBS, Job
@@ -38,6 +39,8 @@ def wrong(job: Job, ranks: set[int], line: int, letter: str) -> str:
 
 
 def ranks_of(text: str) -> set[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError("a rank such as 0, or ranks such as 0,1")
     return {int(number) for number in text.split(",")}
 
 

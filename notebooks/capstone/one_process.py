@@ -85,8 +85,13 @@ if __name__ == "__main__":
     add = parser.add_argument
     add("--epochs", type=int, default=40, help="passes over the data in all (default: 40)")
     add("--dropout", type=float, default=0.2, help="probability of dropout (default: 0.2)")
-    add("--precision", choices=("fp32", "bf16"), default="bf16", help="(default: bf16)")
-    add("--folder", type=Path, default="runs/capstone", help="of checkpoint.pt (default: it)")
+    add("--precision", choices=("fp32", "bf16"), default="bf16", help="of forward (default: bf16)")
+    add(
+        "--folder",
+        type=Path,
+        default="runs/capstone",
+        help="of checkpoint.pt (default: runs/capstone)",
+    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     train(args)

@@ -49,12 +49,12 @@ JOBS = {
             "that one go instead?",
             "dist.barrier()": "rank 2 waits here because it is one step ahead: where has it left "
             "one out?",
-            "y[47] = 3  # a typing error in the file of labels": "a wrong label alone harms no other rank: "
-            "which line makes a hang of it?",
+            "y[47] = 3  # a typing error": "a wrong label alone harms no other "
+            "rank: which line makes a hang of it?",
         },
         (
             Cause(
-                "the network between the ranks is slow: the time-out of 10 s is too short",
+                "the network between the ranks is slow: the time-out of 30 s is too short",
                 "all steps before took milliseconds, and a longer time-out only delays the error",
             ),
             Cause(
@@ -83,8 +83,8 @@ JOBS = {
         {
             'net.load_state_dict(state["net"])': "the line itself is right: which line decides "
             "who runs it?",
-            'optimizer.load_state_dict(state["optimizer"])': "the line itself is right: which "
-            "line decides who runs it?",
+            'optimizer.load_state_dict(state["optimizer"])': "the norms differ before the "
+            "optimizer has made a step: which line decides who loads?",
             "ddp_net = DistributedDataParallel(net)": "it sends rank 0's weights, once: at this "
             "moment rank 0 has not loaded them",
             "dist.broadcast(step, src=0)": "all ranks print the right step: what was not sent?",
@@ -142,8 +142,8 @@ JOBS = {
                 "one rank calls an all_reduce of its own, which meets the others' next gradients",
             ),
             Cause(
-                "rank 0 is slow because it tests alone, and the others lose patience",
-                "no rank has waited for 10 s: the message names a number of bytes",
+                "the network broke: rank 2 reports that its connection was closed",
+                "the connection ended with the process of rank 0, whose exit code is -6: why that?",
             ),
         ),
         "collectives are matched by their order, not by their names. Let all ranks call "

@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, y = torch.randn(90, 4), torch.randint(0, 3, (90,))
-    y[47] = 3  # a typing error in the file of labels
+    y[47] = 3  # a typing error
     x, y = x[rank::world_size], y[rank::world_size]
     net = DistributedDataParallel(nn.Linear(4, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

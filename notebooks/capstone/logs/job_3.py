@@ -17,7 +17,7 @@ def accuracy(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, y = torch.randn(120, 4), torch.randint(0, 3, (120,))
