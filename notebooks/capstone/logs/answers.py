@@ -1,0 +1,152 @@
+"""The answers to the three logs, for check_log.py: do not read on before you have yours."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Cause:
+    text: str
+    mistake: str = ""  # what speaks against it; "" for the right one
+
+
+@dataclass(frozen=True)
+class Job:
+    number: int
+    ranks: set[int]  # that hold the mistake
+    wrong_ranks: str  # what to tell about others
+    code: tuple[str, ...]  # the lines that may be named, without indentation
+    wrong_line: str  # what to tell about lines that are not
+    wrong_lines: dict[str, str]  # and about tempting ones
+    causes: tuple[Cause, ...]  # a, b, c, d
+    why: str
+    hint: str = ""
+
+    def source(self) -> list[str]:
+        file = Path(__file__).with_name(f"job_{self.number}.py")
+        return file.read_text().splitlines()
+
+    def lines(self) -> list[int]:
+        """The numbers of the lines that may be named."""
+        return [n for n, line in enumerate(self.source(), 1) if line.strip() in self.code]
+
+
+NOT_WRONG = "it does what it should, in the right place"
+
+JOBS = {
+    1: Job(
+        1,
+        {2},
+        "the ranks that raise are those that wait: which rank has made fewer steps than the "
+        "others, and did not come?",
+        (
+            "continue",
+            "if local_y.max() > 2:",
+        ),
+        "it is not the line that keeps this rank away from a collective",
+        {
+            "loss.backward()": "in this line ranks wait for one that does not come: where does "
+            "that one go instead?",
+            "dist.barrier()": "rank 2 waits here because it is one step ahead: where has it left "
+            "one out?",
+            "y[47] = 3  # a typing error": "a wrong label alone harms no other "
+            "rank: which line makes a hang of it?",
+        },
+        (
+            Cause(
+                "the network between the ranks is slow: the time-out of 30 s is too short",
+                "all steps before took milliseconds, and a longer time-out only delays the error",
+            ),
+            Cause(
+                "rank 2 leaves out a backward(), in which the other ranks wait for it",
+            ),
+            Cause(
+                "a label is out of range, and cross_entropy raises IndexError on one rank",
+                "no rank has raised IndexError: the script found the label before",
+            ),
+            Cause(
+                "the ranks got unequal numbers of samples from the data set",
+                "each rank has 30 samples: 90 divide by 3",
+            ),
+        ),
+        "a rank that leaves out a step leaves out its collectives. From then on each of its "
+        "all-reduces meets the next one of the others, and the last one has no partner. Let it "
+        "call backward() on a loss of 0, or let all ranks agree to leave the step out",
+    ),
+    2: Job(
+        2,
+        {1, 2},
+        "compare the norms at step 20 of both starts: which ranks do not continue with what was "
+        "saved? That they are the majority proves nothing",
+        ("if rank == 0 and file.exists():",),
+        "it is not the line that gives these ranks other weights",
+        {
+            'net.load_state_dict(state["net"])': "the line itself is right: which line decides "
+            "who runs it?",
+            'optimizer.load_state_dict(state["optimizer"])': "the norms differ before the "
+            "optimizer has made a step: which line decides who loads?",
+            "ddp_net = DistributedDataParallel(net)": "it sends rank 0's weights, once: at this "
+            "moment rank 0 has not loaded them",
+            "dist.broadcast(step, src=0)": "all ranks print the right step: what was not sent?",
+            "torch.manual_seed(0)": "the ranks agreed in the whole first start, seeded so",
+        },
+        (
+            Cause(
+                "the checkpoint lacks the weights of ranks 1 and 2",
+                "under DDP all ranks hold the same weights: those of rank 0 are enough",
+            ),
+            Cause(
+                "rank 0 loads once DDP has sent its weights, so that the others keep fresh ones",
+            ),
+            Cause(
+                "the file was damaged when it was written",
+                "rank 0 continues with exactly the norm that it had: the file is good",
+            ),
+            Cause(
+                "the random generators were not restored, so the ranks saw other data",
+                "no random number is drawn after the data, and other data does not change weights "
+                "before the first step",
+            ),
+        ),
+        "DDP compares nothing later: equal gradients, of unequal weights, keep them unequal, and "
+        "no error comes. Load on every rank, or before Net is wrapped",
+        ", such as 0 or 0,1",
+    ),
+    3: Job(
+        3,
+        {0},
+        "this rank does what the script asks of it, in the order of the others: which rank calls "
+        "a collective that the others do not call?",
+        (
+            "if rank == 0:",
+            'print(f"epoch {epoch}: accuracy {accuracy(net, x[30:], y[30:]):.3f}", flush=True)',
+        ),
+        "it is not the line from which one rank alone comes to a collective",
+        {
+            "dist.all_reduce(counts)": "this line is right if all ranks reach it: which line lets "
+            "one rank alone through?",
+            "loss.backward()": "the others are here rightly, in the next epoch: what does rank 0 "
+            "call instead?",
+            "dist.barrier()": "no rank has come so far",
+        },
+        (
+            Cause(
+                "the ranks hold networks of different sizes, so their gradients do not match",
+                "three steps of an epoch went well with these networks",
+            ),
+            Cause(
+                "the all_reduce on rank 0 needs floating-point numbers, and counts are integers",
+                "all_reduce adds integers, too: the message names a number of bytes",
+            ),
+            Cause(
+                "one rank calls an all_reduce of its own, which meets the others' next gradients",
+            ),
+            Cause(
+                "the network broke: rank 2 reports that its connection was closed",
+                "the connection ended with the process of rank 0, whose exit code is -6: why that?",
+            ),
+        ),
+        "collectives are matched by their order, not by their names. Let all ranks call "
+        "accuracy(), and rank 0 alone print",
+    ),
+}
