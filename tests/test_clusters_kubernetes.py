@@ -275,7 +275,7 @@ def test_nothing_restarts_for_ever(file):
 
 
 def test_how_long_pods_wait_for_one_that_finds_no_node():
-    """Each attempt ends by torchrun's time-out, with status 1, which counts."""
+    """Each attempt ends by torchrun's timeout, with status 1, which counts."""
     minutes = LaunchConfig(1, 1, 1).rdzv_configs["timeout"] / 60
     attempts = 1 + documents("jobset.yaml")["JobSet"]["spec"]["failurePolicy"]["maxRestarts"]
     page = " ".join((ROOT / "clusters/kubernetes.md").read_text().split())

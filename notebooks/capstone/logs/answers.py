@@ -54,8 +54,8 @@ JOBS = {
         },
         (
             Cause(
-                "the network between the ranks is slow: the time-out of 30 s is too short",
-                "all steps before took milliseconds, and a longer time-out only delays the error",
+                "the network between the ranks is slow: the timeout of 30 s is too short",
+                "all steps before took milliseconds, and a longer timeout only delays the error",
             ),
             Cause(
                 "rank 2 leaves out a backward(), in which the other ranks wait for it",
