@@ -81,6 +81,8 @@ def _problem(right, answers) -> tuple[int, str]:
         text = f"it raises {type(error).__name__}: {error}".partition("\n")[0]
         if "DistStoreError" in text:
             return WAITS, "it waits for a key in the store that no rank sets"
+        if "is not connected" in text:
+            return WAITS, "a rank sends to itself (Gloo cannot), or to a rank that is gone"
         if "gloo" in text:
             return WAITS, "a rank waits for another one: do all ranks make the same calls?"
         if isinstance(error, TypeError | AttributeError) and not any(map(callable, answers)):
