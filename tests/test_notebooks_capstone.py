@@ -317,7 +317,7 @@ def test_what_trains_nothing_is_one_line(tmp_path, text, line):
 def test_a_hang_says_where(tmp_path):
     script = tmp_path / "my_train.py"
     script.write_text("import threading\n\nthreading.Event().wait()\n")
-    status, said = typed(script, "--timeout", 20)
+    status, said = typed(script, "--timeout", 40)
     assert said == "not yet: 1 rank: no end in time: rank 0 is in line 3\n"
     assert status == 1
     left = [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or [])]

@@ -169,7 +169,7 @@ def where(job: subprocess.Popen, script: Path, record: Path) -> str:
     for file in files:
         lines = [line for line in file.read_text().splitlines() if f'"{script}"' in line]
         if lines:
-            found.append(f"{file.stem.replace('_', ' ')} is in {lines[0].split(', ')[1]}")
+            found.append(f"{file.stem.replace('_', ' ')} is in line {lines[0].split()[3]}")
     return ", ".join(found)
 
 
