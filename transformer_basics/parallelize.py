@@ -191,6 +191,10 @@ def apply_tensor_parallel(
             use_local_output=not loss_parallel,
         )
     parallelize_module(model, mesh, plan)
+    if model.is_first and config.is_llama:
+        # The sum over ranks may still be under way. A compiled block that gets it so loses the
+        # embedding's gradient (torch 2.15): a copy waits. (GPT-2 adds positions, which waits, too.)
+        model.token_embedding.register_forward_hook(lambda module, inputs, y_BTC: y_BTC.clone())
     if shares_heads:
         for block in model.blocks.values():
             share_heads(block.attention.key, mesh, config)
