@@ -72,7 +72,8 @@ SCALE = {
     ),
     # Tied. 3 heads of keys and values on 6 ranks: each has all of them.
     "preset smollm2-135m": (
-        "--ranks 6 --tp 6 --pp 1 --dp-shard 1 --layers 1 --heads 12 --vocab-size 48",
+        "--ranks 6 --tp 6 --pp 1 --dp-shard 1 --layers 1 --heads 12 --vocab-size 48"
+        " --block-size 48",
         (2 * 12 * 64 * 576 + 3 * 1536 * 576 + 48 * 576) // 6 + 2 * 3 * 64 * 576 + 3 * 576,
         11,
     ),
