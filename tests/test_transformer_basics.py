@@ -309,18 +309,23 @@ def test_init_from_refuses_what_computes_something_else(pretrained_folder, tmp_p
         read_config(fitting(tmp_path), token_count=50)
 
 
-def test_flops_are_those_of_the_matrix_products():
+LLAMA = {"architecture": "llama", "kv_heads": 2, "head_dim": 8, "mlp_dim": 40}
+
+
+@pytest.mark.parametrize("shape", [{}, LLAMA])
+def test_flops_are_those_of_the_matrix_products(shape):
     from torch.utils.flop_counter import FlopCounterMode
 
-    model, tokens = GPT(CONFIG), torch.zeros(2, 32, dtype=torch.int64)
+    config = GPTConfig(vocab_size=50, block_size=32, layers=2, heads=4, dim=24, **shape)
+    model, tokens = GPT(config), torch.zeros(2, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     # The counter has attention's products on this device or it has not: all else is 6 a weight.
     weights = sum(
         p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n
     )
-    attention = 12 * CONFIG.layers * 32 * CONFIG.dim
-    assert CONFIG.flops_per_token(32) == 6 * weights + attention
+    attention = 12 * 2 * 32 * (4 * 8 if shape else 24)
+    assert config.flops_per_token(32) == 6 * weights + attention
     assert counter.get_total_flops() >= 0.9 * 64 * 6 * weights
 
 

@@ -1,5 +1,6 @@
 """transformer_basics: Llama, SmolLM2, Mistral and Qwen3 go in, and come out as they were."""
 
+import json
 import sys
 
 import config
@@ -9,11 +10,12 @@ import torch.distributed as dist
 from checkpoint import save_checkpoint
 from config import Settings
 from export import export
+from metrics import peak_memory
 from model import GPT, GPTConfig
 from optimizer import make_optimizer
 from parallelize import spread_model
 from presets import PRESETS, VOCABULARIES
-from pretrained import copy_weights, read_config, read_weights
+from pretrained import Weights, copy_weights, read_config, read_weights
 from runtime import Worker
 from safetensors.torch import load_file
 
@@ -82,6 +84,21 @@ def test_a_family_goes_in_and_comes_out(family, tmp_path):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     again = type(theirs).from_pretrained(tmp_path / "exported")
     assert torch.equal(again(tokens).logits, expected)
+
+
+def test_a_shard_is_read_without_the_rest(tmp_path):
+    """Of a weight of 1 GB, of which no number takes room on the disk."""
+    shape = [250_000, 1000]
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 10**9]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 10**9)
+    weights = Weights(tmp_path, GPTConfig(architecture="llama"))
+    before = peak_memory(torch.device("cpu"))["memory_mb"]
+    shard = weights["token_embedding.weight"][1000:1010].clone()
+    assert shard.shape == (10, 1000)
+    assert peak_memory(torch.device("cpu"))["memory_mb"] < before + 100
 
 
 @pytest.mark.parametrize(
