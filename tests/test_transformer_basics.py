@@ -130,8 +130,8 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
     layers = 5 if kind == "deep" else 2
     share_of_stage = math.ceil(layers / stages) / layers  # the first stages have one layer more
     all_numbers = sum(p.numel() for p in expected["parameters"][0].values())
-    # Norms and some biases are not sharded by tp; the first stage has the embeddings, too. Nor are keys
-    # and values of fewer heads than ranks.
+    # Norms, some biases, and keys and values of fewer heads than ranks are not sharded by tp; the
+    # first stage has the embeddings, too.
     fair, tp = all_numbers * share_of_stage / parts, sizes.get("--tp", 1)
     if int(dict(pairwise(KINDS[kind][0].split())).get("--kv-heads", tp)) < tp:
         keys = [p for name, p in expected["parameters"][0].items() if "key.w" in name]
