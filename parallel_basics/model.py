@@ -1,22 +1,22 @@
-"""A GPT-2: one readable decoder that every file of this directory spreads over devices.
+"""A decoder, GPT-2 or Llama: one readable file that this directory spreads over devices.
 
 Names end in the shape of the tensor:
 
     B  sequences in the batch     C  width of the model ("channels")    V  size of the vocabulary
-    T  tokens of a sequence       H  heads, each of D = C / H numbers
+    T  tokens of a sequence       H  heads, each of D numbers           K  heads of key and value
 
 A rank of a tensor-parallel group computes some of the heads only. `view(B, T, -1, D)` then finds
 out how many: nothing in this file knows about ranks.
 """
 
+import math
 import zlib
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 import torch.nn.functional as F
+from tiles import fill_normal, local_part
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -28,20 +28,45 @@ class GPTConfig:
     heads: int = 4
     dim: int = 128  # C
     tied: bool = False  # the head's weight is the token embedding's, as in GPT-2
+    # gpt2: LayerNorm, a table of positions, GELU, biases.
+    # llama: RMSNorm, rotary positions, SwiGLU, no biases; Mistral, SmolLM2 and Qwen3, too.
+    architecture: str = "gpt2"
+    kv_heads: int | None = None  # K: each serves H / K query heads; None: H
+    head_dim: int | None = None  # D; None: C / H
+    mlp_dim: int | None = None  # None: 4 C
+    qk_norm: bool = False  # RMSNorm of each query and key head, as in Qwen3
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it; None: all
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: tuple[float, ...] | None = None  # Llama 3's factor, low, high, length: `rotary`
 
     def __post_init__(self):
-        if self.dim % self.heads:
+        if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"dim {self.dim} does not divide into {self.heads} heads")
+        head_dim, mlp_dim = self.dim // self.heads, 4 * self.dim
+        defaults = {"kv_heads": self.heads, "head_dim": head_dim, "mlp_dim": mlp_dim}
+        for name in (name for name in defaults if getattr(self, name) is None):
+            object.__setattr__(self, name, defaults[name])  # sets a field of a frozen class
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads do not divide over {self.kv_heads} kv_heads")
+
+    @property
+    def is_llama(self) -> bool:
+        return self.architecture == "llama"
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations per token of a training step on sequences of `length` tokens.
 
-        6 for each weight that is multiplied with (2 in forward, 4 in backward), and 12 T C per
+        6 for each weight that is multiplied with (2 in forward, 4 in backward), and 12 T H D per
         layer for attention, counted without the causal mask: Chowdhery et al., PaLM, appendix B
-        (arXiv 2204.02311). Recomputed activations are not counted: they are no progress.
+        (arXiv 2204.02311); with a window shorter than T, the window takes the place of T.
+        Recomputed activations are not counted: they are no progress.
         """
-        weights = 12 * self.layers * self.dim**2 + self.dim * self.vocab_size
-        return 6 * weights + 12 * self.layers * length * self.dim
+        attention = 2 * self.dim * (self.heads + self.kv_heads) * self.head_dim
+        mlp = (3 if self.is_llama else 2) * self.dim * self.mlp_dim
+        weights = self.layers * (attention + mlp) + self.dim * self.vocab_size
+        seen = min(length, self.window or length)
+        return 6 * weights + 12 * self.layers * seen * self.heads * self.head_dim
 
 
 class GPT(nn.Module):
@@ -59,10 +84,11 @@ class GPT(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.layers
         if self.is_first:
             self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
-            self.position_embedding = nn.Embedding(config.block_size, config.dim)
+            if not config.is_llama:
+                self.position_embedding = nn.Embedding(config.block_size, config.dim)
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in layers})
         if self.is_last:
-            self.norm = nn.LayerNorm(config.dim)
+            self.norm = make_norm(config)
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie()
 
@@ -78,10 +104,17 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
             positions_T = torch.arange(x.shape[1], device=x.device)
-            x = self.token_embedding(x) + self.position_embedding(positions_T)
+            x = self.token_embedding(x)
+            if not self.config.is_llama:  # a Llama's attention rotates queries and keys
+                x = x + self.position_embedding(positions_T)
         for block in self.blocks.values():
             x = block(x)
         return self.head(self.norm(x)) if self.is_last else x
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    norm = nn.RMSNorm if config.is_llama else nn.LayerNorm
+    return norm(config.dim, eps=config.norm_eps)
 
 
 class Block(nn.Module):
@@ -90,7 +123,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.recompute = False  # True: keep no activations, compute them again in backward
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(config.dim), nn.LayerNorm(config.dim)
+        self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
         self.attention, self.mlp = Attention(config), MLP(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -108,40 +141,88 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.head_dim = config.dim // config.heads
-        self.query = nn.Linear(config.dim, config.dim)
+        self.config, self.head_dim, has_bias = config, config.head_dim, not config.is_llama
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.query = nn.Linear(config.dim, queries, bias=has_bias)
         # GPT-2 has a bias here. It adds one number to all scores of a query, which softmax ignores:
         # its gradient is zero but for rounding, which AdamW would blow up to full steps.
-        self.key = nn.Linear(config.dim, config.dim, bias=False)
-        self.value = nn.Linear(config.dim, config.dim)
-        self.out = nn.Linear(config.dim, config.dim)
+        self.key = nn.Linear(config.dim, keys, bias=False)
+        self.value = nn.Linear(config.dim, keys, bias=has_bias)
+        self.out = nn.Linear(queries, config.dim, bias=has_bias)
+        if config.qk_norm:
+            self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.key_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        q_BHTD, k_BHTD, v_BHTD = (
+        q_BHTD, k_BKTD, v_BKTD = (
             # The heads on this rank: all of them without tensor parallelism.
             y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
             for y in (self.query(x_BTC), self.key(x_BTC), self.value(x_BTC))
         )
-        seen_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+        if self.config.qk_norm:
+            q_BHTD, k_BKTD = self.query_norm(q_BHTD), self.key_norm(k_BKTD)
+        if self.config.is_llama:
+            cos_TD, sin_TD = rotary(self.config, x_BTC.shape[1], x_BTC.device)
+            q_BHTD, k_BKTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BKTD, cos_TD, sin_TD)
+        seen_BHTD = attend(q_BHTD, k_BKTD, v_BKTD, self.config.window)
         return self.out(seen_BHTD.transpose(1, 2).flatten(2))
+
+
+def attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None) -> Tensor:
+    """Each token takes from itself and earlier ones; query head i uses key head i // (H / K)."""
+    grouped, length = q_BHTD.shape[1] != k_BKTD.shape[1], q_BHTD.shape[2]
+    qkv, attention = (q_BHTD, k_BKTD, v_BKTD), F.scaled_dot_product_attention
+    if window is None or window >= length:
+        return attention(*qkv, is_causal=True, enable_gqa=grouped)
+    positions_T = torch.arange(length, device=q_BHTD.device)
+    back_TT = positions_T[:, None] - positions_T  # how far before the query a key is
+    mask_TT = (back_TT >= 0) & (back_TT < window)  # all T x T scores are computed, then masked
+    return attention(*qkv, mask_TT, enable_gqa=grouped)
+
+
+def rotary(config: GPTConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angle of each position and pair of numbers: (T, D / 2), float32.
+
+    Pair i turns by theta^(-2i / D) per token: Su et al., RoFormer (arXiv 2104.09864). Llama 3
+    reads longer sequences than the `pretrained` tokens of its pretraining: a pair that turns less
+    than `low` times in them is slowed down by `factor`, one that turns more than `high` times is
+    not, and in between it interpolates. Computed in each layer: T D numbers.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
+    frequencies = 1 / config.rope_theta**exponents
+    if config.rope_scaling:
+        factor, low, high, pretrained = config.rope_scaling
+        turns = pretrained * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / factor)
+    angles = torch.arange(length, device=device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Turn the pairs (i, i + D / 2) of each head by its position's angles, in float32."""
+    a, b = x_BHTD.float().chunk(2, dim=-1)
+    turned = torch.cat([a * cos_TD - b * sin_TD, b * cos_TD + a * sin_TD], dim=-1)
+    return turned.to(x_BHTD.dtype)
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.expand = nn.Linear(config.dim, 4 * config.dim)
-        self.contract = nn.Linear(4 * config.dim, config.dim)
+        self.expand = nn.Linear(config.dim, config.mlp_dim, bias=not config.is_llama)
+        self.contract = nn.Linear(config.mlp_dim, config.dim, bias=not config.is_llama)
+        self.gate = nn.Linear(config.dim, config.mlp_dim, bias=False) if config.is_llama else None
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(x_BTC), approximate="tanh"))
+        expanded = self.expand(x_BTC)
+        if self.gate is not None:  # SwiGLU: Shazeer (arXiv 2002.05202)
+            return self.contract(F.silu(self.gate(x_BTC)) * expanded)
+        return self.contract(F.gelu(expanded, approximate="tanh"))
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The mean over all tokens, in nats; computed in float32."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
-
-
-TILE = 512  # rows and columns of what is drawn at a time: 1 MB
 
 
 @torch.no_grad()
@@ -166,97 +247,3 @@ def initialize(model: GPT, seed: int) -> GPT:
             std = 0.02 / depth if adds else 0.02
             fill_normal(parameter, std, seed=zlib.crc32(f"{seed} {name}".encode()))
     return model
-
-
-def fill_normal(matrix: Tensor, std: float, seed: int) -> None:
-    """Fill what this rank holds of `matrix`, tile by tile."""
-    rows, columns = (indices_here(matrix, dim) for dim in (0, 1))
-    generator = torch.Generator(matrix.device)
-    for row, column in product(tiles(rows), tiles(columns)):
-        generator.manual_seed(seed + row * matrix.shape[1] + column)  # of the tile's first number
-        sizes = [min(TILE, n - i) for n, i in zip(matrix.shape, (row, column), strict=True)]
-        tile = torch.empty(sizes, device=matrix.device).normal_(0, std, generator=generator)
-        top, left = max(row, rows.start), max(column, columns.start)
-        part = tile[top - row : rows.stop - row, left - column : columns.stop - column]
-        here = local_part(matrix)[top - rows.start :, left - columns.start :]
-        here[: part.shape[0], : part.shape[1]] = part
-
-
-def tiles(indices: range) -> range:
-    """The first rows, or columns, of the tiles that hold some of these."""
-    return range(indices.start // TILE * TILE, indices.stop, TILE)
-
-
-def indices_here(tensor: Tensor, dim: int) -> range:
-    """The rows (dim 0) or columns (1) of `tensor` that this rank holds: neighbours, or none."""
-    if not isinstance(tensor, DTensor):
-        return range(tensor.shape[dim])
-    # Numbers that are cut as the tensor is; `distribute_tensor` knows every kind of shard.
-    numbers = torch.arange(tensor.shape[dim]).unsqueeze(1 - dim)
-    cuts = [p if not p.is_replicate() and p.dim == dim else Replicate() for p in tensor.placements]
-    numbers = distribute_tensor(numbers, tensor.device_mesh, cuts, src_data_rank=None)
-    here = numbers.to_local().flatten().tolist()
-    return range(here[0], here[-1] + 1) if here else range(0)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# ---- the same model in transformers: GPT2LMHeadModel
-
-LAYERS = {  # ours -> theirs, within a block; each has a weight and a bias
-    "attention_norm": "ln_1",
-    "attention.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.expand": "mlp.c_fc",
-    "mlp.contract": "mlp.c_proj",
-}
-
-
-def to_hugging_face(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Our state dict -> that of transformers' GPT2LMHeadModel."""
-    new = {
-        "transformer.wte.weight": state["token_embedding.weight"],
-        "transformer.wpe.weight": state["position_embedding.weight"],
-        "transformer.ln_f.weight": state["norm.weight"],
-        "transformer.ln_f.bias": state["norm.bias"],
-        "lm_head.weight": state["head.weight"],
-    }
-    for i in range(config.layers):
-        ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
-        query, key, value = (f"{ours}attention.{name}." for name in ("query", "key", "value"))
-        weights = [state[part + "weight"] for part in (query, key, value)]
-        biases = [state[query + "bias"], torch.zeros(config.dim), state[value + "bias"]]
-        # Their layers compute x @ weight: all but norms are transposed.
-        new[theirs + "attn.c_attn.weight"] = torch.cat(weights).T.contiguous()
-        new[theirs + "attn.c_attn.bias"] = torch.cat(biases)
-        for a, b in LAYERS.items():
-            weight = state[f"{ours}{a}.weight"]
-            new[f"{theirs}{b}.weight"] = weight if weight.dim() == 1 else weight.T.contiguous()
-            new[f"{theirs}{b}.bias"] = state[f"{ours}{a}.bias"]
-    return new
-
-
-def from_hugging_face(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """The state dict of transformers' GPT2LMHeadModel -> ours. The key's bias has no effect."""
-    new = {
-        "token_embedding.weight": state["transformer.wte.weight"],
-        "position_embedding.weight": state["transformer.wpe.weight"],
-        "norm.weight": state["transformer.ln_f.weight"],
-        "norm.bias": state["transformer.ln_f.bias"],
-        "head.weight": state["lm_head.weight"],
-    }
-    for i in range(config.layers):
-        ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
-        weights = state[theirs + "attn.c_attn.weight"].T.chunk(3)
-        biases = state[theirs + "attn.c_attn.bias"].chunk(3)
-        for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
-            new[f"{ours}attention.{name}.weight"] = weight.contiguous()
-            if name != "key":
-                new[f"{ours}attention.{name}.bias"] = bias.contiguous()
-        for a, b in LAYERS.items():
-            weight = state[f"{theirs}{b}.weight"]
-            new[f"{ours}{a}.weight"] = weight if weight.dim() == 1 else weight.T.contiguous()
-            new[f"{ours}{a}.bias"] = state[f"{theirs}{b}.bias"]
-    return new

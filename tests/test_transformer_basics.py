@@ -20,7 +20,8 @@ from arguments import UserError
 from config import AXES, Settings
 from data import Batches, bigram_loss
 from helpers import ROOT, python, read_metrics, torchrun
-from model import GPT, GPTConfig, from_hugging_face, initialize, to_hugging_face
+from hugging_face import from_hugging_face, to_hugging_face
+from model import GPT, GPTConfig, initialize
 from on_demand import OnDemand
 from optimizer import schedule, set_learning_rate
 from parallelize import apply_tensor_parallel
@@ -129,8 +130,12 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
     layers = 5 if kind == "deep" else 2
     share_of_stage = math.ceil(layers / stages) / layers  # the first stages have one layer more
     all_numbers = sum(p.numel() for p in expected["parameters"][0].values())
-    # Norms and some biases are not sharded by tp; the first stage has the embeddings, too.
-    fair = all_numbers * share_of_stage / parts
+    # Norms, some biases, and keys and values of fewer heads than ranks are not sharded by tp; the
+    # first stage has the embeddings, too.
+    fair, tp = all_numbers * share_of_stage / parts, sizes.get("--tp", 1)
+    if int(dict(pairwise(KINDS[kind][0].split())).get("--kv-heads", tp)) < tp:
+        keys = [p for name, p in expected["parameters"][0].items() if "key.w" in name]
+        fair += 2 * sum(p.numel() for p in keys) * share_of_stage * (tp - 1) / parts
     assert 0.8 * fair <= found["held"] <= 1.25 * fair
     assert found["compiled"] == ("--compile" in words)
     is_compiled = found["compiled"] and "--loss-parallel" not in words
@@ -212,13 +217,17 @@ def test_it_is_gpt2(hugging_face):
     tokens = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1))
     expected = hugging_face(tokens).logits
     ours = GPT(CONFIG)
-    ours.load_state_dict(from_hugging_face(hugging_face.state_dict(), CONFIG))
+
+    def from_theirs():
+        read = hugging_face.state_dict().__getitem__
+        return {name: from_hugging_face(name, read, CONFIG) for name in ours.state_dict()}
+
+    ours.load_state_dict(from_theirs())
     assert expected.abs().max() > 0.5
     torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=0)
     hugging_face.load_state_dict(to_hugging_face(ours.state_dict(), CONFIG))
     torch.testing.assert_close(hugging_face(tokens).logits, expected, atol=1e-5, rtol=0)
-    again = from_hugging_face(hugging_face.state_dict(), CONFIG)
-    assert again.keys() == ours.state_dict().keys()
+    again = from_theirs()
     assert all(torch.equal(again[name], value) for name, value in ours.state_dict().items())
 
 
@@ -247,12 +256,32 @@ def test_init_from_has_the_same_logits(hugging_face, pretrained_folder):
 def test_init_from_on_meshes(hugging_face, pretrained_folder, tmp_path):
     tokens = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(1))
     torch.save(tokens, tmp_path / "tokens")
-    script = ROOT / "tests/workers/gpt_pretrained.py"
-    pool.run(script, pretrained_folder, tmp_path, ranks=2).check()
+    models = {"gpt2": hugging_face, "qwen3": tiny_qwen3(tmp_path / "qwen3")}
+    # One head of keys and values: on each of two tensor-parallel ranks.
+    qwen3 = {"architecture": "llama", "kv_heads": 1, "mlp_dim": 40, "qk_norm": True}
+    qwen3 |= {"init_from": str(tmp_path / "qwen3"), "norm_eps": 1e-6, "head_dim": 16}
+    torch.save({"gpt2": {"init_from": str(pretrained_folder)}, "qwen3": qwen3}, tmp_path / "cases")
+    pool.run(ROOT / "tests/workers/gpt_pretrained.py", tmp_path, ranks=2).check()
     on_meshes = torch.load(tmp_path / "logits")
-    assert on_meshes.keys() == {"--tp 2", "--dp-shard 2", "--pp 2"}
-    for logits in on_meshes.values():
-        torch.testing.assert_close(logits, hugging_face(tokens).logits, atol=1e-5, rtol=0)
+    meshes = ("--tp 2", "--dp-shard 2", "--pp 2")
+    assert on_meshes.keys() == {(model, mesh) for model in models for mesh in meshes}
+    for (model, _), logits in on_meshes.items():
+        torch.testing.assert_close(logits, models[model](tokens).logits, atol=1e-5, rtol=0)
+
+
+def tiny_qwen3(folder):
+    """With random values everywhere, saved in several files."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "max_position_embeddings": 32, "hidden_size": 24, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
+    settings = Qwen3Config(**sizes, intermediate_size=40, tie_word_embeddings=False)
+    model = Qwen3ForCausalLM(settings).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, mean=p.dim() == 1, std=0.2)
+    model.save_pretrained(folder, max_shard_size="15KB")
+    return model
 
 
 @pytest.mark.parametrize(
@@ -280,18 +309,23 @@ def test_init_from_refuses_what_computes_something_else(pretrained_folder, tmp_p
         read_config(fitting(tmp_path), token_count=50)
 
 
-def test_flops_are_those_of_the_matrix_products():
+LLAMA = {"architecture": "llama", "kv_heads": 2, "head_dim": 8, "mlp_dim": 40}
+
+
+@pytest.mark.parametrize("shape", [{}, LLAMA])
+def test_flops_are_those_of_the_matrix_products(shape):
     from torch.utils.flop_counter import FlopCounterMode
 
-    model, tokens = GPT(CONFIG), torch.zeros(2, 32, dtype=torch.int64)
+    config = GPTConfig(vocab_size=50, block_size=32, layers=2, heads=4, dim=24, **shape)
+    model, tokens = GPT(config), torch.zeros(2, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     # The counter has attention's products on this device or it has not: all else is 6 a weight.
     weights = sum(
         p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n
     )
-    attention = 12 * CONFIG.layers * 32 * CONFIG.dim
-    assert CONFIG.flops_per_token(32) == 6 * weights + attention
+    attention = 12 * 2 * 32 * (4 * 8 if shape else 24)
+    assert config.flops_per_token(32) == 6 * weights + attention
     assert counter.get_total_flops() >= 0.9 * 64 * 6 * weights
 
 
@@ -466,6 +500,10 @@ def test_bad_data(one_rank, tmp_path):
         ("--tp 2", 1, "do not multiply to the 1 rank"),
         ("--pp 2 --dp-shard 2 --tp 2 --dp-replicate 2", 8, "do not multiply to the 8"),
         ("--tp 3", 3, "--heads 4 does not divide by 3"),
+        ("--kv-heads 3", 1, "--heads 4 does not divide by 3 (--kv-heads)"),
+        ("--tp 4 --heads 12 --kv-heads 6", 4, "--kv-heads 6 does not fit --tp 4: one must divide"),
+        ("--tp 2 --mlp-dim 33", 2, "--mlp-dim 33 does not divide by 2 (--tp)"),
+        ("--architecture llama --head-dim 3", 1, "--head-dim 3 is odd"),
         ("--pp 2 --accumulate 1", 2, "--accumulate 1 micro-batches do not fill --pp 2 stages"),
         ("--pp 4 --layers 3", 4, "--layers 3 are too few for --pp 4"),
         ("--pp 2 --tied", 2, "--tied does not work with --pp"),
@@ -518,7 +556,8 @@ def test_identity_is_all_that_changes_what_is_computed():
     assert fields >= config.MAY_CHANGE
     assert fields - config.MAY_CHANGE == {
         *("tokenizer", "layers", "heads", "dim", "block_size", "tied", "batch_size", "lr"),
-        *("warmup", "weight_decay", "clip", "precision", "seed"),
+        *("warmup", "weight_decay", "clip", "precision", "seed", "architecture", "kv_heads"),
+        *("head_dim", "mlp_dim", "qk_norm", "window", "norm_eps", "rope_theta", "rope_scaling"),
     }
     assert Settings().identity().keys() == fields - config.MAY_CHANGE
 
@@ -580,12 +619,13 @@ def test_a_run_moves_to_another_mesh(corpus, straight, tmp_path, first, second):
 
 @pytest.mark.slow
 def test_resumed_run_equals_the_straight_one(corpus, tmp_path):
-    """On one mesh, bit for bit."""
-    flags, states = "--tp 2 --clip 0.2", []
+    """On one mesh, bit for bit: a Llama with one head of keys and values on two ranks."""
+    flags, states = "--tp 2 --clip 0.2 --architecture llama --kv-heads 1 --qk-norm", []
+    shape = {"architecture": "llama", "kv_heads": 1, "qk_norm": True}
     for name, stops in (("straight", [0]), ("stopped", [3, 0])):
         for stop in stops:
             run(corpus, tmp_path / name, flags, ranks=2, stop=stop)
-        states.append(saved_parameters(tmp_path / name))
+        states.append(saved_parameters(tmp_path / name, **shape))
     assert losses(tmp_path / "straight") == losses(tmp_path / "stopped")
     assert len(losses(tmp_path / "straight")) == 8
     assert states[0].keys() == states[1].keys()
@@ -649,10 +689,10 @@ def test_loss_that_is_no_number_stops_the_run(corpus, tmp_path):
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-def saved_parameters(folder) -> dict[str, torch.Tensor]:
+def saved_parameters(folder, **shape) -> dict[str, torch.Tensor]:
     import torch.distributed.checkpoint as dcp
 
-    model = GPT(GPTConfig(256, 16, 2, 2, 16))
+    model = GPT(GPTConfig(256, 16, 2, 2, 16, **shape))
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=folder / "checkpoints/step_00000008", no_dist=True)
     return state["model"]

@@ -63,6 +63,20 @@ SCALE = {
     # one two, of 48 each has six: a weight of 12 columns and a bias.
     "uneven": ("--rank 6", 2 * 2 * 12 + 6 * 13, 20),
     "uneven, last": ("--rank 7", 6 * 13, 20),
+    # Heads of 128: queries and out have 2048 of them, keys and values 1024 each.
+    "preset qwen3-0.6b": (
+        "--no-tied --layers 8 --block-size 64 --vocab-size 320",
+        (2 * 2048 * 1024 + 2 * 1024 * 1024 + 3 * 1024 * 3072 + 320 * 1024) // 64
+        + (2 * 1024 + 2 * 128) // 8,
+        12,
+    ),
+    # Tied. 3 heads of keys and values on 6 ranks: each has all of them.
+    "preset smollm2-135m": (
+        "--ranks 6 --tp 6 --pp 1 --dp-shard 1 --layers 1 --heads 12 --vocab-size 48"
+        " --block-size 48",
+        (2 * 12 * 64 * 576 + 3 * 1536 * 576 + 48 * 576) // 6 + 2 * 3 * 64 * 576 + 3 * 576,
+        11,
+    ),
 }
 UNEVEN = "--ranks 8 --pp 1 --tp 1 --layers 1 --heads 2 --dim 12 --block-size 10 --vocab-size 20"
 
@@ -70,7 +84,8 @@ UNEVEN = "--ranks 8 --pp 1 --tp 1 --layers 1 --heads 2 --dim 12 --block-size 10 
 @pytest.mark.parametrize("name", SCALE)
 def test_bytes_at_scale_are_what_arithmetic_says(name):
     flags, numbers, tensors = SCALE[name]
-    flags = f"{flags} {UNEVEN if 'uneven' in name else SMALL}"
+    sizes = UNEVEN if "uneven" in name else SMALL
+    flags = f"{flags} {'--' + name if 'preset' in name else sizes}"
     said = python(ROOT / "transformer_basics/memory_at_scale.py", *flags.split()).check().output
     table = re.findall(r"^([a-z ]+?) +([\d,]+) +([\d,]+) +[\d.]+$", said, re.M)
     found = {name: tuple(int(n.replace(",", "")) for n in rest) for name, *rest in table}

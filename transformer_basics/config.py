@@ -1,14 +1,16 @@
 """The flags of train.py, and checks that they fit one another and the mesh."""
 
+import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least, between
 from model import GPTConfig
+from presets import PRESETS
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
@@ -40,6 +42,7 @@ MAY_CHANGE = {
     "prompt",
     "sample",
 }
+SHAPE = [field.name for field in fields(GPTConfig) if field.name != "vocab_size"]  # of a model
 PROMPT = "import os\n\n\ndef "  # "def " alone could also begin English text
 
 
@@ -55,6 +58,15 @@ class Settings:
     dim: int = 96
     block_size: int = 128
     tied: bool = False
+    architecture: str = "gpt2"
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_dim: int | None = None
+    qk_norm: bool = False
+    window: int | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: tuple[float, ...] | None = None
     steps: int = 2000
     batch_size: int = 16  # global: over all ranks
     accumulate: int | None = None
@@ -93,7 +105,7 @@ class Settings:
         return {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
 
     def model(self, vocab_size: int) -> GPTConfig:
-        return GPTConfig(vocab_size, self.block_size, self.layers, self.heads, self.dim, self.tied)
+        return GPTConfig(vocab_size, **{name: getattr(self, name) for name in SHAPE})
 
     def mesh_shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
@@ -114,6 +126,15 @@ class Settings:
         return settings
 
 
+def saved_config(run: dict) -> GPTConfig:
+    """The model of a run. A flag that is newer than the run has its default.
+
+    run: settings by name, and vocab_size. Raises KeyError if they are of another script.
+    """
+    shape = {name: run[name] for name in SHAPE if name in run}
+    return Settings(**shape).model(run["vocab_size"])
+
+
 def check_mesh(settings: Settings, ranks: int) -> None:
     """Raises `UserError`, with the flag to change, if the settings do not fit the mesh."""
     if math.prod(settings.mesh_shape()) != ranks:
@@ -129,12 +150,23 @@ def check_mesh(settings: Settings, ranks: int) -> None:
     tokens_cut_by = settings.tp if settings.sequence_parallel else 1
     for flag, value, divisor, reason in (
         ("--batch-size", settings.batch_size, parts, "data-parallel ranks x --accumulate"),
-        ("--dim", settings.dim, settings.heads, "--heads"),
+        ("--dim", settings.dim if settings.head_dim is None else 0, settings.heads, "--heads"),
         ("--heads", settings.heads, settings.tp, "--tp"),
+        ("--heads", settings.heads, settings.kv_heads or 1, "--kv-heads"),
+        ("--mlp-dim", settings.mlp_dim or 4 * settings.dim, settings.tp, "--tp"),
         ("--block-size", settings.block_size, tokens_cut_by, "--tp"),
     ):
         if value % divisor:
             raise UserError(f"{flag} {value} does not divide by {divisor} ({reason})")
+    kv_heads = settings.kv_heads or settings.heads
+    if kv_heads % settings.tp and settings.tp % kv_heads:
+        raise UserError(
+            f"--kv-heads {kv_heads} does not fit --tp {settings.tp}: one must divide the other, so "
+            "that each rank has whole heads, or shares one with equally many"
+        )
+    head_dim = settings.head_dim or settings.dim // settings.heads
+    if settings.architecture == "llama" and head_dim % 2:
+        raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
     if settings.layers < settings.pp:
         raise UserError(f"--layers {settings.layers} are too few for --pp {settings.pp} stages")
     if settings.tied and settings.pp > 1:
@@ -145,18 +177,46 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         raise UserError("--sequence-parallel and --loss-parallel need --tp")
 
 
+def with_preset(parser: ArgumentParser) -> dict:
+    """The values of the flags; the shape of --preset takes the place of their defaults."""
+    parser.set_defaults(**PRESETS.get(parser.parse_args().preset, {}))
+    values = vars(parser.parse_args())
+    del values["preset"]  # a run is known by what it means
+    scaling = values.get("rope_scaling")
+    return values | {"rope_scaling": tuple(scaling) if scaling else None}
+
+
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Train a GPT on a mesh of devices.")
     add = parser.add_argument_group("data").add_argument
     add("--data", nargs="+", type=Path, help="text files (default: Python's standard library)")
     add("--tokenizer", help="id on the Hugging Face hub or directory (default: bytes as tokens)")
-    add("--init-from", help="start from the weights of a GPT-2: id on the hub or directory")
+    add("--init-from", help="start from the weights of a model: id on the hub or directory")
     add = parser.add_argument_group("model").add_argument
     add("--layers", type=at_least(1), help="transformer blocks")
     add("--heads", type=at_least(1), help="attention heads")
     add("--dim", type=at_least(1), help="width of the model (default: 96)")
     add("--block-size", type=at_least(1), help="tokens per sequence (default: 128)")
-    add("--tied", action="store_true", help="use the token embedding's weight in the head")
+    tied = "use the token embedding's weight in the head"
+    add("--tied", action=argparse.BooleanOptionalAction, help=tied)
+    add("--preset", choices=PRESETS, help="the shape of this model; other flags override it")
+    blocks = "gpt2, or llama: RMSNorm, rotary positions, SwiGLU, no biases (default: gpt2)"
+    add("--architecture", choices=("gpt2", "llama"), help=blocks)
+    add("--kv-heads", type=at_least(1), help="heads of keys and values (default: --heads)")
+    add("--head-dim", type=at_least(1), help="width of a head (default: --dim / --heads)")
+    add("--mlp-dim", type=at_least(1), help="width inside the MLP (default: 4 x --dim)")
+    normalized = "normalize each head of queries and keys, as Qwen3"
+    add("--qk-norm", action=argparse.BooleanOptionalAction, help=normalized)
+    add("--window", type=at_least(1), help="tokens that a token attends to (default: all)")
+    add("--norm-eps", type=above(0), help="added to variances in norms")
+    add("--rope-theta", type=above(0), help="base of rotary positions")
+    add(
+        "--rope-scaling",
+        type=above(0),
+        nargs=4,
+        metavar=("FACTOR", "LOW", "HIGH", "LENGTH"),
+        help="Llama 3's scaling of rotary positions",
+    )
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=at_least(1), help="steps of the run (default: 2000)")
     add("--batch-size", type=at_least(1), help="sequences per step over all ranks (default: 16)")
@@ -204,7 +264,7 @@ def parse_args() -> Settings:
     add("--prompt", help="text that the sample at the end continues")
     add("--sample", type=at_least(0), help="tokens to generate at the end (default: 300)")
     parser.set_defaults(**asdict(Settings()))
-    settings = Settings(**vars(parser.parse_args()))
+    settings = Settings(**with_preset(parser))
 
     try:
         settings = settings.on(int(os.environ.get("WORLD_SIZE", 1)))

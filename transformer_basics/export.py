@@ -12,13 +12,14 @@ One process reads all shards. This code then works without train.py, and writes 
     print(tokenizer.decode(tokens[0]))
 """
 
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 from arguments import ArgumentParser, UserError
 from checkpoint import load_model
-from model import GPT, GPTConfig, to_hugging_face
+from config import saved_config
+from hugging_face import their_config, to_hugging_face
+from model import GPT
 from runtime import Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -35,7 +36,7 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
 
     Raises `UserError` in a job of several ranks, and if `folder` is not empty.
     """
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     if worker.world_size > 1:
@@ -43,29 +44,11 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty")
 
-    def make(run: dict) -> GPT:
-        config = GPTConfig(**{field.name: run[field.name] for field in fields(GPTConfig)})
-        return GPT(config)
-
-    model, run = load_model(checkpoint, make)
+    model, run = load_model(checkpoint, lambda run: GPT(saved_config(run)))
     config, named = model.config, run["tokenizer"]
     tokenizer = AutoTokenizer.from_pretrained(named) if named else byte_tokenizer()
     end = tokenizer.eos_token_id or 0  # as data.py ends a document
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.block_size,
-            n_layer=config.layers,
-            n_head=config.heads,
-            n_embd=config.dim,
-            tie_word_embeddings=config.tied,
-            bos_token_id=end,
-            eos_token_id=end,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    theirs = AutoModelForCausalLM.from_config(their_config(config, end))
     theirs.load_state_dict(to_hugging_face(model.state_dict(), config))
     logging.disable_progress_bar()
     theirs.save_pretrained(folder)

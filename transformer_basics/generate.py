@@ -9,13 +9,12 @@ Look at the text: all three commands write the same text.
 """
 
 import math
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least, between
 from checkpoint import load_model
-from config import PROMPT, Settings
+from config import PROMPT, SHAPE, Settings, saved_config
 from data import load_tokenizer
 from model import GPT, GPTConfig
 from parallelize import spread_model
@@ -36,7 +35,7 @@ def write(args, worker: Worker) -> None:
     pipelines = []
 
     def make(run: dict) -> GPT:
-        config = GPTConfig(**{field.name: run[field.name] for field in fields(GPTConfig)})
+        config = saved_config(run)
         _, model, pipeline = spread_model(config, settings_of(config, args, worker), worker.device)
         pipelines.append(pipeline)
         return model  # the weights are about to be loaded
@@ -54,11 +53,7 @@ def write(args, worker: Worker) -> None:
 def settings_of(config: GPTConfig, args, worker: Worker) -> Settings:
     """Settings for this job's mesh. Raises `UserError` if ranks or model do not fit the mesh."""
     return Settings(
-        layers=config.layers,
-        heads=config.heads,
-        dim=config.dim,
-        block_size=config.block_size,
-        tied=config.tied,
+        **{name: getattr(config, name) for name in SHAPE},
         batch_size=worker.world_size * args.pp,  # not used, but checked: this one always divides
         pp=args.pp,
         dp_shard=args.dp_shard,

@@ -15,6 +15,7 @@ counts the rows and columns of a GPT by hand. Try --pp 1 or --dp-shard 1 before 
 its gradients unsharded until its last micro-batch: --dp-shard times the line "gradients".)
 """
 
+import argparse
 import math
 from contextlib import nullcontext
 
@@ -27,6 +28,7 @@ from model import GPT, GPTConfig, cross_entropy
 from optimizer import make_optimizer
 from parallelize import materialize, shard_model
 from pipeline import stage_layers
+from presets import PRESETS, VOCABULARIES
 from step import clip_gradients
 from torch._subclasses.fake_tensor import FakeTensorMode  # there is no public name for it
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -100,18 +102,26 @@ def formula(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> dict[str
     may have fewer. dp_replicate divides nothing.
     """
     tp, shards, width = settings.tp, settings.dp_shard, config.dim
+    queries, keys = config.heads * config.head_dim // tp, config.kv_heads * config.head_dim
+    keys //= tp if config.kv_heads % tp == 0 else 1  # fewer heads than ranks: each has all
+    mlp, is_llama = config.mlp_dim // tp, config.is_llama
     layers = stage_layers(config.layers, mesh["pp"])
     # (rows, columns) on each tp rank
-    block = [(width // tp, width)] * 3 + [(4 * width // tp, width)]  # query, key, value; expand
-    block += [(width // tp, 1)] * 2 + [(4 * width // tp, 1)]  # biases: query, value; expand
-    block += [(width, width // tp), (width, 4 * width // tp)]  # out, contract
-    block += [(width, 1)] * 6  # two norms, with a weight and a bias; biases: out, contract
+    block = [(queries, width), (keys, width), (keys, width), (mlp, width)]  # value, then expand
+    block += [(width, queries), (width, mlp)]  # out, contract
+    if is_llama:
+        block += [(mlp, width)] + [(width, 1)] * 2  # gate; two norms
+    else:
+        block += [(queries, 1), (keys, 1), (mlp, 1)]  # biases: query, value; expand
+        block += [(width, 1)] * 6  # two norms, with a weight and a bias; biases: out, contract
+    block += [(config.head_dim, 1)] * 2 if config.qk_norm else []
     tensors = block * len(layers)
     if layers.start == 0:  # embeddings
         positions = config.block_size // (tp if settings.sequence_parallel else 1)
-        tensors += [(config.vocab_size // tp, width), (positions, width)]
+        tensors += [(config.vocab_size // tp, width)] + [(positions, width)] * (not is_llama)
     if layers.stop == config.layers:  # norm, head
-        tensors += [(width, 1)] * 2 + [(config.vocab_size // tp, width)]
+        tensors += [(width, 1)] * (1 if is_llama else 2)
+        tensors += [(config.vocab_size // tp, width)] * (not config.tied)
     shard = mesh["dp_shard"].get_local_rank()
     numbers = 0
     for rows, columns in tensors:
@@ -141,12 +151,19 @@ def parse_args():
     add("--dp-replicate", type=at_least(1), help="replicas (default: ranks / (pp x dp-shard x tp))")
     add("--dp-shard", type=at_least(1), default=8, help="FSDP shards per replica (default: 8)")
     add("--tp", type=at_least(1), default=8, help="tensor-parallel shards (default: 8)")
+    add("--preset", choices=PRESETS, help="the shape of this model; other flags override it")
+    tied = "use the token embedding's weight in the head"
+    add("--tied", action=argparse.BooleanOptionalAction, default=False, help=tied)
     add("--layers", type=at_least(1), default=96, help="blocks (default: 96, as GPT-3)")
     add("--heads", type=at_least(1), default=96, help="attention heads (default: 96, as GPT-3)")
     add("--dim", type=at_least(1), default=12288, help="width of the model (default: 12288)")
     add("--block-size", type=at_least(1), default=2048, help="tokens per sequence (default: 2048)")
     add("--vocab-size", type=at_least(1), default=50304, help="embedding rows (default: 50304)")
     args = parser.parse_args()
+    if args.preset:
+        vocabulary = VOCABULARIES[args.preset]
+        parser.set_defaults(**PRESETS[args.preset], vocab_size=vocabulary)
+        args = parser.parse_args()
     if args.rank >= args.ranks:
         parser.error(f"--rank {args.rank}: the ranks are 0 to {args.ranks - 1}")
     chosen = {name: value for name, value in vars(args).items() if name in Settings.__annotations__}

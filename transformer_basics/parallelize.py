@@ -18,10 +18,10 @@ from arguments import UserError
 from config import AXES, PRECISIONS, Settings
 from model import GPT, GPTConfig
 from pipeline import Pipeline, stage_layers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -140,12 +140,17 @@ def apply_tensor_parallel(
         (Korthikanti et al., arXiv 2205.05198).
     loss_parallel: the logits stay sharded by vocabulary, as a DTensor; compute the loss, and call
         its backward, inside `torch.distributed.tensor.parallel.loss_parallel()`.
-    Raises `UserError` if heads or vocabulary do not divide by the number of ranks.
+    Fewer key heads than ranks: see `share_heads`. Raises `UserError` if heads, MLP or vocabulary do
+    not divide by the number of ranks.
     """
     ranks, config = mesh.size(), model.config
-    for name, value in (("heads", config.heads), ("vocab_size", config.vocab_size)):
+    for name in ("heads", "mlp_dim", "vocab_size"):
+        value = getattr(config, name)
         if value % ranks:
             raise UserError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
+    shares_heads = config.kv_heads % ranks > 0
+    if shares_heads and ranks % config.kv_heads:
+        raise UserError(f"kv_heads {config.kv_heads} does not divide {ranks} ranks, or by them")
     # The activations between the pairs: each rank has all tokens, or its shard of them.
     between = Shard(1) if sequence_parallel else Replicate()
     plan = {}
@@ -153,7 +158,8 @@ def apply_tensor_parallel(
         # Rows of the table are tokens: a rank looks up the tokens that it has, and returns 0 for
         # all other tokens. The sum over ranks is the embedding.
         plan["token_embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-        if sequence_parallel:  # dim 0 of the positions is dim 1 of the sum with the tokens
+        if sequence_parallel and not config.is_llama:
+            # dim 0 of the positions is dim 1 of the sum with the tokens
             plan["position_embedding"] = RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=Shard(0)
             )
@@ -166,8 +172,13 @@ def apply_tensor_parallel(
         # their three gradients before one sum over the ranks.
         all_tokens = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
         plan |= {block + "attention": all_tokens, block + "mlp": all_tokens}
-        for name in ("attention.query", "attention.key", "attention.value", "mlp.expand"):
+        columns = ["attention.query", "mlp.expand"] + ["mlp.gate"] * config.is_llama
+        columns += [] if shares_heads else ["attention.key", "attention.value"]
+        for name in columns:
             plan[block + name] = ColwiseParallel()  # some of the heads, some of the features
+        if config.qk_norm:  # (B, H, T, D): a rank has some heads; its gradient is a part of the sum
+            norm_of_heads = SequenceParallel(sequence_dim=1, use_local_output=True)
+            plan |= {block + f"attention.{name}_norm": norm_of_heads for name in ("query", "key")}
         for name in ("attention.out", "mlp.contract"):
             plan[block + name] = RowwiseParallel(output_layouts=between)
     if model.is_last:
@@ -180,8 +191,31 @@ def apply_tensor_parallel(
             use_local_output=not loss_parallel,
         )
     parallelize_module(model, mesh, plan)
+    if model.is_first and config.is_llama:
+        # The sum over ranks may still be under way. A compiled block that gets it so loses the
+        # embedding's gradient (torch 2.15): a copy waits. (GPT-2 adds positions, which waits, too.)
+        model.token_embedding.register_forward_hook(lambda module, inputs, y_BTC: y_BTC.clone())
+    if shares_heads:
+        for block in model.blocks.values():
+            share_heads(block.attention.key, mesh, config)
+            share_heads(block.attention.value, mesh, config)
     model.tie()  # both weights are sharded by rows of the vocabulary, but are two parameters now
     return model
+
+
+def share_heads(linear: nn.Linear, mesh: DeviceMesh, config: GPTConfig) -> None:
+    """Fewer key (or value) heads than ranks: each rank has all of them, and uses one.
+
+    A rank's query heads belong to one key head. Neighbours share it, and each has the gradient of
+    its own query heads only: a part of a sum over ranks. FSDP takes the sum before it shards.
+    """
+    first = mesh.get_local_rank() * config.kv_heads // mesh.size() * config.head_dim
+
+    def own_head(linear: nn.Module, y_BTC: DTensor, mesh: DeviceMesh) -> Tensor:
+        y_BTC = y_BTC.to_local(grad_placements=[Partial()])
+        return y_BTC[..., first : first + config.head_dim]
+
+    distribute_module(linear, mesh, output_fn=own_head)  # the same weight on all ranks
 
 
 def apply_activation_checkpointing(model: GPT) -> GPT:
@@ -229,7 +263,10 @@ def apply_fsdp(
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     if model.is_first and not model.config.tied:
-        units.insert(0, [model.token_embedding, model.position_embedding])
+        tables = [model.token_embedding]
+        if not model.config.is_llama:
+            tables.append(model.position_embedding)
+        units.insert(0, tables)
         fully_shard(units[0], reshard_after_forward=reshard_after_forward, **options)
     if model.is_last and not model.config.tied:
         # Backward needs this unit first, right after forward: to free it in between saves nothing.

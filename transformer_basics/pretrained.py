@@ -1,88 +1,123 @@
-"""Start from pretrained weights: a GPT-2 in Hugging Face's format."""
+"""Start from pretrained weights in Hugging Face's format: GPT-2, Llama, Mistral, SmolLM2, Qwen3."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from arguments import UserError
-from config import Settings
-from model import GPT, GPTConfig, from_hugging_face
+from config import SHAPE, Settings
+from hugging_face import from_hugging_face, shape_of, their_name
+from model import GPT, GPTConfig
+from safetensors import SafetensorError, safe_open
+from tiles import indices_here, local_part
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def read_config(settings: Settings, token_count: int) -> GPTConfig:
     """The sizes of the model that --init-from names.
 
     token_count: tokens of the training text are below this number.
-    Raises `UserError` if the model is no GPT-2, and if its sizes are not those of the flags.
+    Raises `UserError` if our model does not compute what it computes, and if its sizes are not
+    those of the flags.
     """
     from transformers import AutoConfig
 
     name = settings.init_from
     theirs = loaded(name, AutoConfig.from_pretrained)
-    check_kind(name, theirs)
-    check_sizes(name, theirs, settings, token_count)
-    return settings.model(theirs.vocab_size)
-
-
-def read_weights(settings: Settings, config: GPTConfig) -> dict[str, Tensor]:
-    """All weights of the --init-from model under our names, on the CPU; for `copy_weights`."""
-    from transformers import GPT2LMHeadModel
-
-    state = loaded(settings.init_from, GPT2LMHeadModel.from_pretrained).state_dict()
-    state["transformer.wpe.weight"] = state["transformer.wpe.weight"][: config.block_size]
-    weights = from_hugging_face(state, config)
-    if config.tied:  # one weight under two names
-        del weights["head.weight"]
-    return weights
-
-
-def loaded(name: str, load: Callable):
     try:
-        return load(name)
-    except (OSError, ValueError, RuntimeError) as error:  # what transformers raises
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load --init-from {name}: {reason}") from None
-
-
-def check_kind(name: str, theirs) -> None:
-    """Raises `UserError` for a model that does not compute what our GPT computes."""
-    if theirs.model_type != "gpt2":
-        raise UserError(f"--init-from {name} is a {theirs.model_type}: only GPT-2 has these layers")
-    for key, value, ours in (
-        ("activation_function", theirs.activation_function, "gelu_new"),
-        ("layer_norm_epsilon", theirs.layer_norm_epsilon, 1e-5),
-        ("n_inner", theirs.n_inner or 4 * theirs.n_embd, 4 * theirs.n_embd),
-        ("scale_attn_weights", theirs.scale_attn_weights, True),
-        ("scale_attn_by_inverse_layer_idx", theirs.scale_attn_by_inverse_layer_idx, False),
-    ):
-        if value != ours:
-            raise UserError(f"--init-from {name} has {key} {value}, this GPT {ours}")
-
-
-def check_sizes(name: str, theirs, settings: Settings, token_count: int) -> None:
-    """Raises `UserError` with the flags that fit the weights."""
-    sizes = {"--layers": theirs.n_layer, "--heads": theirs.n_head, "--dim": theirs.n_embd}
-    given = {"--layers": settings.layers, "--heads": settings.heads, "--dim": settings.dim}
-    if sizes != given or settings.block_size > theirs.n_positions:
-        sizes["--block-size"] = min(settings.block_size, theirs.n_positions)
-        flags = " ".join(f"{flag} {size}" for flag, size in sizes.items())
-        raise UserError(f"--init-from {name} has other sizes: it fits {flags}")
-    if settings.tied and not theirs.tie_word_embeddings:
-        raise UserError(f"--init-from {name} has a head of its own: leave out --tied")
+        shape = shape_of(theirs)
+    except UserError as error:
+        raise UserError(f"--init-from {name} {error}") from None
+    check_sizes(name, shape, settings)
     if token_count > theirs.vocab_size:
         raise UserError(
             f"--init-from {name} knows {theirs.vocab_size} tokens, the text has {token_count}: "
             f"give --tokenizer {name}"
         )
+    return settings.model(theirs.vocab_size)
+
+
+def loaded(name: str, load: Callable):
+    try:
+        return load(name)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot load --init-from {name}: {reason}") from None
+
+
+def check_sizes(name: str, shape: dict, settings: Settings) -> None:
+    """Raises `UserError` with the flags that fit the weights."""
+    longest, is_tied = shape["block_size"], shape["tied"]
+    fitting = GPTConfig(**shape | {"block_size": min(settings.block_size, longest)})
+    ours, fitting = vars(settings.model(1)), vars(fitting)
+    if any(ours[key] != fitting[key] for key in SHAPE if key != "tied"):
+        sizes = ("layers", "heads", "dim", "block_size")
+        usual = vars(GPTConfig(**{key: fitting[key] for key in sizes}))
+        flags = [key for key in SHAPE if key not in (*sizes, "tied") and fitting[key] != usual[key]]
+        fits = " ".join(flag_of(key, fitting[key]) for key in (*sizes, *flags))
+        raise UserError(f"--init-from {name} has other sizes: it fits {fits}")
+    if settings.tied and not is_tied:
+        raise UserError(f"--init-from {name} has a head of its own: leave out --tied")
+
+
+def flag_of(key: str, value) -> str:
+    flag = "--" + key.replace("_", "-")
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-")
+    values = value if isinstance(value, tuple) else [value]
+    return " ".join([flag, *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])
+
+
+def read_weights(settings: Settings, config: GPTConfig) -> "Weights":
+    """The weights of the --init-from model under our names, for `copy_weights`."""
+    name = settings.init_from
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        files = ["*.safetensors", "*.safetensors.index.json"]
+        folder = Path(loaded(name, lambda name: snapshot_download(name, allow_patterns=files)))
+    return loaded(name, lambda _: Weights(folder, config))
+
+
+class Weights:
+    """Our name -> a full weight of a folder's safetensors, mapped into memory.
+
+    What is copied from a weight is read from the disk, and nothing else of it.
+    """
+
+    def __init__(self, folder: Path, config: GPTConfig):
+        """Raises OSError if the folder has no safetensors."""
+        self.config, self.file_of = config, {}
+        index = folder / "model.safetensors.index.json"
+        names = {"model.safetensors"}
+        if index.exists():
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        for name in names:
+            file = safe_open(folder / name, framework="pt")
+            self.file_of |= dict.fromkeys(file.keys(), file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return from_hugging_face(name, self.read, self.config)
+
+    def read(self, name: str) -> Tensor:
+        """Raises `UserError` if it is missing."""
+        embedding = their_name("token_embedding.weight", self.config)
+        # A tied head has no entry. The files of GPT-2 itself leave out the first word.
+        others = [name, name.removeprefix("transformer.")]
+        if name == "lm_head.weight":
+            others += [embedding, embedding.removeprefix("transformer.")]
+        for other in others:
+            if other in self.file_of:
+                return self.file_of[other].get_tensor(other)
+        raise UserError(f"--init-from has no weight {name}")
 
 
 @torch.no_grad()
-def copy_weights(model: GPT, weights: dict[str, Tensor]) -> None:
-    """Every rank has all `weights` and keeps its shard of each, without communication."""
+def copy_weights(model: GPT, weights: Weights) -> None:
+    """Each rank copies its shards from the files: none holds a full weight of a sharded model."""
     for name, parameter in model.named_parameters():
-        weight = weights[name].to(parameter.device, parameter.dtype)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            weight = distribute_tensor(weight, mesh, placements, src_data_rank=None)
-        parameter.copy_(weight)
+        here = [indices_here(parameter, dim) for dim in range(parameter.dim())]
+        part = weights[name][tuple(slice(indices.start, indices.stop) for indices in here)]
+        local_part(parameter).copy_(part)

@@ -31,6 +31,7 @@ from workers.place import worker_of_test
 
 STEPS, BATCH, LENGTH, VOCABULARY, LR = 3, 16, 12, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
+LLAMA = "--architecture llama --kv-heads 2 --mlp-dim 32"
 # What changes the result, and so has a reference of its own.
 KINDS = {
     "sgd": ("--clip 0", "sgd"),
@@ -39,43 +40,45 @@ KINDS = {
     "tied": ("--clip 0.1 --tied", "adamw"),
     "deep": ("--clip 0.1 --layers 5", "sgd"),
     "bf16": ("--clip 0 --precision bf16", "sgd"),
+    "llama": (f"--clip 0.1 {LLAMA} --window 5", "adamw"),
+    "qwen": (f"--clip 0.1 {LLAMA} --kv-heads 1 --head-dim 8 --qk-norm", "sgd"),
 }
 TP, SP, LP = "--tp {}", "--tp {} --sequence-parallel", "--tp {} --loss-parallel"
 ALL = SP + " --loss-parallel"
 MESHES = {  # ranks -> flags -> kinds
     2: {
-        "": ("sgd", "adamw", "tied", "bf16"),
+        "": ("sgd", "adamw", "tied", "bf16", "llama"),
         "--activation-checkpointing --accumulate 4": ("sgd",),
-        "--dp-shard 2": ("adamw", "clip", "tied", "bf16"),
+        "--dp-shard 2": ("adamw", "clip", "tied", "bf16", "llama", "qwen"),
         "--dp-shard 2 --accumulate 4": ("clip", "tied"),
         "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
         "--dp-shard 2 --compile": ("clip",),
-        TP.format(2): ("sgd", "adamw", "clip", "tied", "bf16"),
+        TP.format(2): ("sgd", "adamw", "clip", "tied", "bf16", "llama", "qwen"),
         SP.format(2): ("sgd",),
-        TP.format(2) + " --compile": ("sgd",),
+        TP.format(2) + " --compile": ("sgd", "qwen"),
         LP.format(2): ("clip",),
-        ALL.format(2): ("adamw", "tied", "bf16"),
-        ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip",),
-        "--pp 2": ("sgd", "adamw", "clip", "bf16"),
+        ALL.format(2): ("adamw", "tied", "bf16", "llama", "qwen"),
+        ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip", "qwen"),
+        "--pp 2": ("sgd", "adamw", "clip", "bf16", "llama"),
         "--pp 2 --accumulate 8": ("deep",),
         "--pp 2 --accumulate 4 --activation-checkpointing": ("clip",),
     },
     4: {
-        TP.format(4): ("clip",),
-        ALL.format(4): ("tied",),
+        TP.format(4): ("clip", "llama"),
+        ALL.format(4): ("tied", "qwen"),
         "--dp-replicate 2 --dp-shard 2": ("adamw", "clip"),
         "--dp-replicate 2 --dp-shard 2 --accumulate 4": ("clip",),
         "--dp-shard 2 " + TP.format(2): ("adamw", "clip"),
-        "--dp-shard 2 " + ALL.format(2): ("sgd", "tied"),
-        "--dp-replicate 2 " + TP.format(2): ("clip",),
+        "--dp-shard 2 " + ALL.format(2): ("sgd", "tied", "llama", "qwen"),
+        "--dp-replicate 2 " + TP.format(2): ("clip", "qwen"),
         "--dp-replicate 2 " + ALL.format(2): ("adamw",),
         "--pp 4": ("deep",),
         "--pp 2 --dp-shard 2": ("adamw",),
-        "--pp 2 --accumulate 4 " + ALL.format(2): ("clip",),
+        "--pp 2 --accumulate 4 " + ALL.format(2): ("clip", "qwen"),
     },
     8: {  # three_dimensions.py has it without sequence parallelism and clipping
-        "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip",),
+        "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip", "llama", "qwen"),
     },
 }
 # One of each strategy, for `make quick`.
@@ -83,7 +86,7 @@ QUICK = {
     2: {
         "": ("adamw",),
         "--dp-shard 2 --accumulate 4": ("clip",),
-        ALL.format(2): ("tied",),
+        ALL.format(2): ("tied", "qwen"),
         "--pp 2 --accumulate 4": ("clip",),
     }
 }

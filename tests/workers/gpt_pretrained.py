@@ -1,6 +1,6 @@
-"""Load a folder of Hugging Face's on several meshes of two ranks, and save what they compute.
+"""Load folders of Hugging Face's on several meshes of two ranks, and save what they compute.
 
-Arguments: the folder, and where the tokens are and the logits go.
+Argument: where the tokens and the cases are (name -> settings of ours), and where the logits go.
 """
 
 import sys
@@ -17,9 +17,9 @@ from runtime import distributed_worker
 MESHES = {"--tp 2": {"tp": 2}, "--dp-shard 2": {"dp_shard": 2}, "--pp 2": {"pp": 2}}
 
 
-def logits_on(mesh: dict, folder: str, tokens: torch.Tensor, worker) -> torch.Tensor:
+def logits_on(mesh: dict, shape: dict, tokens: torch.Tensor, worker) -> torch.Tensor:
     sizes = {"layers": 2, "heads": 4, "dim": 24, "block_size": 32, "batch_size": 4}
-    settings = Settings(**sizes, init_from=folder, **mesh).on(worker.world_size)
+    settings = Settings(**sizes, **shape, **mesh).on(worker.world_size)
     config = read_config(settings, token_count=50)
     _, model, pipeline = spread_model(config, settings, worker.device)
     copy_weights(model, read_weights(settings, config))
@@ -32,10 +32,14 @@ def logits_on(mesh: dict, folder: str, tokens: torch.Tensor, worker) -> torch.Te
         return pipeline.broadcast_from_last(logits)
 
 
-def main(folder: str, output: str) -> None:
-    tokens = torch.load(Path(output) / "tokens")
+def main(output: str) -> None:
+    tokens, cases = torch.load(Path(output) / "tokens"), torch.load(Path(output) / "cases")
     with distributed_worker("cpu") as worker:
-        found = {name: logits_on(mesh, folder, tokens, worker) for name, mesh in MESHES.items()}
+        found = {
+            (case, name): logits_on(mesh, shape, tokens, worker)
+            for case, shape in cases.items()
+            for name, mesh in MESHES.items()
+        }
         if worker.is_main:
             torch.save(found, Path(output) / "logits")
 
