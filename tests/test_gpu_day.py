@@ -116,11 +116,11 @@ def test_one_command_that_hangs_leaves_time_for_the_others(gpu, monkeypatch, tmp
 
 def test_a_process_that_cannot_be_killed_costs_one_step(gpu, monkeypatch, tmp_path):
     """It hangs in a driver, for example: the day does not wait for it longer than KILL_SECONDS."""
-    import gpu_runner
+    import gpu_guard
 
-    monkeypatch.setattr(gpu_runner, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(gpu_guard, "KILL_SECONDS", 0.2)
     with monkeypatch.context() as immortal:
-        immortal.setattr(gpu_runner.os, "kill", lambda pid, signal: None)
+        immortal.setattr(gpu_guard.os, "kill", lambda pid, signal: None)
 
         def hang(job):
             job.run_all({"hangs": python("import time; time.sleep(600)")}, seconds=1)
@@ -148,7 +148,7 @@ print("had", pair)
 
 
 def test_jobs_of_two_ranks_share_no_gpu(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu.steps.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(gpu.bench, "cores", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,0")
     pairs = gpu.steps.pairs_of_gpus(5)
     assert pairs == ["7,5", "3,1"]
@@ -169,7 +169,7 @@ def test_two_ranks_are_given_pairs(gpu, monkeypatch, tmp_path):
     args = SimpleNamespace(count=4, device="cuda")
     job = SimpleNamespace(args=args, is_tiny=False, leave_out=lambda name, why: None)
     job.run_all = lambda commands, **how: given.append(how["visible"])
-    monkeypatch.setattr(gpu.steps.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(gpu.bench, "cores", lambda: 8)
     monkeypatch.setattr(gpu.steps.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpu.steps.two_ranks(job)
@@ -246,6 +246,9 @@ def test_a_step_that_fails_gives_status_1_and_the_end_of_its_output(gpu, monkeyp
     assert steps["good"]["runs"]["says"]["lines"] == "hello | you"
     assert "| says | passed |" in (tmp_path / "gpu.md").read_text()
     assert "hello \\| you" in (tmp_path / "gpu.md").read_text()  # a cell of the table
+    page = (tmp_path / "gpu.md").read_text()
+    assert re.search(r"bad ended with status 3\. Its last lines:\n\n~+text\nx+\nthe last", page)
+    assert "good ended" not in page
 
 
 @pytest.mark.parametrize("passes", [True, False])
@@ -267,6 +270,56 @@ def test_only_some_steps(gpu, monkeypatch, tmp_path):
     steps = {"one": (say("1"), 1), "two": (say("2"), 1), "three": (say("3"), 1)}
     status, found = carry_out(gpu, monkeypatch, tmp_path, "--only", "three", "one", **steps)
     assert (status, list(found)) == (0, ["three", "one"])
+
+
+def test_only_adds_to_the_report_of_an_earlier_run(gpu, monkeypatch, tmp_path):
+    """Whose failure is not this run's."""
+
+    def fail(job):
+        raise ValueError("failed")
+
+    steps = {"one": (fail, 1), "two": (say("old"), 1), "three": (say("3"), 8)}
+    assert carry_out(gpu, monkeypatch, tmp_path, **steps)[0] == 1
+    steps["two"] = (say("new"), 1)
+    flags = ("--only", "three", "two", "--minutes", "1")
+    status, found = carry_out(gpu, monkeypatch, tmp_path, *flags, **steps)
+    assert status == 0
+    assert [step["status"] for step in found.values()] == ["failed", "passed", "passed"]
+    assert [found[name]["runs"]["says"]["lines"] for name in ("two", "three")] == ["new", "3"]
+    _, one, two, three = (tmp_path / "gpu.md").read_text().split("\n## ")
+    day = gpu.date.today()
+    assert f"failed: ValueError: failed, on {day}\n" in one
+    assert f"on {day}" not in two
+    assert f"passed, on {day}\n" in three  # --minutes left it out: its result stays
+    # without --only the report is a new one
+    _, found = carry_out(gpu, monkeypatch, tmp_path, two=steps["two"])
+    assert list(found) == ["two"]
+
+
+def test_only_does_not_add_to_the_report_of_another_machine(gpu, monkeypatch, tmp_path, capsys):
+    carry_out(gpu, monkeypatch, tmp_path, one=(say("1"), 1))
+    file = tmp_path / "gpu.json"
+    other = file.read_text().replace(gpu.bench.machine(), "an H100")
+    file.write_text(other)
+    status, _ = carry_out(gpu, monkeypatch, tmp_path, "--only", "one", one=(say("2"), 1))
+    assert status == 2
+    assert file.read_text() == other
+    assert "gpu.json is of a run with machine 'an H100', not " in capsys.readouterr().err
+    status, _ = carry_out(gpu, monkeypatch, tmp_path, one=(say("2"), 1))
+    flags = ("--only", "one", "--sizes", "tiny")
+    status, found = carry_out(gpu, monkeypatch, tmp_path, *flags, one=(say("3"), 1))
+    assert status == 2
+    assert found["one"]["runs"]["says"]["lines"] == "2"
+    assert "of a run with sizes 'full', not 'tiny', and --only adds" in capsys.readouterr().err
+
+
+def test_cores_are_those_that_this_process_may_use(gpu):
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert gpu.bench.cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_minutes_leave_out_what_costs_most(gpu, monkeypatch, tmp_path):
@@ -313,8 +366,9 @@ def test_a_script_without_device_is_left_out_on_a_cpu(gpu, choice, monkeypatch, 
     assert reasons == ["needs one rank on a CUDA device", "computes without a device"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_all_processes_and_keeps_what_was_measured(tmp_path, number):
+    """SIGKILL, too, although gpu.py then has no time to write what it measured."""
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import signal, sys\n"
@@ -326,14 +380,21 @@ def test_a_signal_ends_all_processes_and_keeps_what_was_measured(tmp_path, numbe
     )
     log = tmp_path / "out/hang/hangs.log"
     flags = ("--device", "cpu", "--output-dir", tmp_path / "out")
-    with Job([sys.executable, driver, *flags]) as job:
+    # A fork would say its end by SIGINT in another way.
+    fork = number != signal.SIGINT
+    command = [driver, *flags] if fork else [sys.executable, driver, *flags]
+    with Job(command, fork=0 if fork else None) as job:
         job.wait_until(lambda: log.exists() and "child" in log.read_text())
         assert read(tmp_path / "out")["steps"]["hang"]["status"] == "running"
         job.process.send_signal(number)
         ended = job.wait(60).returncode
         assert ended in (128 + number, -number)  # Python ends itself by SIGINT
+        job.leaders.clear()  # what is left has the mark, in sessions of its own
         assert not job.left_running()
     step = read(tmp_path / "out")["steps"]["hang"]
+    if number == signal.SIGKILL:
+        assert step["status"] == "running"
+        return
     assert (step["status"], step["reason"]) == ("failed", "interrupted")
     assert step["rows"] == {"row": {"value": 1.5}}
 
@@ -608,21 +669,54 @@ with gpu_measurements.distributed_worker("cuda") as worker:
         scores = 6 * batch * heads * length**2 * (1 if flags else layers)
         expected = g.expected_bytes(config, batch, bool(flags)) + scores
         print("SEEN", peak / expected, before, left, flush=True)
+    for fits in (64, 8, 2):
+        for share in (0.84, 0.86):
+            free = int(g.expected_bytes(config, fits, False) / share)
+            torch.cuda.mem_get_info = lambda device, free=free: (free, 0)
+            print("FITS", g.batch_that_fits(config, worker.device, False), flush=True)
+    torch.cuda.mem_get_info = lambda device: (10**6, 10**6)
+    g.speed(worker, "tiny")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_EMULATED, reason="emulated GPUs are not installed")
-def test_peak_memory_is_that_of_the_formula_and_is_freed(tmp_path):
-    script = tmp_path / "memory.py"
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> str:
+    """What MEMORY has printed on one emulated GPU."""
+    script = tmp_path_factory.mktemp("memory") / "memory.py"
     script.write_text(MEMORY.replace("BENCHMARKS", str(BENCHMARKS)))
     with Job([EMULATED, script], EMULATED_GPUS="1") as job:
-        output = job.wait(300).check().output
-    rows = [list(map(float, row.split())) for row in re.findall("SEEN (.*)", output)]
+        return job.wait(300).check().output
+
+
+on_emulated_gpus = pytest.mark.skipif(not HAS_EMULATED, reason="make .venv-emulated/installed")
+
+
+@pytest.mark.slow
+@on_emulated_gpus
+def test_peak_memory_is_that_of_the_formula_and_is_freed(measured):
+    rows = [list(map(float, row.split())) for row in re.findall("SEEN (.*)", measured)]
     assert len(rows) == 2
     for ratio, before, left in rows:
         assert ratio == pytest.approx(1, abs=0.05)
         assert left < 1e6 < before  # the model of the variant before, in its reference cycles
+
+
+@pytest.mark.slow
+@on_emulated_gpus
+def test_the_largest_batch_that_fits_is_chosen(measured):
+    """With memory for 64, 8 and 2 sequences, and with a little less. One takes as much as two:
+    18 bytes per parameter, at the end of backward."""
+    assert re.findall("FITS (.*)", measured) == ["64", "32", "8", "4", "2", "0"]
+
+
+@pytest.mark.slow
+@on_emulated_gpus
+def test_a_gpt_that_does_not_fit_is_left_out_with_the_reason(measured):
+    rows = [json.loads(line) for line in re.findall("SAMPLES (.*)", measured)]
+    texts = [row["left out"] for reported in rows for row in reported.values()]
+    assert len(texts) == 3
+    for text in texts:
+        assert re.fullmatch(r"one sequence needs 0\.\d+ GB, more than 85% of the .* memory", text)
 
 
 TRAIN = """
