@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def part(name: str, repeats: int) -> None:
-    if int(os.environ["WORLD_SIZE"]) <= os.cpu_count():
+    if int(os.environ["WORLD_SIZE"]) <= bench.cores():
         pin_to_a_core()
     dist.init_process_group("gloo")
     null = cpp_extension.load("null_backend", [str(ROOT / "benchmarks/null_backend.cpp")])
@@ -122,7 +122,7 @@ def latency_table(found: dict) -> str:
 
 def busy_text(repeats: int) -> list[str]:
     code = "while True: pass"
-    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(os.cpu_count())]
+    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(bench.cores())]
     try:
         found = bench.measure_part(__file__, "latency", 2, repeats)
     finally:

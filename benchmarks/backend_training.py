@@ -129,7 +129,7 @@ def steps(build, wrap, loss, size: str = "", copies: int = 2) -> Callable[[], fl
 
 def alone_with_two_threads(side: Callable[[], float]) -> float:
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count()))
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # torchrun's: all we may use
     torch.set_num_threads(2)
     # Rank 1 only takes part in the common start and end: its own copy would compete.
     rate = side() if dist.get_rank() == 0 else wait_for_the_other()

@@ -121,9 +121,14 @@ def machine() -> str:
     """CPU, number of cores, GPU if there is one, and versions."""
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     return (
-        f"{processor()}, {os.cpu_count()} cores{gpu}; Python {platform.python_version()}, "
+        f"{processor()}, {cores()} cores{gpu}; Python {platform.python_version()}, "
         f"torch {torch.__version__}"
     )
+
+
+def cores() -> int:
+    """The cores that this process may use: a container or Slurm may allow fewer than there are."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
 
 
 def processor() -> str:

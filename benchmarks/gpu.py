@@ -4,9 +4,9 @@ It runs these steps in order: the machine, tests on GPUs, every script, losses c
 CPU's, checkpoints, speed and memory of two GPTs, offload, traces, hidden synchronizations, and NCCL
 between ranks. Each step ends at its time limit: 28 minutes in total on one GPU, 39 on several.
 After every command it writes runs/gpu/gpu.md (the report), gpu.json, and the command's output. A
-complete run in which no step failed also writes benchmarks/results/gpu.md. Exit status 0: no step
-failed. Ctrl-C, SIGTERM or a closed terminal ends all processes; what was measured until then stays
-in the report.
+complete run in which no step failed also writes benchmarks/results/gpu.md. With --only, the report
+keeps the other steps of an earlier run. Exit status 0: no step failed. Ctrl-C, a signal or a closed
+terminal ends all processes; what was measured until then stays in the report.
 
     python3 benchmarks/gpu.py                        # all steps
     python3 benchmarks/gpu.py --only speed traces    # some of the steps
@@ -35,7 +35,7 @@ from typing import NamedTuple
 import bench
 import gpu_steps as steps
 import torch
-from gpu_runner import Job, LeftOut, section, status_of
+from gpu_runner import Job, LeftOut, guard, section, status_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = "lock"  # a file of --output-dir
@@ -47,12 +47,14 @@ def main() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             # Job.run_all then ends the running commands
             signal.signal(number, lambda number, _: sys.exit(128 + number))
-    day = {"machine": bench.machine(), "date": str(date.today()), "steps": {}}
-    with only_run_in(args.output_dir):
+    day = {**identity(args), "date": str(date.today()), "steps": args.earlier}
+    with only_run_in(args.output_dir), guard():
         for name in args.only or STEPS:
             carry_out(name, args, day)
     print(page_of(day))
-    failed = any(step["status"] == "failed" for step in day["steps"].values())
+    failed = any(
+        step["status"] == "failed" for step in day["steps"].values() if "earlier" not in step
+    )
     is_complete = args.device == "cuda" and args.sizes == "full"
     is_complete = is_complete and not args.only and not args.skipped
     if is_complete and not failed:
@@ -72,6 +74,8 @@ def carry_out(name: str, args, day: dict) -> None:
             except OSError as error:  # a full disk: the next steps may still measure, and print
                 print(f"cannot write {name}: {error}", flush=True)
 
+    if name in args.skipped and name in args.earlier:
+        return  # what an earlier run measured stays
     step, started = STEPS[name], time.monotonic()
     record = day["steps"][name] = {"title": step.title, "status": "running", "runs": {}}
     try:
@@ -93,7 +97,32 @@ def carry_out(name: str, args, day: dict) -> None:
 
 
 def page_of(day: dict) -> str:
-    return bench.page("What a GPU showed", [*map(section, day["steps"].values())])
+    steps = [day["steps"][name] for name in STEPS if name in day["steps"]]
+    return bench.page("What a GPU showed", [*map(section, steps)])
+
+
+def identity(args) -> dict[str, str]:
+    """What all numbers of one report have in common."""
+    return {"machine": bench.machine(), "device": args.device, "sizes": args.sizes}
+
+
+def earlier_steps(args) -> dict[str, dict]:
+    """The records of an earlier run in --output-dir, each with its date.
+
+    Raises ValueError if that run had another machine, device or sizes.
+    """
+    file = args.output_dir / "gpu.json"
+    if not file.exists():
+        return {}
+    found = json.loads(file.read_text())
+    for name, value in identity(args).items():
+        if found.get(name) != value:
+            raise ValueError(f"{file} is of a run with {name} {found.get(name)!r}, not {value!r}")
+    for step in found["steps"].values():
+        step.setdefault("earlier", found["date"])
+        if step["status"] == "running":
+            step |= {"status": "failed", "reason": "interrupted"}
+    return found["steps"]
 
 
 def holds_files_of_others(folder: Path) -> bool:
@@ -164,6 +193,12 @@ def parse_args():
             f"--output-dir {args.output_dir} has other files, and a step empties its folder in "
             f"there, such as {args.output_dir}/tests: choose a new one"
         )
+    args.earlier = {}
+    if args.only:
+        try:
+            args.earlier = earlier_steps(args)
+        except ValueError as error:
+            parser.error(f"{error}, and --only adds to it: choose another --output-dir")
     left, args.skipped = args.minutes, set()
     for name in sorted(args.only or STEPS, key=lambda name: STEPS[name].minutes):
         needed = 0 if STEPS[name].needs_two and args.count * args.nodes < 2 else STEPS[name].minutes

@@ -7,16 +7,17 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import bench
+from gpu_guard import kill_all, processes_with
 
-KILL_SECONDS = 10
+DAY = uuid.uuid4().hex  # begins the mark of each command
 
 
 class Failed(Exception):
@@ -112,7 +113,7 @@ class Process:
         self.command = [str(word) for word in command]
         self.log = folder / f"{re.sub('[^a-zA-Z0-9]+', '_', name)}.log"
         # torchrun's ranks lead their own sessions: we find them by a mark in their environment.
-        self.mark = uuid.uuid4().hex
+        self.mark = f"{DAY}-{uuid.uuid4().hex}"
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         environment |= {"GPU_DAY": self.mark}
         if visible is not None:
@@ -161,34 +162,26 @@ class Process:
         return rows
 
     def kill(self) -> list[int]:
-        """Kill until no process is found, because a process may be starting another one.
+        """Kill the command and its processes; returns those that cannot be killed."""
 
-        Returns the processes left after KILL_SECONDS: stuck in a broken GPU's driver, for example.
-        """
-        deadline = time.monotonic() + KILL_SECONDS
-        while True:
-            alive = processes_with(self.mark)
-            if not self.has_ended():
-                alive.append(self.process.pid)
-            if not alive or time.monotonic() > deadline:
-                return alive
-            for pid in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        def find() -> list[int]:
+            # A process that has just been started does not show its mark yet.
+            return processes_with(self.mark) + [self.process.pid] * (not self.has_ended())
+
+        return kill_all(find)
 
 
-def processes_with(mark: str) -> list[int]:
-    """The processes with this mark in their environment, on Linux; a zombie has none."""
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in environment.read_bytes():
-                found.append(int(environment.parent.name))
-    return found
+@contextlib.contextmanager
+def guard() -> Iterator[None]:
+    """Let a second process kill all commands when this process ends, even by SIGKILL."""
+    command = [sys.executable, Path(__file__).with_name("gpu_guard.py"), DAY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield
 
 
 # ---- the report
+
+LINES = 20  # of a failed command's output
 
 
 def status_of(record: dict) -> str:
@@ -197,7 +190,8 @@ def status_of(record: dict) -> str:
 
 
 def section(record: dict) -> str:
-    texts = [f"## {record['title']}", status_of(record).strip()]
+    earlier = f", on {record['earlier']}" if "earlier" in record else ""
+    texts = [f"## {record['title']}", status_of(record).strip() + earlier]
     rows, runs = record.get("rows"), record["runs"]
     if rows:
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
@@ -209,6 +203,11 @@ def section(record: dict) -> str:
         columns = ("status", "seconds", "lines")
         cells = [(name, *(cell(run.get(c, "")) for c in columns)) for name, run in runs.items()]
         texts.append(bench.table([("command", *columns), *cells]))
+    for name, run in runs.items():
+        if run.get("output"):
+            lines = run["output"].splitlines()[-LINES:]
+            texts.append(f"{name} {run['why']}. Its last lines:")
+            texts.append("\n".join(["~~~~~~text", *lines, "~~~~~~"]))
     return "\n\n".join(texts)
 
 

@@ -25,6 +25,7 @@ GOALS = {"124M": 0.45, "1B": 0.55}  # MFU, of 989 TFLOP/s on an H100
 # operations keep no intermediate results.
 MARGIN = 0.15
 SAVED = "less, compiled"  # how much less, the formula does not say
+SHARE = 0.85  # of the free memory, for what the formula counts
 
 
 def speed(worker: Worker, size: str) -> None:
@@ -33,6 +34,11 @@ def speed(worker: Worker, size: str) -> None:
         recomputes = "activation_checkpointing" in flags
         free_memory(worker.device)
         batch, row = batch_that_fits(config_of(size), worker.device, recomputes), None
+        if not batch:
+            needs = expected_bytes(config_of(size), 1, recomputes) / 1e9
+            why = f"one sequence needs {needs:.3g} GB, more than {SHARE:.0%} of the free memory"
+            bench.report(worker, {f"{size}, {variant}": {"left out": why}})
+            continue
         while row is None:
             try:
                 row = train_fast(worker, size, flags, batch)
@@ -111,12 +117,16 @@ def train_fast(worker: Worker, size: str, flags: dict, batch: int) -> dict:
 
 
 def batch_that_fits(config: GPTConfig, device: torch.device, recomputes: bool) -> int:
-    """The largest power of two, up to 64 sequences, whose formula fills at most 85 % of the GPU."""
+    """The largest power of two, up to 64 sequences, whose formula fills at most SHARE of the GPU.
+
+    0: not even one sequence does.
+    """
     if device.type == "cpu":
         return 2
     free, _ = torch.cuda.mem_get_info(device)
-    fits = [n for n in (64, 32, 16, 8, 4, 2) if expected_bytes(config, n, recomputes) < 0.85 * free]
-    return fits[0] if fits else 1
+    sizes = (64, 32, 16, 8, 4, 2, 1)
+    fits = [n for n in sizes if expected_bytes(config, n, recomputes) < SHARE * free]
+    return fits[0] if fits else 0
 
 
 def expected_bytes(config: GPTConfig, batch: int, recomputes: bool) -> int:

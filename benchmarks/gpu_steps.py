@@ -58,7 +58,7 @@ def test_files(marker: str) -> list[Path]:
 
 
 def scripts(job: Job) -> None:
-    run_scripts(job, ranks=1, gpus=job.args.count, at_once=max(1, min(8, os.cpu_count())))
+    run_scripts(job, ranks=1, gpus=job.args.count, at_once=max(1, min(8, bench.cores())))
 
 
 def two_ranks(job: Job) -> None:
@@ -88,7 +88,7 @@ def pairs_of_gpus(count: int) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     gpus = visible.split(",")[:count]
     pairs = [f"{a},{b}" for a, b in zip(gpus[::2], gpus[1::2], strict=False)]
-    return pairs[: max(1, os.cpu_count() // 2)]
+    return pairs[: max(1, bench.cores() // 2)]
 
 
 def numbers(job: Job) -> None:
@@ -145,7 +145,7 @@ def offload(job: Job) -> None:
         folder = job.folder / name
         more = ["--offload"] if name == "offload" else []
         command = python("fsdp_basics/train.py", *flags, *more, "--output-dir", folder)
-        job.run(name, *command, threads=os.cpu_count())  # with --offload the CPU runs the optimizer
+        job.run(name, *command, threads=bench.cores())  # with --offload the CPU runs the optimizer
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         peaks.append(max(logged(folder, "memory_mb").values()))
         _, *rates = logged(folder, "samples_per_second").values()  # the first steps warm up

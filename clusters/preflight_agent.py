@@ -38,7 +38,9 @@ def facts(hosts: list[str], directory: str) -> dict:
 
     wrong = [sentence for host in hosts if (sentence := name_error(host))]
     same = {"python": platform.python_version(), "torch": torch.__version__}
-    same |= {"CUDA": torch.version.cuda, "processors": os.cpu_count(), "GPUs": gpus(torch)}
+    # Those that this process may use; macOS has no sched_getaffinity.
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    same |= {"CUDA": torch.version.cuda, "processors": cores, "GPUs": gpus(torch)}
     if torch.cuda.is_available():
         same["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         same["driver"] = asked_of_the_driver("driver_version")

@@ -211,9 +211,9 @@ def train_step(
     scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     factor = settings.batch_size / count  # 1 where samples are what counts
+    factor = factor.to(gradients[0].device)  # with --offload: one copy to the CPU, not one for each
     for gradient in gradients:
-        local = gradient.to_local()
-        local.mul_(factor.to(local.device))
+        gradient.to_local().mul_(factor)
     # A rank holds shards of the gradients. They are DTensors, so the norm covers the shards of all
     # ranks; full_tensor() makes a plain tensor of the norm.
     grad_norm = torch.nn.utils.get_total_norm(gradients).full_tensor()

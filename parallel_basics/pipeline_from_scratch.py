@@ -20,6 +20,7 @@ Look at
 """
 
 import os
+import sys
 from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, product
@@ -206,8 +207,10 @@ def compare(args, worker: Worker) -> None:
         waits, computes = quickest(timer_runs[name, m], *batch), quickest(run, *batch)
         shares = f"{expected_idle(p, m):15.1%}{idle_share(waits):17.1%}{idle_share(computes):12.1%}"
         say(f"{name:9} {m:13}{shares}")
-    if device.type == "cpu" and p > (os.cpu_count() or 1):
-        say(f"(GPT stages also wait for a core: {p} ranks share {os.cpu_count()} cores)")
+    # macOS has no sched_getaffinity.
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    if device.type == "cpu" and p > cores:
+        say(f"(GPT stages also wait for a core: {p} ranks share {cores} core(s))")
 
     say("\npeak saved for backward: micro-batches, and MB counted by autograd's hooks")
     say("schedule  micro-batches" + "".join(f"{f'rank {r}':>14}" for r in range(p)))

@@ -6,6 +6,7 @@ Everything here runs in .venv-emulated, whose PyTorch is a CPU-only one with tha
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pool
@@ -43,6 +44,10 @@ FOUR = {
     "gpt_2d": f"{SHORT_GPT} --dp-shard 2 --tp 2 --sequence-parallel",
 }
 COMMANDS = TRAIN | FOUR
+# The CPU trains each model once, whatever spreads it over the GPUs.
+ON_CPU = {name: name.split("_")[0] for name in COMMANDS} | {"hsdp": "fsdp"}
+# Each rank sees one GPU of its own, as with Slurm's --gpus-per-task=1: all are on their cuda:0.
+TWO_NODES = {"nodes": 2, "CUDA_VISIBLE_DEVICES": ["0", "1", "0", "1"]}
 WORKER = "tests/workers/emulated_faults.py"
 MARK = "@pytest.mark.device"
 MINIMAL = {
@@ -51,6 +56,10 @@ MINIMAL = {
     "parallel_basics": "--steps 20",
     "t5_finetuning": "",
     "transformer_basics": "",
+}
+FEWER_STEPS = {  # (what the script has, what is enough here); the others have a flag, or few steps
+    "fsdp_basics": ("epoch in range(3)", "epoch in range(1)"),
+    "transformer_basics": ("STEPS = 32, 64, 50", "STEPS = 32, 64, 20"),
 }
 
 
@@ -86,7 +95,8 @@ def runs(tmp_path_factory, data):
         ranks = 4 if name in FOUR else 2
         folder = tmp_path_factory.mktemp(name)
         flags = (*flags_of(COMMANDS[name], data), "--output-dir", folder)
-        said = run(COMMANDS[name], *flags, gpus=gpus, ranks=ranks).check().output
+        where = TWO_NODES if name == "hsdp" and gpus else {}
+        said = run(COMMANDS[name], *flags, gpus=gpus, ranks=ranks, **where).check().output
         where = "cuda, cpu:gloo,cuda:nccl" if gpus else "cpu, gloo"
         assert f"{ranks} rank(s) on {where}, torch" in said
         return folder
@@ -109,8 +119,12 @@ def assert_same(found: Path, expected: Path, tolerance: float = 2e-4) -> None:
 
 
 @pytest.mark.parametrize("directory", MINIMAL)
-def test_minimal_prints_what_it_prints_on_the_cpu(directory):
-    command = f"{directory}/minimal.py {MINIMAL[directory]}"
+def test_minimal_prints_what_it_prints_on_the_cpu(directory, tmp_path):
+    text = (ROOT / directory / "minimal.py").read_text()
+    old, new = FEWER_STEPS.get(directory, (text, text))
+    assert text.count(old) == 1
+    (tmp_path / "minimal.py").write_text(text.replace(old, new))
+    command = f"{tmp_path}/minimal.py {MINIMAL[directory]}"
     on_gpus, on_cpu = (run(command, gpus=gpus).check().output for gpus in (2, 0))
     assert "2 rank(s) on cuda, nccl\n" in on_gpus
     assert "2 rank(s) on cpu, gloo\n" in on_cpu
@@ -124,7 +138,7 @@ def test_minimal_prints_what_it_prints_on_the_cpu(directory):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_template_learns_what_it_learns_on_the_cpu(name, runs):
-    assert_same(runs[name, 4 if name in FOUR else 2], runs[name, 0])
+    assert_same(runs[name, 4 if name in FOUR else 2], runs[ON_CPU[name], 0])
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "gpt_fsdp"])
@@ -132,7 +146,8 @@ def test_checkpoint_goes_from_the_gpus_to_the_cpu_and_back(name, runs, data, tmp
     """Half on GPUs and half on CPUs is the same in both orders."""
     longer = ("--steps", 12) if name == "gpt_fsdp" else ("--epochs", 2)
     for first, second in ((2, 0), (0, 2)):
-        folder = shutil.copytree(runs[name, first], tmp_path / str(first))
+        saved = runs[name if first else ON_CPU[name], first]
+        folder = shutil.copytree(saved, tmp_path / str(first))
         flags = (*flags_of(COMMANDS[name], data), *longer, "--output-dir", folder)
         said = run(COMMANDS[name], *flags, gpus=second).check().output
         assert f"continuing from {folder}" in said
@@ -157,12 +172,16 @@ def test_fp16_with_offload_is_refused():
     assert "--offload does not work with --precision fp16" in result.output
 
 
+def pytest_on_gpus(*arguments, gpus: int) -> str:
+    command = ["tests/workers/run_pytest.py", "-q", "--device", "cuda", *arguments]
+    with Job(command, fork=0, interpreter=EMULATED, EMULATED_GPUS=str(gpus)) as job:
+        return job.wait().check().output
+
+
 def test_equivalence_tests_pass_with_their_ranks_on_gpus():
     """pytest --device cuda: the quick ones, of each strategy."""
     files = [path for path in (ROOT / "tests").glob("test_*.py") if MARK in path.read_text()]
-    command = [EMULATED, "-m", "pytest", "-q", "--device", "cuda", "-m", "quick or not slow"]
-    with Job([*command, *files], EMULATED_GPUS="4") as job:
-        said = job.wait().check().output
+    said = pytest_on_gpus("-m", "quick or not slow", *files, gpus=4)
     assert int(re.search(r"(\d+) passed", said)[1]) > 40, said
     assert not re.search(r"\d+ (skipped|failed)", said), said
 
@@ -170,10 +189,7 @@ def test_equivalence_tests_pass_with_their_ranks_on_gpus():
 def test_ranks_that_share_a_gpu_and_would_send_are_left_out_with_a_reason():
     names = ("parallel_basics_context", "parallel_basics_pipeline", "parallel_basics_tied")
     files = [ROOT / f"tests/test_{name}.py" for name in names]
-    with Job(
-        [EMULATED, "-m", "pytest", "-q", "--device", "cuda", *files], EMULATED_GPUS="1"
-    ) as job:
-        said = job.wait().check().output
+    said = pytest_on_gpus(*files, gpus=1)
     assert re.search(r"^\d+ skipped, \d+ deselected", said, re.M), said
     for ranks in (2, 3, 4):
         assert f"{ranks} ranks share a GPU through Gloo, which lacks what they use" in said
@@ -182,11 +198,9 @@ def test_ranks_that_share_a_gpu_and_would_send_are_left_out_with_a_reason():
 # ---- where the GPUs are
 
 
-@pytest.mark.parametrize("directory", ["ddp", "fsdp"])
-def test_each_rank_sees_one_gpu_of_its_own(directory):
-    """As Slurm's --gpus-per-task=1 does: on two nodes with two ranks each, all on their cuda:0."""
-    visible = {"CUDA_VISIBLE_DEVICES": ["0", "1", "0", "1"]}
-    said = run(TRAIN[directory], gpus=2, ranks=4, nodes=2, **visible).check().output
+def test_ddp_trains_where_each_rank_sees_one_gpu():
+    """So does HSDP, above."""
+    said = run(TRAIN["ddp"], gpus=2, ranks=4, **TWO_NODES).check().output
     assert "4 rank(s) on cuda" in said
 
 
@@ -201,10 +215,17 @@ def test_idea_runs_where_each_rank_sees_one_gpu(script):
 
 
 @pytest.mark.parametrize("directory", ["ddp_basics", "fsdp_basics"])
-def test_backend_nccl_alone_trains(directory):
-    name = directory.removesuffix("_basics")
-    said = run(TRAIN[name], "--backend", "nccl", gpus=2).check().output
-    assert "2 rank(s) on cuda" in said
+def test_backend_nccl_alone_trains(directory, waits):
+    assert "2 rank(s) on cuda, cpu:gloo,cuda:nccl" in waits[directory.removesuffix("_basics")]
+
+
+@pytest.mark.parametrize("directory", ["ddp_basics", "fsdp_basics"])
+def test_each_rank_draws_on_from_its_checkpoint(directory, tmp_path):
+    """Dropout on a GPU draws from the GPU's generator."""
+    said = run("tests/workers/gpu_generator.py", directory, tmp_path, gpus=2).check().output
+    ranks = [json.loads(line) for line in said.splitlines() if line.startswith("[")]
+    assert [before == after for before, after in ranks] == [True, True]
+    assert ranks[0] != ranks[1]
 
 
 IDEAS = [  # each compares itself with one process, or says what came out wrong
@@ -242,23 +263,42 @@ def test_fsdp1_with_offload_compares_itself_on_gpus():
 # ---- what a step costs
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "gpt", "t5"])
-def test_the_host_does_not_wait_for_the_gpu_in_a_step(name, data):
-    """Only to print, to evaluate and to save: as often in a run of twice as many steps."""
-    if name == "gpt":
-        lengths, evaluations = ("--steps 4 --eval-every 100", "--steps 8 --eval-every 100"), (0, 0)
-    elif name == "t5":  # two evaluations of 36 pairs; a batch has three tensors, each a copy
-        lengths = ("--eval-samples 2 --batch-size 12", "--eval-samples 2 --batch-size 6")
-        evaluations = (2 * 3 * 3, 2 * 6 * 3)
-    else:  # the evaluation waits once for each of its batches, of 360 images
-        lengths, evaluations = ("--batch-size 128", "--batch-size 64"), (3, 6)
-    waits = []
-    for length in lengths:
-        script, *flags = f"{COMMANDS[name]} {length}".split()
+@pytest.fixture(scope="module")
+def waits(data):
+    """Name of a template -> what it and emulated_waits.py have printed."""
+
+    def train(name: str) -> str:
+        script, *flags = f"{COMMANDS[name]} {STEPS_TO_WATCH[name]}".split()
         told = (ROOT / script, *flags, *flags_of(COMMANDS[name], data), "--log-every", 100)
-        said = run("tests/workers/emulated_waits.py", *told, gpus=2).check().output
-        waits.append(max(int(count) for count in re.findall(r"waits: (\d+)", said)))
-    assert waits[0] - evaluations[0] == waits[1] - evaluations[1] > 0
+        return run("tests/workers/emulated_waits.py", *told, gpus=2).check().output
+
+    return OnDemand(train)
+
+
+STEPS_TO_WATCH = {  # of which none is logged, evaluated or saved before the last
+    "ddp": "--batch-size 128 --backend nccl",
+    "fsdp": "--batch-size 128 --backend nccl",
+    "fsdp_offload": "",
+    "gpt": "--steps 8 --eval-every 100 --checkpoint-every 100",
+    "t5": "--eval-samples 2 --batch-size 6",
+}
+
+
+@pytest.mark.parametrize("name", STEPS_TO_WATCH)
+def test_the_host_does_not_wait_for_the_gpu_in_a_step(name, waits):
+    """With --offload it waits for the gradient of each of 29 parameters, and for their factor."""
+    expected = 30 if name == "fsdp_offload" else 0
+    ranks = re.findall(r"waits: (.+)", waits[name])
+    assert len(ranks) == 2
+    for rank in ranks:
+        _, *steps, end = map(int, rank.split())
+        assert len(steps) >= 3
+        assert [b - a for a, b in pairwise(steps)] == [expected] * (len(steps) - 1), rank
+        assert end > steps[-1]  # to print
+
+
+def test_nccl_connects_before_its_first_operation(waits):
+    assert sorted(re.findall(r"connected to (\S+)", waits["ddp"])) == ["cuda:0", "cuda:1"]
 
 
 WITH_SMALL_PEAK = """

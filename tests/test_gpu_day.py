@@ -116,11 +116,11 @@ def test_one_command_that_hangs_leaves_time_for_the_others(gpu, monkeypatch, tmp
 
 def test_a_process_that_cannot_be_killed_costs_one_step(gpu, monkeypatch, tmp_path):
     """It hangs in a driver, for example: the day does not wait for it longer than KILL_SECONDS."""
-    import gpu_runner
+    import gpu_guard
 
-    monkeypatch.setattr(gpu_runner, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(gpu_guard, "KILL_SECONDS", 0.2)
     with monkeypatch.context() as immortal:
-        immortal.setattr(gpu_runner.os, "kill", lambda pid, signal: None)
+        immortal.setattr(gpu_guard.os, "kill", lambda pid, signal: None)
 
         def hang(job):
             job.run_all({"hangs": python("import time; time.sleep(600)")}, seconds=1)
@@ -148,7 +148,7 @@ print("had", pair)
 
 
 def test_jobs_of_two_ranks_share_no_gpu(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu.steps.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(gpu.bench, "cores", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,0")
     pairs = gpu.steps.pairs_of_gpus(5)
     assert pairs == ["7,5", "3,1"]
@@ -169,7 +169,7 @@ def test_two_ranks_are_given_pairs(gpu, monkeypatch, tmp_path):
     args = SimpleNamespace(count=4, device="cuda")
     job = SimpleNamespace(args=args, is_tiny=False, leave_out=lambda name, why: None)
     job.run_all = lambda commands, **how: given.append(how["visible"])
-    monkeypatch.setattr(gpu.steps.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(gpu.bench, "cores", lambda: 8)
     monkeypatch.setattr(gpu.steps.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpu.steps.two_ranks(job)
@@ -246,6 +246,9 @@ def test_a_step_that_fails_gives_status_1_and_the_end_of_its_output(gpu, monkeyp
     assert steps["good"]["runs"]["says"]["lines"] == "hello | you"
     assert "| says | passed |" in (tmp_path / "gpu.md").read_text()
     assert "hello \\| you" in (tmp_path / "gpu.md").read_text()  # a cell of the table
+    page = (tmp_path / "gpu.md").read_text()
+    assert re.search(r"bad ended with status 3\. Its last lines:\n\n~+text\nx+\nthe last", page)
+    assert "good ended" not in page
 
 
 @pytest.mark.parametrize("passes", [True, False])
@@ -267,6 +270,56 @@ def test_only_some_steps(gpu, monkeypatch, tmp_path):
     steps = {"one": (say("1"), 1), "two": (say("2"), 1), "three": (say("3"), 1)}
     status, found = carry_out(gpu, monkeypatch, tmp_path, "--only", "three", "one", **steps)
     assert (status, list(found)) == (0, ["three", "one"])
+
+
+def test_only_adds_to_the_report_of_an_earlier_run(gpu, monkeypatch, tmp_path):
+    """Whose failure is not this run's."""
+
+    def fail(job):
+        raise ValueError("failed")
+
+    steps = {"one": (fail, 1), "two": (say("old"), 1), "three": (say("3"), 8)}
+    assert carry_out(gpu, monkeypatch, tmp_path, **steps)[0] == 1
+    day = read(tmp_path)["date"]
+    steps["two"] = (say("new"), 1)
+    flags = ("--only", "three", "two", "--minutes", "1")
+    status, found = carry_out(gpu, monkeypatch, tmp_path, *flags, **steps)
+    assert status == 0
+    assert [step["status"] for step in found.values()] == ["failed", "passed", "passed"]
+    assert [found[name]["runs"]["says"]["lines"] for name in ("two", "three")] == ["new", "3"]
+    _, one, two, three = (tmp_path / "gpu.md").read_text().split("\n## ")
+    assert f"failed: ValueError: failed, on {day}\n" in one
+    assert f"on {day}" not in two
+    assert f"passed, on {day}\n" in three  # --minutes left it out: its result stays
+    # without --only the report is a new one
+    _, found = carry_out(gpu, monkeypatch, tmp_path, two=steps["two"])
+    assert list(found) == ["two"]
+
+
+def test_only_does_not_add_to_the_report_of_another_machine(gpu, monkeypatch, tmp_path, capsys):
+    carry_out(gpu, monkeypatch, tmp_path, one=(say("1"), 1))
+    file = tmp_path / "gpu.json"
+    other = file.read_text().replace(gpu.bench.machine(), "an H100")
+    file.write_text(other)
+    status, _ = carry_out(gpu, monkeypatch, tmp_path, "--only", "one", one=(say("2"), 1))
+    assert status == 2
+    assert file.read_text() == other
+    assert "gpu.json is of a run with machine 'an H100', not " in capsys.readouterr().err
+    status, _ = carry_out(gpu, monkeypatch, tmp_path, one=(say("2"), 1))
+    flags = ("--only", "one", "--sizes", "tiny")
+    status, found = carry_out(gpu, monkeypatch, tmp_path, *flags, one=(say("3"), 1))
+    assert status == 2
+    assert found["one"]["runs"]["says"]["lines"] == "2"
+    assert "of a run with sizes 'full', not 'tiny', and --only adds" in capsys.readouterr().err
+
+
+def test_cores_are_those_that_this_process_may_use(gpu):
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert gpu.bench.cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_minutes_leave_out_what_costs_most(gpu, monkeypatch, tmp_path):
@@ -313,8 +366,9 @@ def test_a_script_without_device_is_left_out_on_a_cpu(gpu, choice, monkeypatch, 
     assert reasons == ["needs one rank on a CUDA device", "computes without a device"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_all_processes_and_keeps_what_was_measured(tmp_path, number):
+    """SIGKILL, too, although gpu.py then has no time to write what it measured."""
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import signal, sys\n"
@@ -326,14 +380,21 @@ def test_a_signal_ends_all_processes_and_keeps_what_was_measured(tmp_path, numbe
     )
     log = tmp_path / "out/hang/hangs.log"
     flags = ("--device", "cpu", "--output-dir", tmp_path / "out")
-    with Job([sys.executable, driver, *flags]) as job:
+    # A fork would say its end by SIGINT in another way.
+    fork = number != signal.SIGINT
+    command = [driver, *flags] if fork else [sys.executable, driver, *flags]
+    with Job(command, fork=0 if fork else None) as job:
         job.wait_until(lambda: log.exists() and "child" in log.read_text())
         assert read(tmp_path / "out")["steps"]["hang"]["status"] == "running"
         job.process.send_signal(number)
         ended = job.wait(60).returncode
         assert ended in (128 + number, -number)  # Python ends itself by SIGINT
+        job.leaders.clear()  # what is left has the mark, in sessions of its own
         assert not job.left_running()
     step = read(tmp_path / "out")["steps"]["hang"]
+    if number == signal.SIGKILL:
+        assert step["status"] == "running"
+        return
     assert (step["status"], step["reason"]) == ("failed", "interrupted")
     assert step["rows"] == {"row": {"value": 1.5}}
 
@@ -436,247 +497,6 @@ def test_scripts_that_need_more_ranks_or_gpus_are_left_out(choice):
     assert choice.why_not(split, "cuda", ranks=2, gpus=2) == "needs 2 GPUs per rank"
     assert choice.why_not("collectives/hangs.py", "cuda", ranks=1, gpus=1) == "needs 2 ranks"
     assert choice.why_not("collectives/hangs.py", "cuda", ranks=2, gpus=2) == ""
-
-
-SAVED = """
-import sys
-sys.path.insert(0, "BENCHMARKS")
-import torch
-from gpu_measurements import GPT, GPTConfig
-config = GPTConfig(256, 64, layers=2, heads=4, dim=128)
-block = GPT(config).blocks["0"].bfloat16()
-parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
-saved = {}
-def pack(t):
-    saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-    return t
-x = torch.randn(8, 64, 128, dtype=torch.bfloat16, requires_grad=True)
-with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-    y = block(x)
-print("BYTES", sum(n for at, n in saved.items() if at not in parameters), x.numel())
-"""
-
-
-def test_a_block_keeps_the_bytes_of_the_formula(tmp_path):
-    script = tmp_path / "saved.py"
-    script.write_text(SAVED.replace("BENCHMARKS", str(BENCHMARKS)))
-    output = helpers.python(script).check().output
-    counted, numbers = map(int, output.split("BYTES ")[1].split())
-    # Also means and deviations of the norms, and a log-sum-exp per head, in fp32.
-    assert 32 * numbers <= counted <= 34 * numbers
-
-
-BROKEN = """
-import sys
-sys.path.insert(0, "BENCHMARKS")
-import gpu_measurements
-CHANGE
-gpu_measurements.main()
-"""
-
-
-def broken(tmp_path, change: str):
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN.replace("BENCHMARKS", str(BENCHMARKS)).replace("CHANGE", change))
-    return script
-
-
-@pytest.mark.slow
-def test_numbers_in_bf16_are_no_fp32(tmp_path):
-    fp32, bf16 = '("fp32", "highest", 2e-5, 1e-4)', '("bf16", "highest", 2e-5, 1e-4)'
-    assert fp32 in (BENCHMARKS / "gpu_measurements.py").read_text()
-    script = broken(tmp_path, f"gpu_measurements.MODES['fp32'] = {bf16}")
-    result = helpers.python(script, "numbers", "--device", "cpu", "--size", "124M")
-    assert result.returncode == 1
-    assert "AssertionError: fp32, loss" in result.output
-
-
-@pytest.mark.slow
-def test_bf16_that_is_fp32_is_noticed(tmp_path):
-    change = "modes = gpu_measurements.MODES; "
-    change += "modes['bf16'] = ('fp32', *modes['bf16'][1:])"
-    result = helpers.python(broken(tmp_path, change), "numbers", "--device", "cpu")
-    assert result.returncode == 1
-    assert "bf16 was not on" in result.output
-
-
-@pytest.mark.slow
-def test_another_model_on_the_mesh_is_noticed(tmp_path):
-    import pool
-
-    change = "first = gpu_measurements.initialize; "
-    change += "gpu_measurements.initialize = lambda model, seed: first(model, seed + 1)"
-    script = broken(tmp_path, change)
-    result = pool.run(script, "equivalence", "--device", "cpu", ranks=2)
-    assert result.returncode == 1
-    assert re.search(r"AssertionError: dp_replicate=2: loss in step \d differs by", result.output)
-
-
-VERDICTS = """
-import sys
-sys.path.insert(0, "BENCHMARKS")
-import json, torch
-import gpu_measurements as g
-import gpu_speed
-SXM = "NVIDIA H100 80GB HBM3"
-memory = [gpu_speed.verdict_on_memory(ratio, compiled) for compiled in (False, True)
-          for ratio in (0.8, 0.9, 1.1, 1.2)]
-mfu = [gpu_speed.verdict_on_mfu(*case)["verdict on MFU"] for case in (
-    ("124M", 0.44, SXM), ("124M", 0.46, SXM), ("124M", 0.44, "NVIDIA H100 PCIe"),
-    ("124M", 0.46, "A100"))]
-tf32 = []
-for major, minor in ((7, 5), (8, 0), (9, 0)):
-    torch.cuda.get_device_capability = lambda device: (major, minor)
-    tf32.append(g.has_tf32(torch.device("cuda")))
-waited = []
-torch.accelerator.synchronize = lambda device: waited.append(str(device))
-for device in ("cpu", "cuda:1"):
-    gpu_speed.MeshRun.tokens_per_second.__globals__["wait"](torch.device(device))
-one = {"loss": torch.tensor(2.0), "gradient of w": torch.tensor([1e-3, 1e-6]),
-       "parameter w": torch.tensor([1e-2, 5.0])}
-other = {"loss": torch.tensor(2.1), "gradient of w": torch.tensor([1e-3, 2e-6]),
-         "parameter w": torch.tensor([1e-2 + 1e-4, 5.0])}
-differences = g.relative_differences([one, other], [one, one])
-other["gradient of w"][0] = float("nan")
-not_a_number = g.relative_differences([other, one], [one, one])["gradient"][0]
-print(json.dumps([memory, mfu, tf32, waited, differences, str(not_a_number)]))
-"""
-
-
-def test_verdicts_on_memory_and_speed_and_differences(tmp_path):
-    script = tmp_path / "verdicts.py"
-    script.write_text(VERDICTS.replace("BENCHMARKS", str(BENCHMARKS)))
-    output = helpers.python(script).check().output
-    memory, mfu, tf32, waited, differences, not_a_number = json.loads(output.splitlines()[-1])
-    above, below, right = "more than 15% above", "more than 15% below", "as computed"
-    assert memory == [below, right, right, above, "less, compiled", right, right, above]
-    assert mfu == ["missed", "reached", "another device", "another device"]
-    assert tf32 == [False, True, True]  # a T4 has none: its mode "high" is fp32
-    assert waited == ["cuda:1"]  # else tokens/s would be those of queuing the work
-    assert {kind: name for kind, (_, name) in differences.items()} == {
-        "loss": "loss in step 1",
-        "gradient": "gradient of w in step 1",
-        "parameter": "parameter w in step 1",
-    }
-    found = [differences[kind][0] for kind in ("loss", "gradient", "parameter")]
-    assert found == pytest.approx([0.05, 1e-3, 2e-5], rel=1e-2)
-    assert not_a_number == "inf"
-
-
-TOKENS = """
-import sys
-sys.path.insert(0, "BENCHMARKS")
-import torch
-from types import SimpleNamespace
-import gpt
-config = gpt.config_of("124M")
-model = torch.nn.Embedding(config.vocab_size, 1)
-worker, seen = SimpleNamespace(device=torch.device("cpu")), []
-def loss_of(x, y):
-    seen.append(x.max().item())
-    return model(x).mean()
-gpt.loop(model, loss_of, config, worker, batch=2)()
-print("SEEN", max(seen), config.vocab_size)
-"""
-
-
-def test_the_plain_loop_draws_its_tokens_from_the_whole_vocabulary_as_ours_does(tmp_path):
-    script = tmp_path / "tokens.py"
-    script.write_text(TOKENS.replace("BENCHMARKS", str(BENCHMARKS)))
-    output = helpers.python(script).check().output
-    largest, vocabulary = map(int, output.split("SEEN ")[1].split())
-    assert largest > 0.9 * vocabulary
-
-
-MEMORY = """
-import gc, sys
-sys.path.insert(0, "BENCHMARKS")
-import torch
-import gpu_measurements
-import gpu_speed as g
-layers, heads, batch, length = 4, 4, 4, 128
-gpu_measurements.SIZES["tiny"] = ((layers, heads, 256, length, 512), batch)
-config = g.config_of("tiny")
-gc.disable()
-with gpu_measurements.distributed_worker("cuda") as worker:
-    for flags in ({}, {"activation_checkpointing": True}):
-        peak = g.train_fast(worker, "tiny", flags, batch)["peak memory_mb"] * 1e6
-        before = torch.cuda.memory_allocated()
-        g.free_memory(worker.device)
-        left = torch.cuda.memory_allocated()
-        # CUDA's attention keeps no scores; the emulated GPU's keeps them (6 bytes each).
-        scores = 6 * batch * heads * length**2 * (1 if flags else layers)
-        expected = g.expected_bytes(config, batch, bool(flags)) + scores
-        print("SEEN", peak / expected, before, left, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_EMULATED, reason="emulated GPUs are not installed")
-def test_peak_memory_is_that_of_the_formula_and_is_freed(tmp_path):
-    script = tmp_path / "memory.py"
-    script.write_text(MEMORY.replace("BENCHMARKS", str(BENCHMARKS)))
-    with Job([EMULATED, script], EMULATED_GPUS="1") as job:
-        output = job.wait(300).check().output
-    rows = [list(map(float, row.split())) for row in re.findall("SEEN (.*)", output)]
-    assert len(rows) == 2
-    for ratio, before, left in rows:
-        assert ratio == pytest.approx(1, abs=0.05)
-        assert left < 1e6 < before  # the model of the variant before, in its reference cycles
-
-
-TRAIN = """
-import torch
-def train_step(number):
-    if number == WAITS:
-        torch.ones((), device="cuda").item()
-def main():
-    for number in range(1, 11):
-        train_step(number)
-"""
-
-
-@pytest.mark.parametrize(
-    ("waits", "mode_works", "says"),
-    [
-        (
-            1,
-            True,
-            "from step 3 to step 8 torch reported no wait for the GPU",
-        ),  # before the watched steps
-        (3, True, "RuntimeError: it waits"),
-        (7, True, "RuntimeError: it waits"),
-        (8, True, "from step 3 to step 8 torch reported no wait for the GPU"),
-        (3, False, "set_sync_debug_mode has no effect here: .item() raised no error"),
-    ],
-)
-def test_a_hot_step_that_waits_for_the_gpu_fails(tmp_path, waits, mode_works, says):
-    """With a stand-in for CUDA: there is no GPU here."""
-    (tmp_path / "train.py").write_text(TRAIN.replace("WAITS", str(waits)))
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        f"import sys, torch\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu_syncs\n"
-        "mode = ['default']\n"
-        "class Number:\n"
-        "    def item(self):\n"
-        f"        if mode[0] == 'error' and {mode_works}:\n"
-        "            raise RuntimeError('it waits')\n"
-        "torch.cuda.is_initialized = lambda: True\n"
-        "torch.cuda.set_sync_debug_mode = lambda new: mode.__setitem__(0, new)\n"
-        "torch.ones = lambda *_, device: Number()\n"
-        "gpu_syncs.main()\n"
-    )
-    result = helpers.python(driver, tmp_path)
-    assert says in result.output
-    assert result.returncode == (0 if "no wait" in says else 1)
-
-
-def test_a_training_too_short_for_hot_steps_fails():
-    script = BENCHMARKS / "gpu_syncs.py"
-    flags = ("--epochs", 1, "--batch-size", 512, "--device", "cpu")
-    result = helpers.python(script, "ddp_basics", *flags)
-    assert result.returncode == 1
-    assert "train_step was called 2 times, not 8" in result.output
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
-"""Run a script on emulated GPUs, then print how often its process has waited for its GPU.
+"""Run a train.py on emulated GPUs, then print how often its process had waited for its GPU.
 
 emulated_waits.py SCRIPT [ARGUMENT ...]
+
+Two lines per rank: "waits: " with the number at the end of each optimizer step, and at the end of
+the script; "connected to " with the GPU that the process group had before its first operation.
 """
 
 import runpy
@@ -8,10 +11,22 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import torch.distributed as dist
 from emulated_gpu.cuda import device
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+waits, groups = [], []
+
+
+def note(*_) -> None:
+    waits.append(device.host_waits())
+    groups.append(dist.group.WORLD.bound_device_id)
+
 
 sys.argv = sys.argv[1:]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+register_optimizer_step_post_hook(note)
 with suppress(SystemExit):
     runpy.run_path(sys.argv[0], run_name="__main__")
-print(f"waits: {device.host_waits()}", flush=True)
+waits.append(device.host_waits())
+print(f"waits: {' '.join(map(str, waits))}\nconnected to {groups[0]}", flush=True)
