@@ -498,6 +498,11 @@ def test_sentences_about_the_score():
     assert f"A family with one model only ({', '.join(f'`{f}`' for f in lone)})" in README
     errors = [round(mape[family]) for family in lone]
     assert f"the errors {min(errors)} to {max(errors)} %" in README
+    above = sum(error > 3 for error in mape.values())
+    assert (
+        f"if they differ by 3 %: the mean error is larger than that in {above} of {len(mape)}"
+        in README
+    )
     negative = [f"`{f}`" for f in skill if skill[f] < 0 and f not in lone]
     assert f"Two small families ({' and '.join(negative)}) have a negative skill" in README
     assert len(negative) == 2
@@ -671,6 +676,7 @@ def test_prediction_for_the_h100_that_calibrate_measured(name, model, tokens):
     predicted = float(re.search(r"= +([\d.]+) +\d+ +\d+%", output)[1])
     row = re.search(rf"^\| {name}, .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
     assert predicted == float(row[1])
+    assert f"| {name}, {tokens.removesuffix('K')} sequences of 1,024 tokens |" in row[0]
     record = (ROOT / "benchmarks/results/gpu.md").read_text()
     for column, variant in ((2, "eager"), (3, "compile")):
         cells = re.search(rf"^\| {name.replace(' ', '')}, {variant} \|(.*)$", record, re.M)[
