@@ -1,6 +1,7 @@
 """The planner's command lines, its score, its constants, and what its README says."""
 
 import csv
+import importlib.util
 import itertools
 import json
 import re
@@ -696,6 +697,23 @@ def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     assert found["constants"]["base_gib"] > 0.05
     job = ("--model", "gpt-template", "--sequence", 128, "--batch-tokens", "2K", "--gpus", 2)
     assert "calibrated; no published run" in plan(*job, "--gpu", path)
+
+
+def test_the_benchmark_plans_each_mesh_that_it_trains():
+    """benchmarks/planner.py: its flags of train.py and its sizes for the planner are one mesh."""
+    spec = importlib.util.spec_from_file_location("planner_bench", ROOT / "benchmarks/planner.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    for name, (ranks, flags, sizes) in benchmark.MESHES.items():
+        seconds, gib = benchmark.predicted(str(ROOT / "planner/measured_h100.toml"), name)
+        assert seconds > 0
+        assert gib > 0
+        split = dict(re.findall(r"--(dp-replicate|dp-shard|tp|pp) (\d+)", flags))
+        product = 1
+        for axis, size in split.items():
+            assert sizes[axis.replace("-", "_")] == int(size), name
+            product *= int(size)
+        assert product == ranks, name
 
 
 def test_what_chapter_21_says_of_its_tables():
