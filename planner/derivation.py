@@ -32,10 +32,11 @@ def explain_memory(job: Job, plan: Plan) -> list[str]:
     ten = "10 h / tp" if mesh.sequence_parallel else "10 h"
     one = f"{stack.activation_factor:g} x {kept:,.0f} bytes"
     if mesh.selective_checkpointing:
-        share = f"{stack.selective_bytes:g} x " if stack.selective_bytes < 1 else ""
         scores = float(score_bytes(model, mesh))
-        one = f"{share}{stack.activation_factor:g} x ({kept:,.0f} - {scores:,.0f} of scores) bytes"
-        one += " (selective checkpointing), and the scores of one layer"
+        share = f"{stack.selective_bytes:g} x " if stack.selective_bytes < 1 else ""
+        left = f"({kept:,.0f} - {scores:,.0f} of scores)" if scores else f"{kept:,.0f}"
+        one = f"{share}{stack.activation_factor:g} x {left} bytes (selective checkpointing)"
+        one += ", and the scores of one layer" if scores else ""
     if mesh.full_checkpointing:
         one = "2 h bytes (checkpointing), and one layer in full"
     logits = stack.logit_bytes * tokens * vocab / mesh.tp / GIB

@@ -96,6 +96,9 @@ def test_selective_checkpointing_is_one_of_the_plans():
     assert gib == pytest.approx((3 * 35 * (kept - scores) + scores) * s / 2**30, abs=0.01)
     assert "  attention    4 x 4 s a d" in output
     assert "  products     3 x 2 FLOP" in output
+    titan = plan(*JOB, "--stack", "torchtitan-h100", "--explain", "dp=1x64,selective=1")
+    saved = 10 * 4096 + 4 * 128 * (32 + 8) + 8 * 14336  # with a flash kernel; torchtitan keeps 45 %
+    assert re.search(rf" 0.45 x [\d.]+ x {saved:,} bytes \(selective checkpointing\) = ", titan)
 
 
 @pytest.mark.parametrize(
