@@ -702,6 +702,21 @@ def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     assert "calibrated; no published run" in plan(*job, "--gpu", path)
 
 
+def test_calibration_counts_what_an_optimizer_imports(tmp_path):
+    """torch.optim imports 0.15 GiB more than torch, in a process that has trained nothing yet."""
+    script = tmp_path / "optimizer.py"
+    script.write_text(
+        "import resource, torch\n"
+        "torch.optim.AdamW([torch.zeros(1)])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)\n"
+    )
+    expected = float(python(script, cold=True).check().output)
+    options = ("--output", tmp_path / "machine.toml", "--seconds", 0.05, "--device", "cpu")
+    python(ROOT / "planner/calibrate.py", *options, cold=True).check()
+    constants = tomllib.loads((tmp_path / "machine.toml").read_text())["constants"]
+    assert constants["base_gib"] == pytest.approx(expected, rel=0.05)
+
+
 def test_the_benchmark_plans_each_mesh_that_it_trains():
     """benchmarks/planner.py: its flags of train.py and its sizes for the planner are one mesh."""
     spec = importlib.util.spec_from_file_location("planner_bench", ROOT / "benchmarks/planner.py")
