@@ -52,12 +52,13 @@ def main() -> None:
     rows = [("mesh", "predicted s", "measured s", "error", "predicted GiB", "measured GiB")]
     with tempfile.TemporaryDirectory() as folder:
         clusters = {n: calibrated(Path(folder), n, args.seconds) for n in (1, 2, 4)}
+        plans = {name: predicted(clusters[ranks], name) for name, (ranks, *_) in MESHES.items()}
         measured = {name: [] for name in MESHES}
         for repeat in range(args.repeats):  # the meshes take turns
             for name in MESHES:
                 measured[name].append(train(Path(folder) / f"{repeat} {name}", name, args.steps))
     for name in MESHES:
-        seconds, gib = predicted(clusters[MESHES[name][0]], name)
+        seconds, gib = plans[name]
         times, peaks = zip(*measured[name], strict=True)
         error = 100 * (seconds / statistics.median(times) - 1)
         held = bench.summary(list(peaks))

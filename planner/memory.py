@@ -3,7 +3,7 @@
 import numpy as np
 from shapes import Cluster, Mesh, Model, Number
 from stacks import Stack
-from step_time import BF16, kept_bytes, stage_layers, stage_parameters
+from step_time import BF16, kept_bytes, score_bytes, stage_layers, stage_parameters
 
 GIB = 2**30
 USABLE = 0.9  # of a GPU's memory: what is left for fragments, NCCL and surprises
@@ -19,19 +19,23 @@ def in_flight(mesh: Mesh) -> Number:
     return np.minimum(mesh.pp + more, mesh.accumulation)
 
 
-def state_bytes(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
-    """Weights, gradients, optimizer state of the first stage, as ZeRO shards them.
+def zero_bytes(
+    weights: Number, shards: Number, stage: Number, widths: tuple[Number, Number, Number]
+) -> dict[str, Number]:
+    """Bytes of a rank: stage 1 of ZeRO shards the optimizer state, 2 also the gradients, 3 all.
 
-    [Rajbhandari et al. 2020, figure 1]
+    widths: bytes per weight of parameters, gradients, optimizer state. [Rajbhandari et al. 2020,
+    figure 1]
     """
+    kinds = zip(("parameters", "gradients", "optimizer"), widths, (3, 2, 1), strict=True)
+    return {kind: weights * w / np.where(stage >= first, shards, 1) for kind, w, first in kinds}
+
+
+def state_bytes(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
+    """Weights, gradients, optimizer state of the first stage."""
     weights = stage_parameters(model, mesh, stage_layers(model, mesh, stack)[0])
-    z = mesh.zero_stage
-    gradients = stack.resident_bytes - BF16
-    return {
-        "parameters": weights * BF16 / np.where(z == 3, mesh.shards, 1),
-        "gradients": weights * gradients / np.where(z >= 2, mesh.shards, 1),
-        "optimizer": weights * stack.optimizer_bytes / np.where(z >= 1, mesh.shards, 1),
-    }
+    widths = (BF16, stack.resident_bytes - BF16, stack.optimizer_bytes)
+    return zero_bytes(weights, mesh.shards, mesh.zero_stage, widths)
 
 
 def gathered_bytes(model: Model, mesh: Mesh) -> Number:
@@ -41,9 +45,13 @@ def gathered_bytes(model: Model, mesh: Mesh) -> Number:
 
 
 def layer_bytes(model: Model, mesh: Mesh, stack: Stack) -> Number:
-    """What one layer keeps of one micro-batch."""
-    kept = stack.activation_factor * kept_bytes(model, mesh)
-    kept = kept * np.where(mesh.selective_checkpointing == 1, stack.selective_bytes, 1)
+    """What one layer keeps of one micro-batch.
+
+    Selective checkpointing keeps no attention scores. [Korthikanti et al. 2022, section 5]
+    """
+    selective = mesh.selective_checkpointing
+    kept = kept_bytes(model, mesh) - selective * score_bytes(model, mesh)
+    kept = stack.activation_factor * kept * np.where(selective == 1, stack.selective_bytes, 1)
     inputs = BF16 * model.width / np.where(mesh.sequence_parallel == 1, mesh.tp, 1)
     return mesh.tokens * np.where(mesh.full_checkpointing == 1, inputs, kept)
 
@@ -51,13 +59,14 @@ def layer_bytes(model: Model, mesh: Mesh, stack: Stack) -> Number:
 def activation_bytes(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
     """Activations of the fuller of first and last stage, and what the last holds for the loss.
 
-    The first stage holds most micro-batches, the last one the logits. With full checkpointing one
-    layer is kept in full while it is computed again.
+    The first stage holds most micro-batches, the last one the logits. One layer, with selective
+    checkpointing its scores, is kept in full while it is computed again.
     """
     first, _, last = stage_layers(model, mesh, stack)
     layer = layer_bytes(model, mesh, stack)
-    again = stack.activation_factor * mesh.tokens * kept_bytes(model, mesh)
-    again = np.where(mesh.full_checkpointing == 1, again, 0)
+    again = mesh.selective_checkpointing * score_bytes(model, mesh)
+    again = np.where(mesh.full_checkpointing == 1, kept_bytes(model, mesh), again)
+    again = stack.activation_factor * mesh.tokens * again
     held = in_flight(mesh)
     waiting = np.where(mesh.pp == 1, 1, np.maximum(0, held - 2))
     gathered = stack.gathered_bytes * model.width * mesh.tokens * waiting

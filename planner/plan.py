@@ -16,11 +16,13 @@ from typing import NoReturn
 import inputs
 import report
 from closed_pipe import quiet_if_closed
+from derivation import explanation
 from inputs import UserError
-from search import Job, Plan, best, evaluate, meshes
+from search import Job, Plan, best, checkpointing, evaluate, meshes
 
 AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "micro": "micro_batch", "zero": "zero_stage"}
 AXES |= {"v": "virtual_stages", "checkpoint": "full_checkpointing"}
+AXES |= {"selective": "selective_checkpointing"}
 
 
 @quiet_if_closed()
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         f"sequence {args.sequence}, {batch} sequences per step; constants: {stack_name}"
     )
     print()
-    print("\n".join(report.explanation(job, pick) if args.explain else report.table(job, plans)))
+    print("\n".join(explanation(job, pick) if args.explain else report.table(job, plans)))
     if not args.explain:
         print(f"\nMFU: {report.MFU}.")
     if not pick.fits:
@@ -90,6 +92,8 @@ def named(job: Job, plans: list[Plan], text: str) -> Plan:
             keys = ", ".join(["dp", *AXES])
             raise UserError(f"--explain {item!r} is not KEY=NUMBER with one of: {keys}") from None
     every = meshes(job)
+    if wanted.get("selective_checkpointing") and (0, 1) not in checkpointing(job):
+        raise UserError(f"--explain {text}: with a flash kernel selective=1 saves nothing")
     if "dp_replicate" not in wanted:
         wanted |= {"dp_replicate": 1, "dp_shard": 1}
     sizes = ("dp_replicate", "dp_shard", "tp", "pp", "cp")

@@ -63,6 +63,15 @@ def data_parallel(ranks: int, per_node: int) -> list[tuple[int, int, int]]:
     return [(ranks, 1, 0), (ranks, 1, 1), *((ranks // n, n, 3) for n in shards)]
 
 
+def checkpointing(job: Job) -> list[tuple[int, int]]:
+    """(full, selective) activation checkpointing: none, full, and selective if that saves memory.
+
+    With a flash kernel there are no scores to save; torchtitan then saves other operations.
+    """
+    saves = not job.flash or job.stack.selective_bytes < 1
+    return [(0, 0), (1, 0), (0, 1)] if saves else [(0, 0), (1, 0)]
+
+
 def meshes(job: Job) -> list[Mesh]:
     """All meshes that the job can run on, with their batches and what they recompute.
 
@@ -89,18 +98,10 @@ def meshes(job: Job) -> list[Mesh]:
             accumulation = per_rank // micro_batch
             for virtual in interleaved if accumulation % pp == 0 else (1,):
                 for replicate, shard, zero in data_parallel(ranks, node // tp):
-                    for full in (0, 1):
-                        axes = (replicate, shard, zero, tp, int(tp > 1), pp, virtual, cp)
-                        rest = (
-                            micro_batch,
-                            accumulation,
-                            job.sequence,
-                            full,
-                            0,
-                            job.flash,
-                            job.fp8,
-                        )
-                        found.append(Mesh(*axes, *rest))
+                    axes = (replicate, shard, zero, tp, int(tp > 1), pp, virtual, cp)
+                    for saving in checkpointing(job):
+                        batch = (micro_batch, accumulation, job.sequence, *saving)
+                        found.append(Mesh(*axes, *batch, job.flash, job.fp8))
     return found
 
 

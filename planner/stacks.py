@@ -33,7 +33,7 @@ class Stack:
     logit_bytes: float = 10  # per logit: bf16, fp32, and its gradient
     logit_traffic_bytes: float = 20  # per logit, forward and backward; unfused fp32: 40
     gathered_bytes: float = 0  # per unit of width: gathered inputs that are kept under SP
-    selective_bytes: float = 1.0  # share that is kept with selective checkpointing
+    selective_bytes: float = 1.0  # share that selective checkpointing keeps, scores apart
     balanced: int = 0  # 1: the stages have equal work, the output layer counted
 
 

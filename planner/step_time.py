@@ -16,6 +16,11 @@ def forward_units(mesh: Mesh) -> Number:
     return 3 + mesh.full_checkpointing
 
 
+def score_bytes(model: Model, mesh: Mesh) -> Number:
+    """Bytes per token and layer of the attention scores: 5 a s. A flash kernel writes none."""
+    return np.where(mesh.flash == 1, 0, 5 * model.heads * mesh.sequence) / mesh.tp
+
+
 def kept_bytes(model: Model, mesh: Mesh) -> Number:
     """Bytes per token and layer that the forward pass keeps for the backward pass, in bf16.
 
@@ -26,8 +31,7 @@ def kept_bytes(model: Model, mesh: Mesh) -> Number:
     between = 10 * model.width / np.where(mesh.sequence_parallel == 1, mesh.tp, 1)
     attention = 4 * model.head_dim * (model.heads + model.kv_heads)
     mlp = (4 + 4 * model.gated) * model.ffn
-    scores = np.where(mesh.flash == 1, 0, 5 * model.heads * mesh.sequence)
-    return between + (attention + mlp + scores) / mesh.tp
+    return between + (attention + mlp) / mesh.tp + score_bytes(model, mesh)
 
 
 def product_rate(mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
@@ -48,7 +52,8 @@ def products_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Numb
 def attention_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
     """Attention's own products, 4 s a d FLOP per token; a causal flash kernel skips half of them.
 
-    [Narayanan et al. 2021, equation 3; the half: Dao 2023]
+    Selective checkpointing computes them a second time. [Narayanan et al. 2021, equation 3; the
+    half: Dao 2023; selective: Korthikanti et al. 2022, section 5]
     """
     units = forward_units(mesh) + mesh.selective_checkpointing
     per_token = np.where(mesh.flash == 1, 2, 4) * mesh.sequence * model.heads * model.head_dim
@@ -226,11 +231,23 @@ def optimizer_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Num
     return 30 * weights / shards / (cluster.hbm_gb_s * 1e9)
 
 
+def bubble(pp: Number, virtual_stages: Number) -> Number:
+    """Micro-batches of a mean stage that a rank waits in a step, while the pipeline fills and
+    drains. [Narayanan et al. 2021, section 2.2]
+    """
+    return (pp - 1) / virtual_stages
+
+
+def bubble_fraction(pp: Number, micro_batches: Number, virtual_stages: Number = 1) -> Number:
+    """Share of a step that a rank waits, if all stages take equally long."""
+    waiting = bubble(pp, virtual_stages)
+    return waiting / (micro_batches + waiting)
+
+
 def step_parts(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> dict[str, Number]:
     """Seconds of a step by what takes them; their sum is the step.
 
-    A step is m micro-batches of the slowest stage, then the bubble: (pp - 1) / v micro-batches of
-    a mean stage. [Narayanan et al. 2021, section 2.2]
+    A step is m micro-batches of the slowest stage, then the bubble.
     """
     given = (model, mesh, cluster, stack)
     parts = {
@@ -259,7 +276,7 @@ def step_parts(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> dict
     step["compute"] = step["compute"] + m * has_head * head
     step["launch"] = m * layers * (steady - busy)
     step["DP"] = m * fsdp + dp_s(*given)
-    step["bubble"] = (mesh.pp - 1) / mesh.virtual_stages * mean
+    step["bubble"] = bubble(mesh.pp, mesh.virtual_stages) * mean
     step["p2p"] = m * p2p_s(*given)
     step["optimizer"] = optimizer_s(*given) + stack.fixed_s
     return step

@@ -1,6 +1,8 @@
 """The planner's command lines, its score, its constants, and what its README says."""
 
 import csv
+import importlib.util
+import itertools
 import json
 import re
 import tomllib
@@ -12,7 +14,7 @@ from fit import as_toml
 from fitting import FITS, Fit, fit_all, fitted
 from helpers import ROOT, python
 from published import PUBLISHED, UnreadableRow, measured, parse, read, stacked
-from score import regret, usable
+from score import cross_validated, regret, time_errors, usable
 from stacks import FILE, choose, load
 
 PLAN, SCORE = ROOT / "planner/plan.py", ROOT / "planner/score.py"
@@ -80,6 +82,25 @@ def test_explain_derives_the_numbers_of_the_table(mesh):
         assert "4 x 2 FLOP" in output
 
 
+def test_selective_checkpointing_is_one_of_the_plans():
+    """Megatron-530B as in 2022, without a flash kernel: the scores alone are computed again."""
+    job = RECIPES["Megatron-530B"][0].split()
+    lines = plan(*job).splitlines()
+    assert any(re.match(r" ?\d+  dp=\S+ +\S+ z\d.* sel ", line) for line in lines)
+    output = plan(*job, "--explain", "dp=8,tp=8,pp=35,micro=1,v=1,selective=1")
+    held = re.search(r"activations  3 layers x 35 .*\(([\d,]+) - ([\d,]+) of scores\)", output)
+    kept, scores = (int(n.replace(",", "")) for n in held.groups())
+    h, a, s = 20480, 128, 2048  # Korthikanti et al. 2022, equation 4: (34 + 5 a s / h) s b h / t
+    assert (kept, scores) == (h * (34 + 5 * a * s // h) // 8, 5 * a * s // 8)
+    gib = float(re.search(r"activations .* = ([\d.]+) GiB", output)[1])
+    assert gib == pytest.approx((3 * 35 * (kept - scores) + scores) * s / 2**30, abs=0.01)
+    assert "  attention    4 x 4 s a d" in output
+    assert "  products     3 x 2 FLOP" in output
+    titan = plan(*JOB, "--stack", "torchtitan-h100", "--explain", "dp=1x64,selective=1")
+    saved = 10 * 4096 + 4 * 128 * (32 + 8) + 8 * 14336  # with a flash kernel; torchtitan keeps 45 %
+    assert re.search(rf" 0.45 x [\d.]+ x {saved:,} bytes \(selective checkpointing\) = ", titan)
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -93,6 +114,10 @@ def test_explain_derives_the_numbers_of_the_table(mesh):
         ((*JOB, "--explain", "dp=8,tp=16"), "a mesh of 128 GPUs, not of 64: the nearest"),
         ((*JOB, "--explain", "dp=4,tp=16"), "no such mesh splits 512 sequences, 32 heads"),
         ((*JOB, "--explain", "size=2"), "is not KEY=NUMBER with one of: dp, tp, pp, cp"),
+        (
+            (*JOB, "--explain", "dp=8x8,selective=1"),
+            "with a flash kernel selective=1 saves nothing",
+        ),
         ((*JOB, "--explain", "11"), "the table has the lines 1 to 10"),
         ((*JOB, "--plot", "/nowhere/a.png"), "cannot be written"),
         ((*JOB, "--plot", "a.docx"), "is not supported"),
@@ -166,10 +191,65 @@ def test_what_no_row_backs_is_said(args, doubt):
     assert any(line.startswith("not validated for: ") and doubt in line for line in lines)
 
 
+def test_odd_heads_are_a_doubt(tmp_path):
+    odd = {"hidden_size": 1200, "num_hidden_layers": 8, "num_attention_heads": 12}
+    (tmp_path / "config.json").write_text(json.dumps(odd | {"vocab_size": 50304}))
+    output = plan("--model", tmp_path, "--gpus", 8, "--sequence", 1024, "--batch-tokens", "64K")
+    assert "not validated for: head_dim 100 (no multiple of 8: attention is far slower)" in output
+
+
 def test_a_plot(tmp_path):
     path = tmp_path / "plan.png"
     assert f"{path} shows the plans" in plan(*JOB, "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
+    plan(*JOB, "--explain", "1", "--plot", path)  # one bar, one node
+    one = ("--model", "gpt-124m", "--gpus", 1, "--sequence", 1024, "--batch-tokens", "64K")
+    plan(*one, "--plot", path)  # no wire is busy
+
+
+def test_the_node_diagram_has_the_bytes_of_each_wire():
+    """Counted by hand: what a rank sends, times the parts of `wires`, which is tested elsewhere.
+
+    HSDP with TP: groups of 2 ranks (TP), of 4 neighbouring pairs (a node's shards), of 8 nodes.
+    """
+    import drawing
+    import inputs
+    import matplotlib.pyplot as plt
+    from network import wires
+    from search import Job, evaluate, meshes
+
+    model, cluster = inputs.model("llama-3-8b"), inputs.cluster("H100")[0]
+    job = Job(model, cluster, load()["nemo-h100"][0], 64, 8192, 512)
+    sizes = {"dp_replicate": 8, "dp_shard": 4, "tp": 2}
+    wanted = sizes | {"micro_batch": 2, "zero_stage": 3, "full_checkpointing": 0}
+    (hybrid,) = [m for m in meshes(job) if all(getattr(m, k) == v for k, v in wanted.items())]
+    layer, tables, micro_batches, tokens = 218_103_808 / 2, 2 * 128256 * 4096 / 2, 8, 2 * 8192
+    fsdp = micro_batches * (32 * layer * (2 + 2 + 4) + tables * (2 + 2 + 4)) * 3 / 4
+    sent = {
+        "TP": ("tp", micro_batches * 32 * 10 * tokens * 4096 * 2 / 2),
+        "FSDP": ("dp_shard", fsdp),
+        "DP": ("dp_replicate", micro_batches * 32 * 2 * 4 * layer / 4 * 7 / 8),
+    }
+    parts = wires(sizes, 8)
+    words, totals = ([], []), [0, 0]
+    for name, (axis, nbytes) in sent.items():
+        for side in (0, 1):
+            if gb := nbytes * parts[axis][side] / 1e9:
+                words[side].append(f"{gb:,.3g} {name}")
+                totals[side] += gb
+    figure = plt.figure()
+    drawing.nodes(figure, job, evaluate(job, [hybrid]))
+    texts = [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert f"links in the node: {totals[0]:,.3g} = {' + '.join(words[0])}" in texts
+    assert f"network port: {words[1][0]}" in texts
+    assert texts.count("NIC") == 8
+    widths = {line.get_color(): line.get_linewidth() - 0.5 for line in figure.axes[0].lines}
+    busy = [totals[0] / 450, totals[1] / 50]
+    assert len(figure.axes[0].lines) == 16
+    assert widths[drawing.COLOURS[0]] / widths[drawing.COLOURS[4]] == pytest.approx(
+        busy[0] / busy[1]
+    )
+    plt.close(figure)
 
 
 @pytest.mark.slow
@@ -386,6 +466,190 @@ def test_numbers_of_the_readme():
     assert f"need {gib:.1f} GiB, above its margin of 72" in README
 
 
+def test_counts_of_the_readme():
+    """What the pages say of the rows, of the code, and of the table that score.py prints."""
+    import memory
+
+    assert f"On {len(ROWS):,} published runs of ten frameworks" in README
+    assert len({row["software"] for row in ROWS}) == 10
+    faults = sum(row["fault_suspect"] == "1" for row in ROWS)
+    assert f"**Fault rows** ({faults} of the playbook's)" in README
+    assert {row["family"] for row in ROWS if row["fault_suspect"] == "1"} == {"playbook"}
+    assert "at most six time constants" in README  # see test_at_most_six_constants_of_time
+    assert '"Fits" leaves a tenth of the GPU\'s memory free' in README
+    left = 1 - memory.USABLE
+    assert left == pytest.approx(0.1)
+    passes = [stack.memory_passes for stack, rest in load().values() if rest.get("rows")]
+    assert "every kept byte crosses HBM about ten times" in README
+    assert np.median(passes) == pytest.approx(10, abs=1)
+    seconds = {row["row_id"]: measured(row, "step_time_s") for row in ROWS}
+    assert re.search(rf"^\| BLOOM 176B, .* \| {seconds['bloom-083']:.0f} s \|", README, re.M)
+    assert re.search(rf"^\| Megatron-530B, .* \| {seconds['mtnlg-001']} s \|", README, re.M)
+
+
+def test_sentences_about_the_score():
+    """The sentences below the first table, from the numbers of the table."""
+    first = README.split("score.py --leave-out model")[1].split("Only the constants were")[0]
+    rows = re.findall(r"^    (\w+) +\d+ +([\d.]+) +[\d.]+ +[-\d.]+ +(-?[\d.]+)", first, re.M)
+    mape = {family: float(error) for family, error, _ in rows}
+    skill = {family: float(value) for family, _, value in rows}
+    assert len(rows) == len({row["family"] for row in ROWS})
+    lone = [f for f in mape if len({r["model"] for r in ROWS if r["family"] == f}) == 1]
+    assert (
+        f"compare `llmc`, {mape['llmc']:.0f} % with a skill of {skill['llmc']}, with `mosaic`, "
+        f"{mape['mosaic']:.0f} % with {skill['mosaic']}" in " ".join(README.split())
+    )
+    assert f"A family with one model only ({', '.join(f'`{f}`' for f in lone)})" in README
+    errors = [round(mape[family]) for family in lone]
+    assert f"the errors {min(errors)} to {max(errors)} %" in README
+    above = sum(error > 3 for error in mape.values())
+    assert (
+        f"if they differ by 3 %: the mean error is larger than that in {above} of {len(mape)}"
+        in README
+    )
+    negative = [f"`{f}`" for f in skill if skill[f] < 0 and f not in lone]
+    assert f"Two small families ({' and '.join(negative)}) have a negative skill" in README
+    assert len(negative) == 2
+
+
+def jobs_of(scored: list) -> list[list]:
+    """Runs of one model, number of GPUs and batch, where three or more were measured."""
+    jobs = {}
+    for s in scored:
+        if not s.fault and measured(s.row, "step_time_s"):
+            key = [s.row[k] for k in ("model", "n_gpus", "global_batch_sequences", "sequence")]
+            jobs.setdefault(tuple(key), []).append(s)
+    return [job for job in jobs.values() if len(job) > 2]
+
+
+def costs(scored: list, key=lambda s: s.time_s) -> list[float]:
+    """In percent of the fastest run: what the run with the smallest key costs, per job."""
+    found = []
+    for job in jobs_of(scored):
+        pick = min((s for s in job if s.fits), key=key)
+        best = min(float(s.row["step_time_s"]) for s in job)
+        found.append(100 * (float(pick.row["step_time_s"]) / best - 1))
+    return found
+
+
+def of(scored: list, *families: str) -> list:
+    return [s for s in scored if s.row["family"] in families]
+
+
+def batch_and_time(row: dict) -> tuple[int, float]:
+    return int(row["micro_batch_sequences"]), float(row["step_time_s"])
+
+
+FORMULAS = " ".join((ROOT / "planner/formulas.md").read_text().split())
+
+
+@pytest.fixture(scope="module")
+def found() -> list:
+    """The runs that formulas.md speaks of, each predicted without the runs of its model."""
+    software = ("nanotron", "megatron-deepspeed", "nemo")
+    return cross_validated([row for row in ROWS if row["software"] in software], "model")
+
+
+def test_what_formulas_md_says_of_skill(found):
+    nemo = time_errors(of(found, "nemo2407"))
+    start = f"is {nemo['skill']:.2f}: its eight runs differ by {nemo['constant_mape']:.1f} %"
+    assert (
+        f"{start} from one utilization, and the planner's error is {nemo['mape']:.1f} %" in FORMULAS
+    )
+    (run,) = [s for s in found if s.row["row_id"] == "nemo2407-011"]
+    off = 100 * (1 - run.time_s / float(run.row["step_time_s"]))
+    assert (run.row["model"], run.row["cp"]) == ("llama3-8b", "2")
+    assert f"One run, Llama 3 8B with CP 2, is {off:.0f} % off" in FORMULAS
+    every = time_errors(of(found, "dgxc", "dgxc2409", "nemo2407"))
+    assert f"All {every['rows']} runs of NeMo together" in FORMULAS
+    assert f"have a skill of {every['skill']:.2f}" in FORMULAS
+    b200 = [row for row in ROWS if row["family"] == "simumaxB200"]
+    skill = time_errors(cross_validated(b200, "row_id"))["skill"]
+    assert f"B200** is {skill:.2f} if only the predicted run is left out" in FORMULAS
+
+
+def test_what_formulas_md_says_of_regret_on_the_playbook(found):
+    playbook = of(found, "playbook")
+    each = sorted(costs(playbook))
+    assert f"13 of {len(each)} jobs cost at most {each[12]:.1f} %" in FORMULAS
+    assert f"Five cost {each[13]:.0f} to {each[-1]:.0f} %, all on 128 or 256 GPUs" in FORMULAS
+    for job in jobs_of(playbook):
+        if costs(job)[0] > each[12]:
+            pick = min((s for s in job if s.fits), key=lambda s: s.time_s).row
+            best = min(job, key=lambda s: float(s.row["step_time_s"])).row
+            assert pick["n_gpus"] in ("128", "256")
+            assert (pick["tp"] in "12", pick["micro_batch_sequences"]) == (True, "2")
+            assert best["tp"] in "48"
+            assert best["micro_batch_sequences"] in "48"
+
+
+def test_what_formulas_md_says_of_regret_on_vtrain(found):
+    single, playbook = of(found, "vtrain_single"), of(found, "playbook")
+    each = costs(single)
+    assert f"the pick is the best mesh in {each.count(0)} of {len(each)} jobs" in FORMULAS
+    faster, pairs = pairs_of_micro_batches("vtrain_single")
+    assert f"the larger one was faster in all {pairs} pairs of runs" in FORMULAS
+    assert faster == pairs
+    assert "(playbook: {} of {})".format(*pairs_of_micro_batches("playbook")) in FORMULAS
+    larger = [
+        np.mean(costs(runs, lambda s: (s.time_s, -batch_and_time(s.row)[0])))
+        for runs in (single, playbook)
+    ]
+    assert f"the mean from {np.mean(each):.1f} to {larger[0]:.1f} %, and" in FORMULAS
+    assert f"from {np.mean(costs(playbook)):.1f} to {larger[1]:.1f} %: one run" in FORMULAS
+    twice = [batch_and_time(row)[1] for row in ROWS if odd(row)]
+    assert "took {:.2f} s where half the micro-batch took {:.2f} s".format(*twice[::-1]) in FORMULAS
+    three = sorted(costs(of(found, "vtrain_multi")), reverse=True)
+    assert "cost {:.1f}, {:.1f} and {:.1f} %".format(*three) in FORMULAS
+
+
+def test_what_formulas_md_says_of_regret_on_bloom(found):
+    bloom = of(found, "bloom")
+    each = costs(bloom)
+    assert (each.count(0), len(each)) == (4, 6)  # "in four of six jobs"
+    assert f"One job, with three runs, costs {max(each):.0f} %" in FORMULAS
+    assert [len(job) for job in jobs_of(bloom) if costs(job)[0] == max(each)] == [3]
+    not_a_mesh = (
+        "row_id",
+        "step_time_s",
+        "memory_gib",
+        "memory_kind",
+        "outcome",
+        "quality",
+        "note",
+    )
+    repeats = {}
+    for s in bloom:
+        if s.row["step_time_s"]:
+            key = tuple(value for column, value in s.row.items() if column not in not_a_mesh)
+            repeats.setdefault(key, []).append(float(s.row["step_time_s"]))
+    spread = [100 * (max(runs) / min(runs) - 1) for runs in repeats.values() if len(runs) > 1]
+    assert len(spread) == 8
+    assert f"differ by {np.median(spread):.1f} % (median of eight meshes)" in FORMULAS
+
+
+def pairs_of_micro_batches(family: str) -> tuple[int, int]:
+    """Of runs without a pipeline that differ in the micro-batch alone, neighbours by size: in how
+    many pairs the larger micro-batch is faster, and how many pairs there are."""
+    mesh = ("model", "n_gpus", "global_batch_sequences", "sequence", "dp_replicate", "dp_shard")
+    alike = {}
+    for row in ROWS:
+        sound = row["family"] == family and row["step_time_s"] and row["fault_suspect"] != "1"
+        if sound and row["pp"] == "1":
+            key = tuple(row[k] for k in (*mesh, "zero_stage", "tp"))
+            alike.setdefault(key, []).append(batch_and_time(row))
+    pairs = [pair for runs in alike.values() for pair in itertools.pairwise(sorted(runs))]
+    pairs = [(slow, fast) for (a, slow), (b, fast) in pairs if b > a]
+    return sum(fast < slow for slow, fast in pairs), len(pairs)
+
+
+def odd(row: dict) -> bool:
+    """The two runs of Llama 1B on 64 GPUs whose times are no function of the micro-batch."""
+    mesh = [row[k] for k in ("model", "n_gpus", "dp_replicate", "tp", "pp", "zero_stage")]
+    small = row["micro_batch_sequences"] in ("1", "2")
+    return mesh == ["llama-1B", "64", "64", "1", "1", "0"] and small
+
+
 def test_stages_without_a_block_fail():
     from memory import has_empty_stage
 
@@ -416,6 +680,7 @@ def test_prediction_for_the_h100_that_calibrate_measured(name, model, tokens):
     predicted = float(re.search(r"= +([\d.]+) +\d+ +\d+%", output)[1])
     row = re.search(rf"^\| {name}, .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
     assert predicted == float(row[1])
+    assert f"| {name}, {tokens.removesuffix('K')} sequences of 1,024 tokens |" in row[0]
     record = (ROOT / "benchmarks/results/gpu.md").read_text()
     for column, variant in ((2, "eager"), (3, "compile")):
         cells = re.search(rf"^\| {name.replace(' ', '')}, {variant} \|(.*)$", record, re.M)[
@@ -435,6 +700,38 @@ def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     assert found["constants"]["base_gib"] > 0.05
     job = ("--model", "gpt-template", "--sequence", 128, "--batch-tokens", "2K", "--gpus", 2)
     assert "calibrated; no published run" in plan(*job, "--gpu", path)
+
+
+def test_calibration_counts_what_an_optimizer_imports(tmp_path):
+    """torch.optim imports 0.15 GiB more than torch, in a process that has trained nothing yet."""
+    script = tmp_path / "optimizer.py"
+    script.write_text(
+        "import resource, torch\n"
+        "torch.optim.AdamW([torch.zeros(1)])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)\n"
+    )
+    expected = float(python(script, cold=True).check().output)
+    options = ("--output", tmp_path / "machine.toml", "--seconds", 0.05, "--device", "cpu")
+    python(ROOT / "planner/calibrate.py", *options, cold=True).check()
+    constants = tomllib.loads((tmp_path / "machine.toml").read_text())["constants"]
+    assert constants["base_gib"] == pytest.approx(expected, rel=0.05)
+
+
+def test_the_benchmark_plans_each_mesh_that_it_trains():
+    """benchmarks/planner.py: its flags of train.py and its sizes for the planner are one mesh."""
+    spec = importlib.util.spec_from_file_location("planner_bench", ROOT / "benchmarks/planner.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    for name, (ranks, flags, sizes) in benchmark.MESHES.items():
+        seconds, gib = benchmark.predicted(str(ROOT / "planner/measured_h100.toml"), name)
+        assert seconds > 0
+        assert gib > 0
+        split = dict(re.findall(r"--(dp-replicate|dp-shard|tp|pp) (\d+)", flags))
+        product = 1
+        for axis, size in split.items():
+            assert sizes[axis.replace("-", "_")] == int(size), name
+            product *= int(size)
+        assert product == ranks, name
 
 
 def test_what_chapter_21_says_of_its_tables():

@@ -63,14 +63,14 @@ def test_zero_stages():
 
     There weights and gradients have 2 bytes each, and the optimizer 12.
     """
-    model = shapes.Model(1, 1, 1, 1, 1, 1, 0, 1, 1)
-    model = dataclasses.replace(model, width=50_000, heads=50_000, kv_heads=50_000, ffn=50_000)
-    weights = float(step_time.stage_parameters(model, ONE, 1))
     paper = dataclasses.replace(IDEAL, resident_bytes=4)
+    weights = float(step_time.stage_parameters(GPT3, ONE, 96))
     for stage, gb in ((0, 120), (1, 31.4), (2, 16.6), (3, 1.9)):
+        held = memory.zero_bytes(7.5e9, 64, stage, (2, 2, 12))
+        assert sum(held.values()) / 1e9 == pytest.approx(gb, abs=0.05)
         dp = {"dp_shard": 64} if stage == 3 else {"dp_replicate": 64}
-        parts = memory.state_bytes(model, mesh(zero_stage=stage, **dp), paper)
-        assert float(sum(parts.values())) * 7.5e9 / weights / 1e9 == pytest.approx(gb, abs=0.05)
+        parts = memory.state_bytes(GPT3, mesh(zero_stage=stage, **dp), paper)
+        assert sum(parts.values()) * 7.5e9 / weights / 1e9 == pytest.approx(gb, abs=0.05)
 
 
 def test_micro_batches_in_flight():
@@ -88,6 +88,13 @@ def test_bubble():
         given = mesh(pp=8, accumulation=32, virtual_stages=v)
         parts = step_time.step_parts(model, given, A100, IDEAL)
         assert parts["bubble"] / parts["compute"] == pytest.approx(share, rel=1e-4)
+
+
+def test_bubble_fraction():
+    """Of the whole step, not of its busy part: 7 of 39 micro-batches; interleaved 3.5 of 35.5."""
+    assert step_time.bubble_fraction(8, 32) == pytest.approx(7 / 39)
+    assert step_time.bubble_fraction(8, 32, 2) == pytest.approx(3.5 / 35.5)
+    assert step_time.bubble_fraction(1, 4) == 0
 
 
 def test_a_ring_enters_a_node_once():
@@ -246,6 +253,43 @@ def test_full_checkpointing_keeps_the_inputs_and_one_layer():
     given = (A100, IDEAL)
     more = step_time.products_s(GPT3, full, *given) / step_time.products_s(GPT3, ONE, *given)
     assert more == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [(GPT3, 0.70), (shapes.Model(105, 20480, 128, 128, 160, 81920, 0, 51200, 1), 0.65)],
+)
+def test_selective_checkpointing_keeps_no_scores(model, share):
+    """Korthikanti et al. 2022, section 5: 34 s b h / t bytes per layer are left, if SP is on.
+
+    This saves 70 % of the activations of GPT-3, and 65 % of those of MT-NLG. Attention is computed
+    again, one layer at a time.
+    """
+    selective = mesh(tp=8, sequence_parallel=1, selective_checkpointing=1)
+    every = dataclasses.replace(selective, selective_checkpointing=0)
+    left = float(memory.layer_bytes(model, selective, IDEAL))
+    assert left == pytest.approx(2048 * 34 * model.width / 8)
+    assert 1 - left / memory.layer_bytes(model, every, IDEAL) == pytest.approx(share, abs=0.006)
+    parts = memory.activation_bytes(model, selective, IDEAL)
+    scores = 2048 * 5 * model.heads * 2048 / 8
+    assert parts["activations"] == pytest.approx(model.layers * left + scores)
+    given = (A100, IDEAL)
+    assert step_time.products_s(model, selective, *given) == step_time.products_s(
+        model, every, *given
+    )
+    more = step_time.attention_s(model, selective, *given) / step_time.attention_s(
+        model, every, *given
+    )
+    assert more == pytest.approx(4 / 3)
+
+
+def test_a_flash_kernel_leaves_no_scores_to_save():
+    flash = mesh(flash=1)
+    selective = dataclasses.replace(flash, selective_checkpointing=1)
+    held = [memory.layer_bytes(LLAMA, m, stacks.Stack()) for m in (flash, selective)]
+    assert held[0] == held[1]
+    titan = stacks.Stack(selective_bytes=0.45)  # which saves other operations
+    assert memory.layer_bytes(LLAMA, selective, titan) == pytest.approx(0.45 * held[0])
 
 
 def test_a_host_sets_the_pace_of_small_layers():
