@@ -84,6 +84,26 @@ def test_nothing_is_left_when_all_are_killed(tmp_path):
     assert left() <= before
 
 
+# ---- an operation fails on one rank (test_custom_backend_shm_failures.py: at every place)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path, ranks):
+    for rank in run("unmapped", tmp_path, ranks):
+        for message in rank["messages"]:
+            assert re.match(
+                r"shm: rank 1 failed in all_reduce \(its operation 1\): mapping \d+ MiB of shared "
+                r"memory failed: Cannot allocate memory",
+                message,
+            ), rank
+        assert rank["y"] == 1  # the later call did not begin
+
+
+def test_inference_mode_reaches_the_thread_of_an_asynchronous_call(tmp_path):
+    for rank in run("inference", tmp_path, 2):
+        assert rank == [[2.0] * 6] * 4
+
+
 # ---- a rank is late, or makes another call
 
 

@@ -6,8 +6,8 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -93,21 +93,19 @@ class Queue {
   }
 
  private:
-  using Jobs = std::deque<std::shared_ptr<Job>>;
+  using Jobs = std::list<std::shared_ptr<Job>>;
 
   // Run the oldest job, and add it to `ran`; the caller holds running_. False: there is none.
   bool run_first(Patience patience, Jobs& ran) {
-    std::shared_ptr<Job> job;
     {
       std::lock_guard lock(waiting_);
       if (jobs_.empty()) return false;
-      job = jobs_.front();
-      jobs_.pop_front();
+      ran.splice(ran.end(), jobs_, jobs_.begin());  // can not throw: no job gets lost
     }
-    job->run(patience);
-    job->run = nullptr;  // it holds tensors
-    job->done = true;
-    ran.push_back(std::move(job));
+    Job& job = *ran.back();
+    job.run(patience);
+    job.run = nullptr;  // it holds tensors
+    job.done = true;
     return true;
   }
 

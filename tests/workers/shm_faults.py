@@ -5,6 +5,7 @@ python shm_faults.py CASE FOLDER: each rank writes its error messages and times 
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -102,6 +103,30 @@ def dies_any_time(seed: str) -> None:
             dist.barrier()
 
     save({"message": told(forever)})
+
+
+# ---- an operation fails on one rank
+
+
+def unmapped() -> None:
+    """Rank 1 has no addresses left to map the heaps of the other ranks, then has them again."""
+    x, y = shm.empty(100_000).fill_(1), torch.ones(100_000)
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    if RANK == 1:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, unlimited[1]))
+    messages = [told(lambda: dist.all_reduce(x))]
+    resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    messages += [told(lambda: dist.all_reduce(y)), told(dist.barrier)]
+    save({"messages": messages, "x": [x[0].item(), x[-1].item()], "y": y[0].item()})
+
+
+def inference() -> None:
+    """An asynchronous call may write to an inference tensor, which only inference mode allows."""
+    with torch.inference_mode():
+        x = torch.ones(6, 4).t()  # not contiguous: shm writes the result back
+        dist.all_reduce(x, async_op=True).wait()
+    save(x.tolist())
 
 
 # ---- a rank is late, or makes another call
@@ -241,6 +266,8 @@ def all_die() -> None:
 
 
 CASES = {
+    "unmapped": unmapped,
+    "inference": inference,
     "dies": dies,
     "dies_any_time": dies_any_time,
     "late": late,
