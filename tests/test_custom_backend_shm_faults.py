@@ -127,6 +127,25 @@ def test_a_timeout_names_who_is_missing_and_where(tmp_path):
             assert re.search("shm: timeout: rank [012] gave up waiting in (send|recv) ", message)
 
 
+def test_wait_with_a_time_out_raises_and_the_operation_goes_on(tmp_path):
+    first, second = run("wait", tmp_path, 2)
+    assert re.match(
+        r"shm: time-out: rank 0 \(in all_reduce, its operation 1\) waited 500 ms in "
+        r"Work.wait\(timeout\) for shm:all_reduce; the operation goes on",
+        first["message"],
+    )
+    assert 0.5 <= first["seconds"] < SOON
+    assert first["again"] == ""
+    assert first["x"] == second["x"] == [3, 3]
+
+
+def test_recv_from_any_rank_ends_when_all_others_have_left(tmp_path):
+    first, *_ = run("nobody_left", tmp_path, 3)
+    for message in first["messages"]:
+        assert "waits for a message from any rank, but all other ranks have left" in message
+    assert first["seconds"] < SOON
+
+
 WHAT = {
     "operation": ("all_reduce(float32, 48 bytes, SUM)", "barrier("),
     "dtype": ("float32", "int32"),
@@ -161,10 +180,31 @@ def test_calls_that_do_not_match_are_errors_on_every_rank(mismatched, name):
 
 
 def test_ranks_on_two_hosts_are_refused(tmp_path):
-    for message in run("hosts", tmp_path, 2):
+    for rank in run("hosts", tmp_path, 2):
+        message = rank["message"]
         assert message.startswith("shm connects ranks of one host: rank ")
         assert "Take gloo, or nccl, between hosts" in message
         assert "\n" not in message
+
+
+def test_two_network_namespaces_of_one_host_are_refused_at_once(tmp_path):
+    """As in two containers. The kernel's sockets do not connect them."""
+    for rank in run("network", tmp_path, 2):
+        if rank["message"] == "no new network":
+            pytest.skip("only root can make a network namespace")
+        assert re.match(
+            "shm connects ranks of one network namespace: rank [01] and rank [01] have two, like "
+            r"two containers of one host\. .*or take gloo$",
+            rank["message"],
+        )
+        assert rank["seconds"] < 30  # the time-out is 60
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_can_not_join_is_told_to_all(tmp_path, ranks):
+    for rank in run("descriptors", tmp_path, ranks):
+        assert rank["message"] == ("shm: rank 1 could not join: [Errno 24] Too many open files")
+        assert rank["seconds"] < 30
 
 
 class FakeModule:
@@ -227,6 +267,7 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(tmp_path):
         assert rank["sum"] == 2
         kept = rank["child"].pop("kept")
         assert kept == [7] * 5
+        assert rank["kept"] == [9, 7, 7, 7, 7]  # the child shares the pages of the heap
         for name, message in rank["child"].items():
             assert "shm: this process was forked from one that uses shm" in message, name
 
@@ -310,6 +351,40 @@ def test_what_the_compiler_says_is_shown(small_source):
     ):
         build.load()
     assert not list(build.cache().glob("*/shm_backend.so"))
+
+
+def test_other_systems_than_linux_are_one_clear_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(
+        RuntimeError, match=r"^shm: needs Linux \(.*\), this is darwin\. Take gloo$"
+    ):
+        build.check_tools()
+
+
+def test_a_process_that_waits_for_a_build_says_so(tmp_path, capsys):
+    path, entered = tmp_path / "building", threading.Event()
+
+    def second() -> None:
+        with build.alone(path, "waiting for the first"):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with build.alone(path, "never printed"):
+        thread.start()
+        said = ""
+        while not said:  # the limit of the test ends it
+            said = capsys.readouterr().err
+        assert said == "waiting for the first\n"
+        assert not entered.is_set()
+    thread.join(60)
+    assert entered.is_set()
+
+
+def test_python_m_builds_ahead():
+    command = [sys.executable, "-m", "shm.build"]
+    folder = ROOT / "custom_backend"
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90)
+    assert (result.stdout, result.stderr) == (f"{build.library()}\n", "")
 
 
 def test_each_build_has_its_own_place(small_source, monkeypatch):

@@ -75,11 +75,12 @@ class Queue {
       jobs_.push_back(job);
     }
     changed_.notify_one();
-    // A report added it, in the queue's thread. The report may wait for it, and no other thread
-    // would run it.
-    if (std::this_thread::get_id() == thread_.get_id()) finish(*job);
+    if (is_here()) finish(*job);  // a report added it, and may wait for it
     return job;
   }
+
+  // Is the caller the queue's own thread, in a report? No other thread would run a job.
+  bool is_here() const { return std::this_thread::get_id() == thread_.get_id(); }
 
   // Return when the job is done; run it and all earlier jobs, unless the thread is running them.
   void finish(const Job& job) {

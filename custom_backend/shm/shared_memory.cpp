@@ -216,8 +216,22 @@ class CollectiveWork : public Work {
     finish(error ? as_torch_error(error) : nullptr);
   }
 
-  bool wait(Milliseconds) override {
-    if (const auto alive = isCompleted() ? nullptr : group.lock()) alive->queue.finish(*job);
+  // Without a time-out the caller runs the operation itself, if it has not begun. With one it leaves
+  // that to the queue's thread, since an operation can not be interrupted. After the time-out, the
+  // operation goes on, and the caller may wait again.
+  bool wait(Milliseconds timeout) override {
+    const auto alive = isCompleted() ? nullptr : group.lock();
+    if (alive && timeout != kNoTimeout && !alive->queue.is_here()) {
+      std::unique_lock lock(mutex_);
+      if (!cv_.wait_for(lock, timeout, [&] { return completed_; })) {
+        C10_THROW_ERROR(DistBackendError,
+                        c10::str("shm: time-out: ", alive->peers.where_is(rank_), " waited ",
+                                 timeout.count(), " ms in Work.wait(timeout) for ", title_of(kind),
+                                 "; the operation goes on, and can be waited for again"));
+      }
+    } else if (alive) {
+      alive->queue.finish(*job);
+    }
     return c10d::Work::wait(kNoTimeout);  // a closing group may be running it
   }
 
@@ -225,6 +239,7 @@ class CollectiveWork : public Work {
   // threads, and must not be one of them. A closing group runs the rest of its queue.)
   std::weak_ptr<shm::Group> group;
   std::shared_ptr<shm::Job> job;
+  Kind kind = Kind::none;
 
  private:
   const bool inference_ = c10::InferenceMode::is_enabled();
@@ -478,6 +493,7 @@ class Backend : public c10d::Backend {
       };
       if (is_async) {
         work->group = group_;
+        work->kind = kind;
         work->job = group_->queue.add(std::move(run), [work] { work->report(); });
       } else {
         group_->queue.run_now(run);

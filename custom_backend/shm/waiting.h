@@ -136,6 +136,9 @@ class Peers {
       if (awaited >= 0 && segment.state(awaited).has_left.load() && !ready()) {
         fail(where_is(rank) + " waits for " + where_is(awaited));
       }
+      if (awaited < 0 && all_others_have_left() && !ready()) {
+        fail(where_is(rank) + " waits for a message from any rank, but all other ranks have left");
+      }
       if (Clock::now() > deadline) fail(explain());
     }
   }
@@ -216,6 +219,13 @@ class Peers {
              name_of(kind), transfers ? "after " : "",
              static_cast<unsigned long long>(segment.state(rank).number.load()), reason);
     fail(why);
+  }
+
+  bool all_others_have_left() const {
+    for (int peer = 0; peer < segment.size; ++peer) {
+      if (peer != rank && !segment.state(peer).has_left.load()) return false;
+    }
+    return true;
   }
 
   // A living rank holds its own mutex. When it dies in any way, the kernel marks the mutex before

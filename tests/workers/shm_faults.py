@@ -3,6 +3,7 @@
 python shm_faults.py CASE FOLDER: each rank writes its error messages and times to FOLDER/RANK.json.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -24,8 +25,11 @@ RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)
 
 
 def main() -> None:
-    if CASE == "hosts":
-        return save(told(join))
+    if CASE in ("hosts", "network", "descriptors"):
+        begin, limits = time.perf_counter(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        found = {"message": told(join), "seconds": time.perf_counter() - begin}
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return save(found)
     if CASE.startswith("dies") and RANK == SIZE - 1 and os.fork():
         os.wait()  # the killed rank is a child, so that the job outlives it
         return None
@@ -39,7 +43,28 @@ def join() -> None:
     if CASE == "hosts" and RANK == 1:
         read = Path.read_text
         Path.read_text = lambda path: "another host" if path.name == "boot_id" else read(path)
-    dist.init_process_group("shm", timeout=timedelta(seconds=60))
+    limit = timedelta(seconds=60)
+    if CASE in ("network", "descriptors"):
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False)  # the test serves it
+        restrict_rank_1(store)
+        dist.init_process_group("shm", store=store, rank=RANK, world_size=SIZE, timeout=limit)
+    else:
+        dist.init_process_group("shm", timeout=limit)
+
+
+def restrict_rank_1(store: dist.Store) -> None:
+    """Take from rank 1 the network namespace, or all new descriptors; the store stays connected."""
+    shm.backend.compiled()
+    if RANK == 1 and CASE == "descriptors":
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+    if RANK == 1 and CASE == "network" and ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET
+        store.set("refused", "")
+    store.set(f"restricted {RANK}", "")
+    store.wait([f"restricted {rank}" for rank in range(SIZE)])
+    if store.check(["refused"]):
+        raise RuntimeError("no new network")
 
 
 def told(call) -> str:
@@ -144,6 +169,42 @@ def late() -> None:
     save(messages)
 
 
+def wait() -> None:
+    """Rank 0 waits for half a second; rank 1 calls later. The operation goes on."""
+    store = dist.distributed_c10d._get_default_store()  # no public name
+    x = torch.full((100_000,), RANK + 1.0)
+    found = {}
+    if RANK == 0:
+        work = dist.all_reduce(x, async_op=True)
+        begin = time.perf_counter()
+        found["message"] = told(lambda: work.wait(timedelta(seconds=0.5)))
+        found["seconds"] = time.perf_counter() - begin
+        store.set("timed out", "")
+        found["again"] = told(lambda: work.wait(timedelta(seconds=50)))
+    else:
+        store.wait(["timed out"])
+        dist.all_reduce(x)
+    found["x"] = [x[0].item(), x[-1].item()]
+    dist.barrier()
+    save(found)
+    dist.destroy_process_group()
+
+
+def nobody_left() -> None:
+    """Rank 0 receives from any rank when all other ranks have left the group, or leave it."""
+    group = dist.new_group()
+    if RANK > 0:
+        dist.destroy_process_group(group)
+        del group
+    messages = []
+    begin = time.perf_counter()
+    if RANK == 0:
+        work = dist.irecv(torch.ones(3), group=group)
+        messages = [told(work.wait), told(lambda: dist.recv(torch.ones(3), group=group))]
+    save({"messages": messages, "seconds": time.perf_counter() - begin})
+    dist.barrier()
+
+
 def mismatch() -> None:
     """Rank 1 makes another call than all other ranks, each time in a new group."""
     x, big = torch.ones(12), torch.ones(100_000)
@@ -206,13 +267,21 @@ def fork() -> None:
         dist.destroy_process_group()
         messages["new group"] = told(calls["new group"])
         messages["kept"] = kept.tolist()
+        kept[0] = 9
         del kept
         os.write(writes, json.dumps(messages).encode())
         os._exit(0)
     _, status = os.waitpid(child, 0)
     x = torch.full((100_000,), 1.0)
     dist.all_reduce(x)
-    save({"child": json.loads(os.read(reads, 10**6)), "status": status, "sum": x[0].item()})
+    save(
+        {
+            "child": json.loads(os.read(reads, 10**6)),
+            "status": status,
+            "sum": x[0].item(),
+            "kept": kept.tolist(),
+        }
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -266,6 +335,8 @@ def all_die() -> None:
 
 
 CASES = {
+    "wait": wait,
+    "nobody_left": nobody_left,
     "unmapped": unmapped,
     "inference": inference,
     "dies": dies,
