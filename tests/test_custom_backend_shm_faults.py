@@ -126,7 +126,7 @@ def test_a_timeout_names_who_is_missing_and_where(tmp_path):
 def test_wait_with_a_time_out_raises_and_the_operation_goes_on(tmp_path):
     first, second = run("wait", tmp_path, 2)
     assert re.match(
-        r"shm: time-out: rank 0 \(in all_reduce, its operation 1\) waited 500 ms in "
+        r"shm: timeout: rank 0 \(in all_reduce, its operation 1\) waited 500 ms in "
         r"Work.wait\(timeout\) for shm:all_reduce; the operation goes on",
         first["message"],
     )
@@ -193,7 +193,7 @@ def test_two_network_namespaces_of_one_host_are_refused_at_once(tmp_path):
             r"two containers of one host\. .*or take gloo$",
             rank["message"],
         )
-        assert rank["seconds"] < 30  # the time-out is 60
+        assert rank["seconds"] < 30  # the timeout is 60
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -212,7 +212,7 @@ class Meeting:
             with contextlib.suppress(TimeoutError):  # after 0.2 s
                 return self.listener.accept()[0]
         ranks = ", ".join(map(str, sorted(missing)))
-        raise RuntimeError(f"shm: time-out: rank {self.rank} waits for ranks {ranks} to connect")
+        raise RuntimeError(f"shm: timeout: rank {self.rank} waits for ranks {ranks} to connect")
 
     def swap(self, connection: socket.socket, own: list[int], received: dict) -> None:
         """Send my descriptors, and receive those of the rank at the other end."""

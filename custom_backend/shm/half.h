@@ -92,7 +92,7 @@ INLINE void narrow(const float* from, T* to, size_t n) {
   for (size_t i = 0; i < n; ++i) to[i] = T::from(from[i]);
 }
 template <class T>
-const Blocks<T> blocks = {[](const T* from, float* to, size_t n) { widen(from, to, n); },
+constexpr Blocks<T> blocks = {[](const T* from, float* to, size_t n) { widen(from, to, n); },
                           [](const float* from, T* to, size_t n) { narrow(from, to, n); }};
 }  // namespace plain
 
@@ -166,10 +166,14 @@ Blocks<T> fastest_blocks() {
   return plain::blocks<T>;
 }
 
+// In a namespace without a name: the loader would share the static variable of two such libraries in
+// one process, and so the choice of the first one.
+namespace {
 template <class T>
 const Blocks<T>& blocks() {
   static const Blocks<T> fastest = fastest_blocks<T>();
   return fastest;
 }
+}  // namespace
 
 }  // namespace shm

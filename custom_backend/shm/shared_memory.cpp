@@ -216,8 +216,8 @@ class CollectiveWork : public Work {
     finish(error ? as_torch_error(error) : nullptr);
   }
 
-  // Without a time-out the caller runs the operation itself, if it has not begun. With one it leaves
-  // that to the queue's thread, since an operation can not be interrupted. After the time-out, the
+  // Without a timeout the caller runs the operation itself, if it has not begun. With one it leaves
+  // that to the queue's thread, since an operation can not be interrupted. After the timeout, the
   // operation goes on, and the caller may wait again.
   bool wait(Milliseconds timeout) override {
     const auto alive = isCompleted() ? nullptr : group.lock();
@@ -225,7 +225,7 @@ class CollectiveWork : public Work {
       std::unique_lock lock(mutex_);
       if (!cv_.wait_for(lock, timeout, [&] { return completed_; })) {
         C10_THROW_ERROR(DistBackendError,
-                        c10::str("shm: time-out: ", alive->peers.where_is(rank_), " waited ",
+                        c10::str("shm: timeout: ", alive->peers.where_is(rank_), " waited ",
                                  timeout.count(), " ms in Work.wait(timeout) for ", title_of(kind),
                                  "; the operation goes on, and can be waited for again"));
       }

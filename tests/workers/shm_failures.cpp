@@ -10,7 +10,7 @@
 //     - a call that returns has the right numbers, the second call too;
 //     - if a call of the failing rank throws, the second call of every rank throws one message, which
 //       names the rank, the operation and the reason;
-//     - no rank waits until the time-out.
+//     - no rank waits until the timeout.
 
 #include <sys/mman.h>
 
