@@ -1,6 +1,8 @@
 """Compile the C++ part of shm, once for each torch, compiler and version of the sources.
 
-cd custom_backend && python -m shm.build    # ahead of a job; else its first rank compiles
+python custom_backend/shm/build.py          # ahead of a job; else its first rank compiles
+
+From the folder custom_backend, `python -m shm.build` does the same.
 """
 
 import argparse
