@@ -1,10 +1,8 @@
-"""custom_backend/shm: ranks that die, are late, make other calls, fork, leave; no compiler."""
+"""custom_backend/shm: ranks that die, are late, make other calls, fork, leave."""
 
-import itertools
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -14,13 +12,11 @@ from pathlib import Path
 
 import pool
 import pytest
-import torch
 import torch.distributed as dist
 from helpers import REPEAT, ROOT, python
-from torch.torch_version import TorchVersion
 
 pytest.importorskip("shm", exc_type=RuntimeError)  # RuntimeError: no compiler
-from shm import backend, build
+from shm import backend
 
 WORKER = ROOT / "tests" / "workers" / "shm_faults.py"
 EXITS = ROOT / "tests" / "workers" / "shm_exits.py"
@@ -84,6 +80,26 @@ def test_nothing_is_left_when_all_are_killed(tmp_path):
     assert left() <= before
 
 
+# ---- an operation fails on one rank (test_custom_backend_shm_failures.py: at every place)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path, ranks):
+    for rank in run("unmapped", tmp_path, ranks):
+        for message in rank["messages"]:
+            assert re.match(
+                r"shm: rank 1 failed in all_reduce \(its operation 1\): mapping \d+ MiB of shared "
+                r"memory failed: Cannot allocate memory",
+                message,
+            ), rank
+        assert rank["y"] == 1  # the later call did not begin
+
+
+def test_inference_mode_reaches_the_thread_of_an_asynchronous_call(tmp_path):
+    for rank in run("inference", tmp_path, 2):
+        assert rank == [[2.0] * 6] * 4
+
+
 # ---- a rank is late, or makes another call
 
 
@@ -105,6 +121,25 @@ def test_a_timeout_names_who_is_missing_and_where(tmp_path):
             assert re.search(f"shm: timeout: ({one}|{two})", message), message
         else:
             assert re.search("shm: timeout: rank [012] gave up waiting in (send|recv) ", message)
+
+
+def test_wait_with_a_time_out_raises_and_the_operation_goes_on(tmp_path):
+    first, second = run("wait", tmp_path, 2)
+    assert re.match(
+        r"shm: timeout: rank 0 \(in all_reduce, its operation 1\) waited 500 ms in "
+        r"Work.wait\(timeout\) for shm:all_reduce; the operation goes on",
+        first["message"],
+    )
+    assert 0.5 <= first["seconds"] < SOON
+    assert first["again"] == ""
+    assert first["x"] == second["x"] == [3, 3]
+
+
+def test_recv_from_any_rank_ends_when_all_others_have_left(tmp_path):
+    first, *_ = run("nobody_left", tmp_path, 3)
+    for message in first["messages"]:
+        assert "waits for a message from any rank, but all other ranks have left" in message
+    assert first["seconds"] < SOON
 
 
 WHAT = {
@@ -141,10 +176,31 @@ def test_calls_that_do_not_match_are_errors_on_every_rank(mismatched, name):
 
 
 def test_ranks_on_two_hosts_are_refused(tmp_path):
-    for message in run("hosts", tmp_path, 2):
+    for rank in run("hosts", tmp_path, 2):
+        message = rank["message"]
         assert message.startswith("shm connects ranks of one host: rank ")
         assert "Take gloo, or nccl, between hosts" in message
         assert "\n" not in message
+
+
+def test_two_network_namespaces_of_one_host_are_refused_at_once(tmp_path):
+    """As in two containers. The kernel's sockets do not connect them."""
+    for rank in run("network", tmp_path, 2):
+        if rank["message"] == "no new network":
+            pytest.skip("only root can make a network namespace")
+        assert re.match(
+            "shm connects ranks of one network namespace: rank [01] and rank [01] have two, like "
+            r"two containers of one host\. .*or take gloo$",
+            rank["message"],
+        )
+        assert rank["seconds"] < 30  # the timeout is 60
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_can_not_join_is_told_to_all(tmp_path, ranks):
+    for rank in run("descriptors", tmp_path, ranks):
+        assert rank["message"] == ("shm: rank 1 could not join: [Errno 24] Too many open files")
+        assert rank["seconds"] < 30
 
 
 class FakeModule:
@@ -207,6 +263,7 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(tmp_path):
         assert rank["sum"] == 2
         kept = rank["child"].pop("kept")
         assert kept == [7] * 5
+        assert rank["kept"] == [9, 7, 7, 7, 7]  # the child shares the pages of the heap
         for name, message in rank["child"].items():
             assert "shm: this process was forked from one that uses shm" in message, name
 
@@ -224,81 +281,3 @@ def test_programs_end(how):
     result = python(EXITS, how, REPEAT, timeout=100 + 10 * REPEAT).check()
     expected = "fails 3 0" if how == "fails" else f"{how} 0 0"
     assert result.output.count(expected) == REPEAT, result.output
-
-
-# ---- the build
-
-
-def test_no_compiler_is_one_clear_sentence(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        RuntimeError, match=r"^shm: c\+\+ and ninja not found\. .*apt install g\+\+"
-    ):
-        build.load()
-    (tmp_path / "ninja").write_text("#!/bin/sh\n")
-    (tmp_path / "ninja").chmod(0o755)
-    with pytest.raises(RuntimeError, match=r"^shm: c\+\+ not found\."):
-        build.load()
-
-
-def test_an_old_torch_is_one_clear_sentence(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
-    with pytest.raises(RuntimeError, match=r"^shm: needs torch 2\.14 or newer, this is 2\.13\.0$"):
-        build.load()
-
-
-@pytest.fixture
-def small_source(tmp_path, monkeypatch) -> Path:
-    """A small source instead of the real ones, which compile for a minute."""
-    if shutil.which("ninja") is None or shutil.which(build.compiler()) is None:
-        pytest.skip("needs a C++ compiler and ninja")
-    source = tmp_path / "small.cpp"
-    source.write_text(
-        "#include <Python.h>\n"
-        'static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "shm_backend", nullptr, -1};\n'
-        'extern "C" PyObject* PyInit_shm_backend() { return PyModule_Create(&definition); }\n'
-    )
-    monkeypatch.setattr(build, "SOURCES", [source])
-    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
-    return source
-
-
-@pytest.mark.slow
-def test_a_killed_build_does_not_block_the_next(small_source):
-    directory = build.cache() / build.fingerprint()
-    unfinished = directory / "unfinished"
-    unfinished.mkdir(parents=True)
-    (directory / "building").touch()
-    (unfinished / "lock").touch()  # torch's own lock, on which its build waits forever
-    (unfinished / "shm_backend.so").write_bytes(b"half")
-    module = build.load()
-    assert Path(module.__file__) == directory / "shm_backend.so"
-    assert sorted(os.listdir(directory)) == ["building", "shm_backend.so"]
-    # From now on neither a compiler nor ninja is needed.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", "")
-        build.load()
-
-
-@pytest.mark.slow
-def test_what_the_compiler_says_is_shown(small_source):
-    small_source.write_text("int main() { return forty_two; }\n")
-    with pytest.raises(
-        RuntimeError, match=r"(?s)^shm: the backend could not be compiled:.*forty_two"
-    ):
-        build.load()
-    assert not list(build.cache().glob("*/shm_backend.so"))
-
-
-def test_each_build_has_its_own_place(small_source, monkeypatch):
-    fingerprints = {build.fingerprint()}
-    monkeypatch.setattr(build, "FLAGS", ["-O0"])
-    fingerprints.add(build.fingerprint())
-    monkeypatch.setenv("CXX", "clang++")
-    fingerprints.add(build.fingerprint())
-    small_source.write_text("")
-    fingerprints.add(build.fingerprint())
-    assert len(fingerprints) == 4
-    assert all(a != b for a, b in itertools.combinations(fingerprints, 2))

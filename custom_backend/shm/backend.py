@@ -10,11 +10,13 @@ other end.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import secrets
 import socket
 import struct
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from shm import build
 
 MODULE = None  # the compiled part
+FAILED = "failed: "  # in the store, instead of a value: what follows is the reason
 
 
 def register() -> None:
@@ -73,14 +76,20 @@ def ddp_hook(
 
 def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta):
     """torch calls this on all ranks of a new group, with a store for this group alone."""
-    module = compiled()
-    if size > 64:
-        raise ValueError(f"shm connects at most 64 ranks of one host, not {size}")
     sockets = Meeting(store, rank, size, timeout)
-    with sockets:
-        segment, heaps = sockets.exchange(module)
-    group = module.create(segment, rank, size, heaps, *sockets.patience(), timeout)
-    sockets.wait_for_all("entered")  # from here on every death is noticed
+    try:
+        module = compiled()
+        if size > 64:
+            raise ValueError(f"shm connects at most 64 ranks of one host, not {size}")
+        with sockets:
+            segment, heaps = sockets.exchange(module)
+        group = module.create(segment, rank, size, heaps, *sockets.patience(), timeout)
+        sockets.wait_for_all("entered")  # from here on every death is noticed
+    except OSError as error:  # such as "Too many open files"
+        raise RuntimeError(sockets.tell(error)) from error
+    except Exception as error:
+        sockets.tell(error)
+        raise
     return group
 
 
@@ -97,15 +106,16 @@ class Meeting:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.settimeout(timeout.total_seconds())
 
     def __enter__(self) -> "Meeting":
         name = secrets.token_hex(16)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.settimeout(0.2)
         self.listener.bind(f"\0{name}")  # an abstract name: no file, ends with the socket
         self.listener.listen(self.size)
         mine = {
             "host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            "network": os.readlink("/proc/self/ns/net"),
             "name": socket.gethostname(),
             "socket": name,
             "cores": sorted(os.sched_getaffinity(0)),
@@ -118,10 +128,27 @@ class Meeting:
     def __exit__(self, *_) -> None:
         self.listener.close()
 
-    def everybodys(self, key: str, value: str) -> list[bytes]:
-        """The values of all ranks under this key."""
+    def everybodys(self, key: str, value: str) -> list[str]:
+        """The values of all ranks under this key; raises what a rank has told instead."""
         self.store.set(f"shm/{key}/{self.rank}", value)
-        return [self.store.get(f"shm/{key}/{rank}") for rank in range(self.size)]
+        return [self.get(key, rank) for rank in range(self.size)]
+
+    def get(self, key: str, rank: int) -> str:
+        value = self.store.get(f"shm/{key}/{rank}").decode()
+        if value.startswith(FAILED):
+            raise RuntimeError(value.removeprefix(FAILED))
+        return value
+
+    def tell(self, error: Exception) -> str:
+        """Tell the ranks that wait for a key of this rank why it will not come. Returns it."""
+        text = str(error) or type(error).__name__
+        if "could not join" not in text:  # else another rank has told it
+            text = f"shm: rank {self.rank} could not join: {text.removeprefix('shm: ')}"
+        with contextlib.suppress(RuntimeError):  # the store may have ended, with rank 0
+            for key in ("rank", "entered"):
+                if not self.store.check([f"shm/{key}/{self.rank}"]):
+                    self.store.set(f"shm/{key}/{self.rank}", FAILED + text)
+        return text
 
     def wait_for_all(self, key: str) -> None:
         self.everybodys(key, "yes")
@@ -133,6 +160,12 @@ class Meeting:
                 raise ValueError(
                     f"shm connects ranks of one host: rank {self.rank} is on {mine['name']}, "
                     f"rank {rank} on {other['name']}. Take gloo, or nccl, between hosts"
+                )
+            if other["network"] != mine["network"]:
+                raise ValueError(
+                    f"shm connects ranks of one network namespace: rank {self.rank} and rank {rank}"
+                    " have two, like two containers of one host. Give the containers one network "
+                    "(docker run --network host), or take gloo"
                 )
             if other["build"] != mine["build"]:
                 raise ValueError(f"shm: rank {rank} runs another build than rank {self.rank}")
@@ -155,15 +188,31 @@ class Meeting:
         for peer in range(self.rank):
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(self.timeout.total_seconds())
-                connection.connect("\0" + self.ranks[peer]["socket"])
+                try:
+                    connection.connect("\0" + self.ranks[peer]["socket"])
+                except OSError as error:
+                    text = f"shm: rank {self.rank} can not connect to rank {peer}: {error}"
+                    raise RuntimeError(text) from error
                 self.swap(connection, own, received)
         while len(received) < self.size:
-            with self.listener.accept()[0] as connection:
+            with self.accept(set(range(self.size)) - set(received)) as connection:
                 if user_of(connection) != os.getuid():
                     continue  # every user can see the names of sockets: give a stranger no answer
                 connection.settimeout(self.timeout.total_seconds())
                 self.swap(connection, own, received)
         return received[0][1], [received[peer][0] for peer in range(self.size)]
+
+    def accept(self, missing: set[int]) -> socket.socket:
+        """The next connection; raises what a missing rank has told instead of connecting."""
+        end = time.monotonic() + self.timeout.total_seconds()
+        while time.monotonic() < end:
+            for rank in missing:
+                if self.store.check([f"shm/entered/{rank}"]):
+                    self.get("entered", rank)
+            with contextlib.suppress(TimeoutError):  # after 0.2 s
+                return self.listener.accept()[0]
+        ranks = ", ".join(map(str, sorted(missing)))
+        raise RuntimeError(f"shm: timeout: rank {self.rank} waits for ranks {ranks} to connect")
 
     def swap(self, connection: socket.socket, own: list[int], received: dict) -> None:
         """Send my descriptors, and receive those of the rank at the other end."""
@@ -172,9 +221,13 @@ class Meeting:
         # Only ranks of this group can read the names in the store.
         hello = json.dumps([self.rank, self.ranks[self.rank]["socket"]]).encode()
         socket.send_fds(connection, [hello], own)
-        message, descriptors, _, _ = socket.recv_fds(connection, 4096, 2)
+        message, descriptors, flags, _ = socket.recv_fds(connection, 4096, 2)
+        if flags & socket.MSG_CTRUNC:  # the kernel has dropped what did not fit
+            raise RuntimeError("shm: too many open files: raise the limit (ulimit -n)")
         for descriptor in descriptors:  # child programs do not inherit them
             os.set_inheritable(descriptor, False)
+        if not message:
+            raise RuntimeError(f"shm: rank {self.rank}: a rank has hung up while it was joining")
         peer, name = json.loads(message)
         if name != self.ranks[peer]["socket"]:
             raise PermissionError("shm: a process that is no rank of this group has called")

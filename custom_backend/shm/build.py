@@ -1,6 +1,8 @@
 """Compile the C++ part of shm, once for each torch, compiler and version of the sources.
 
-python custom_backend/shm/build.py          # or the first rank that needs it compiles it
+python custom_backend/shm/build.py          # ahead of a job; else its first rank compiles
+
+From the folder custom_backend, `python -m shm.build` does the same.
 """
 
 import argparse
@@ -9,13 +11,18 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
 import torch
+
+# `python -m shm.build` imports the package shm first, and with it this file; runpy warns of that.
+warnings.filterwarnings("ignore", "'shm.build' found in sys.modules", RuntimeWarning)
 
 HERE = Path(__file__).resolve().parent
 SOURCES = [HERE / "shared_memory.cpp", HERE / "reduce.cpp"]
@@ -30,10 +37,10 @@ def load() -> ModuleType:
     """
     file = library()
     file.parent.mkdir(parents=True, exist_ok=True)
-    with alone(file.parent / "building"):
+    with alone(file.parent / "building", "shm: waiting for another process to compile the backend"):
         if not file.exists():
             check_tools()
-            print("shm: compiling the backend, once (about a minute)", file=sys.stderr)
+            print("shm: compiling the backend, once (about a minute)", file=sys.stderr, flush=True)
             compile_into(file.parent)
     spec = importlib.util.spec_from_file_location("shm_backend", file)
     module = importlib.util.module_from_spec(spec)
@@ -74,7 +81,8 @@ def cache() -> Path:
 
 def fingerprint() -> str:
     """A digest of everything that a build depends on."""
-    digest = hashlib.sha256(f"{torch.__version__} {sys.version} {compiler()} {FLAGS}".encode())
+    parts = torch.__version__, sys.version, platform.machine(), compiler(), FLAGS
+    digest = hashlib.sha256(repr(parts).encode())
     for file in sorted(HERE.glob("*.h")) + SOURCES:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -86,6 +94,10 @@ def compiler() -> str:
 
 def check_tools() -> None:
     """Raise RuntimeError with one sentence if the library is missing and cannot be compiled."""
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"shm: needs Linux (futex, memfd, robust mutexes), this is {sys.platform}. Take gloo"
+        )
     if library().exists():
         return
     if torch.__version__ < "2.14":  # older versions name the operations differently
@@ -100,10 +112,17 @@ def check_tools() -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path):
-    """Hold a file lock, one process at a time; the kernel frees it if the process is killed."""
+def alone(path: Path, while_waiting: str):
+    """Hold a file lock, one process at a time; the kernel frees it if the process is killed.
+
+    Prints `while_waiting` if another process holds it.
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(while_waiting, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

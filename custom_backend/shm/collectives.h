@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <vector>
 
@@ -49,6 +48,18 @@ class Collectives {
         offset_of_(std::move(offset_of)),
         rounds_(peers, [this](auto& mine, auto& theirs, int peer) { agree(mine, theirs, peer); }) {}
 
+  // Run one call of a user, which consists of one or more of the collectives below.
+  template <class Operation>
+  void run(Kind kind, Operation operation) {
+    struct Doing {
+      ~Doing() { state.doing.store(0, std::memory_order_relaxed); }
+      State& state;
+    } doing{peers_.segment.state(rank_)};
+    doing.state.number.store(++number_, std::memory_order_relaxed);
+    doing.state.doing.store(static_cast<uint32_t>(kind), std::memory_order_relaxed);
+    peers_.run(kind, operation);
+  }
+
   int rank() const { return rank_; }
   int size() const { return size_; }
 
@@ -73,8 +84,7 @@ class Collectives {
         sources.push_back(in_heap(peer) + begin * width);
         targets.push_back(in_heap(peer) + begin * width);
       }
-      reduce(numbers.dtype, numbers.op, sources.data(), size_, targets.data(), size_, end - begin,
-             numbers.factor);
+      reduce_numbers(numbers, sources.data(), targets.data(), size_, end - begin);
       rounds_.finish_together(operation);
       return;
     }
@@ -188,8 +198,7 @@ class Collectives {
       std::vector<const void*> sources;
       for (int peer = 0; peer < size_; ++peer) sources.push_back(in_heap(peer) + before);
       void* targets[] = {target};
-      reduce(numbers.dtype, numbers.op, sources.data(), size_, targets, 1, mine.bytes / width,
-             numbers.factor);
+      reduce_numbers(numbers, sources.data(), targets, 1, mine.bytes / width);
       return rounds_.finish_together(operation);
     }
     const size_t piece = block_of(longest);
@@ -261,28 +270,23 @@ class Collectives {
   static constexpr size_t kSmall = 16 * 1024;
   static constexpr size_t kStreamed = 4 << 20;
 
-  // A running operation: its number, and what error messages of other ranks say about this rank.
+  // A running operation, and the call that all ranks compare.
   struct Current : Rounds::Operation {
     Current(Collectives& all, Kind kind, Numbers numbers, int root, const void* data, size_t bytes,
-            Limits limits, const std::vector<Span>& parts = {})
-        : state(all.peers_.segment.state(all.rank_)) {
+            Limits limits, const std::vector<Span>& parts = {}) {
       all.peers_.throw_if_failed();
       // An operation that was given up has missing steps, so the counters no longer match.
       if (all.peers_.gave_up) throw Error(all.peers_.where_is(all.rank_) + " ends");
       call = {kind, static_cast<uint32_t>(numbers.dtype), static_cast<uint32_t>(numbers.op), root,
-              bytes, digest(parts), numbers.factor, ++all.number_, all.offset_of_(data)};
+              bytes, digest(parts), numbers.factor, all.number_, all.offset_of_(data)};
       deadline = limits.deadline;
       patience = limits.patience;
-      state.number.store(call.number, std::memory_order_relaxed);
-      state.doing.store(static_cast<uint32_t>(kind), std::memory_order_relaxed);
     }
-    ~Current() { state.doing.store(0, std::memory_order_relaxed); }
     static uint64_t digest(const std::vector<Span>& parts) {
       uint64_t digest = 0;
       for (auto& part : parts) digest = digest * 0x9e3779b97f4a7c15 + part.bytes;
       return digest;
     }
-    State& state;
   };
 
   // Ranks with different calls would wait forever, or mix up their numbers.
@@ -379,7 +383,13 @@ class Collectives {
       sources[peer] = peer == rank_ ? mine : slot(peer, k) + slot_offset;
     }
     void* targets[] = {target, second};
-    reduce(numbers.dtype, numbers.op, sources, size_, targets, second ? 2 : 1, count,
+    reduce_numbers(numbers, sources, targets, second ? 2 : 1, count);
+  }
+
+  void reduce_numbers(Numbers numbers, const void* const* sources, void* const* targets,
+                      int targets_count, size_t count) {
+    if (must_fail(Site::copy)) throw std::runtime_error("a reduction failed");
+    reduce(numbers.dtype, numbers.op, sources, size_, targets, targets_count, count,
            numbers.factor);
   }
 
@@ -408,9 +418,7 @@ class Collectives {
   static size_t bytes_at(size_t bytes, uint32_t k, size_t piece) {
     return k * piece >= bytes ? 0 : std::min(piece, bytes - k * piece);
   }
-  static void copy(void* to, const void* from, size_t bytes) {
-    if (bytes && to != from) std::memcpy(to, from, bytes);
-  }
+  static void copy(void* to, const void* from, size_t bytes) { copy_bytes(to, from, bytes); }
 
   // Copy a piece of an output of `total` bytes. If the output is larger than a cache, the stores
   // bypass the caches: a normal store would first read each line, only to overwrite all of it.

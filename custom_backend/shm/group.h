@@ -98,7 +98,9 @@ class Group {
     if (transfer->done) return;
     std::lock_guard lock(courier_mutex_);
     last_start_ = Clock::now();
-    if (!courier_.joinable()) courier_ = std::thread([this] { carry(); });
+    peers.run(transfer->kind, [&] {
+      if (!courier_.joinable()) courier_ = std::thread([this] { carry(); });
+    });
     if (courier_sleeps_) courier_wakes_.notify_all();
   }
 
@@ -113,7 +115,7 @@ class Group {
         --count;
       }
     } leave{waiting_, my_state().transferring};
-    point_to_point.wait(transfer, deadline, peers.patience);
+    peers.run(transfer.kind, [&] { point_to_point.wait(transfer, deadline, peers.patience); });
   }
 
  private:
@@ -134,12 +136,14 @@ class Group {
         courier_wakes_.wait_for(lock, 1ms);
         if (stopping_ || waiting_ > 0 || point_to_point.idle()) continue;
         lock.unlock();
-        point_to_point.wait_until(
-            [&] { return stopping_ || waiting_ > 0 || point_to_point.idle(); }, -1,
-            Clock::time_point::max(), kInBackground, [] { return std::string(); });
+        const auto finished = [&] { return stopping_ || waiting_ > 0 || point_to_point.idle(); };
+        peers.run(Kind::recv, [&] {
+          point_to_point.wait_until(Kind::recv, finished, -1, Clock::time_point::max(),
+                                    kInBackground, [] { return std::string(); });
+        });
         lock.lock();
       }
-    } catch (const Error&) {
+    } catch (...) {
       point_to_point.give_up(std::current_exception());
     }
   }

@@ -17,13 +17,21 @@
 #include <stdexcept>
 #include <string>
 
+#include "failures.h"
+
 namespace shm {
 
 inline uint8_t* map_shared(int fd, size_t bytes) {
-  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  void* base = MAP_FAILED;
+  if (must_fail(Site::map)) {
+    errno = ENOMEM;
+  } else {
+    base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  }
   if (base == MAP_FAILED) {
-    throw std::runtime_error("shm: mapping " + std::to_string(bytes >> 20) +
-                             " MiB failed: " + std::strerror(errno));
+    throw std::runtime_error("mapping " + std::to_string(bytes >> 20) +
+                             " MiB of shared memory failed: " + std::strerror(errno) +
+                             " (see ulimit -v)");
   }
   return static_cast<uint8_t*>(base);
 }
@@ -51,9 +59,13 @@ class Heap {
     for (auto it = free_.begin(); it != free_.end(); ++it) {  // first fit
       if (it->second < bytes) continue;
       const auto [offset, size] = *it;
-      free_.erase(it);
-      if (size > bytes) free_[offset + bytes] = size - bytes;
-      used_[offset] = bytes;
+      used_[offset] = bytes;  // the only line that may throw: nothing has changed yet
+      auto rest = free_.extract(it);
+      if (size > bytes) {
+        rest.key() = offset + bytes;
+        rest.mapped() = size - bytes;
+        free_.insert(std::move(rest));
+      }
       return base_ + offset;
     }
     throw std::runtime_error("shm: the heap of " + std::to_string(bytes_ >> 20) + " MiB is full");
@@ -62,9 +74,9 @@ class Heap {
   void release(void* address) {
     std::lock_guard lock(mutex_);
     if (forked()) return;  // it belongs to the parent
-    const auto used = used_.find(static_cast<uint8_t*>(address) - base_);
-    auto [offset, bytes] = *used;
-    used_.erase(used);
+    auto block = used_.extract(static_cast<uint8_t*>(address) - base_);
+    const size_t offset = block.key();
+    size_t& bytes = block.mapped();
     auto next = free_.lower_bound(offset);
     if (next != free_.end() && offset + bytes == next->first) {  // join with free neighbours
       bytes += next->second;
@@ -73,7 +85,7 @@ class Heap {
     if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
       std::prev(next)->second += bytes;
     } else {
-      free_[offset] = bytes;
+      free_.insert(std::move(block));  // allocates nothing, so it can not throw
     }
   }
 

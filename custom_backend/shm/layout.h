@@ -66,7 +66,7 @@ struct State {
   std::atomic<uint32_t> has_left;             // 1: it has destroyed its group in good order
   std::atomic<uint32_t> doing;                // a Kind, for the error messages of other ranks
   std::atomic<uint32_t> transferring;         // the Kind of the send or recv in which it waits
-  std::atomic<uint64_t> number;               // the number of its operation
+  std::atomic<uint64_t> number;               // of its operation: counts the user's calls
 };
 
 struct Header {

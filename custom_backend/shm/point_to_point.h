@@ -10,7 +10,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <list>
@@ -51,9 +50,7 @@ class PointToPoint {
 
   // Begin a transfer. Its memory must stay valid until `done` is true.
   void start(const std::shared_ptr<Transfer>& transfer) {
-    {
-      std::lock_guard lock(mutex_);
-      peers_.throw_if_failed();
+    change(transfer->kind, [&] {
       if (transfer->kind == Kind::send) {
         outgoing_[transfer->peer].push_back(transfer);
       } else {
@@ -61,12 +58,13 @@ class PointToPoint {
         match_unexpected();
       }
       progress();
-    }
+    });
     report_completed();
   }
 
   void wait(const Transfer& transfer, Clock::time_point deadline, Patience patience) {
-    wait_until([&] { return transfer.done.load(); }, transfer.peer, deadline, patience, [&] {
+    const auto done = [&] { return transfer.done.load(); };
+    wait_until(transfer.kind, done, transfer.peer, deadline, patience, [&] {
       const bool any = transfer.peer == kAnySource;
       return "timeout: rank " + std::to_string(rank_) + " gave up waiting in " +
              name_of(transfer.kind) + (transfer.kind == Kind::send ? " to " : " from ") +
@@ -78,15 +76,13 @@ class PointToPoint {
 
   // Move packets until `finished()`; waiting threads and the background thread call it.
   template <class Finished, class Explain>
-  void wait_until(Finished finished, int awaited, Clock::time_point deadline, Patience patience,
-                  Explain explain) {
+  void wait_until(Kind kind, Finished finished, int awaited, Clock::time_point deadline,
+                  Patience patience, Explain explain) {
     Flag& bell = peers_.segment.state(rank_).doorbell;
     while (true) {
       const uint32_t seen = bell.value.load(std::memory_order_seq_cst);
-      {
-        std::lock_guard lock(mutex_);
-        progress();
-      }
+      if (finished()) return;
+      change(kind, [&] { progress(); });
       report_completed();
       if (finished()) return;
       peers_.wait(
@@ -137,6 +133,15 @@ class PointToPoint {
     std::shared_ptr<Unexpected> unexpected;
   };
 
+  // Change the lists below. If that fails half-way, tell all ranks before another thread goes on
+  // with them.
+  template <class Action>
+  void change(Kind kind, Action action) {
+    std::lock_guard lock(mutex_);
+    peers_.throw_if_failed();
+    peers_.run(kind, action);
+  }
+
   void progress() {
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == rank_) continue;
@@ -159,7 +164,7 @@ class PointToPoint {
     packet.bytes = std::min(kPacketBytes, transfer.bytes - transfer.moved);
     packet.tag = transfer.tag;
     packet.dtype = static_cast<uint32_t>(transfer.dtype);
-    if (packet.bytes) std::memcpy(packet.data, transfer.data + transfer.moved, packet.bytes);
+    copy_bytes(packet.data, transfer.data + transfer.moved, packet.bytes);
     channel.put.store(put + 1, std::memory_order_release);
     ring(peers_.segment.state(to).doorbell);
     transfer.moved += packet.bytes;
@@ -179,7 +184,7 @@ class PointToPoint {
     if (!incoming.transfer && !incoming.unexpected && !find_receiver(from, packet)) return false;
     size_t& moved = incoming.transfer ? incoming.transfer->moved : incoming.unexpected->moved;
     uint8_t* data = incoming.transfer ? incoming.transfer->data : incoming.unexpected->data.data();
-    if (packet.bytes) std::memcpy(data + moved, packet.data, packet.bytes);
+    copy_bytes(data + moved, packet.data, packet.bytes);
     moved += packet.bytes;
     const bool last = moved == packet.total;
     channel.taken.store(taken + 1, std::memory_order_release);
@@ -235,7 +240,7 @@ class PointToPoint {
       }
       check(transfer, (*found)->from, (*found)->data.size(), (*found)->dtype);
       transfer.peer = (*found)->from;
-      if (transfer.bytes) std::memcpy(transfer.data, (*found)->data.data(), transfer.bytes);
+      copy_bytes(transfer.data, (*found)->data.data(), transfer.bytes);
       transfer.moved = transfer.bytes;
       unexpected_.erase(found);
       complete(*it);

@@ -6,8 +6,8 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -75,11 +75,12 @@ class Queue {
       jobs_.push_back(job);
     }
     changed_.notify_one();
-    // A report added it, in the queue's thread. The report may wait for it, and no other thread
-    // would run it.
-    if (std::this_thread::get_id() == thread_.get_id()) finish(*job);
+    if (is_here()) finish(*job);  // a report added it, and may wait for it
     return job;
   }
+
+  // Is the caller the queue's own thread, in a report? No other thread would run a job.
+  bool is_here() const { return std::this_thread::get_id() == thread_.get_id(); }
 
   // Return when the job is done; run it and all earlier jobs, unless the thread is running them.
   void finish(const Job& job) {
@@ -93,21 +94,19 @@ class Queue {
   }
 
  private:
-  using Jobs = std::deque<std::shared_ptr<Job>>;
+  using Jobs = std::list<std::shared_ptr<Job>>;
 
   // Run the oldest job, and add it to `ran`; the caller holds running_. False: there is none.
   bool run_first(Patience patience, Jobs& ran) {
-    std::shared_ptr<Job> job;
     {
       std::lock_guard lock(waiting_);
       if (jobs_.empty()) return false;
-      job = jobs_.front();
-      jobs_.pop_front();
+      ran.splice(ran.end(), jobs_, jobs_.begin());  // can not throw: no job gets lost
     }
-    job->run(patience);
-    job->run = nullptr;  // it holds tensors
-    job->done = true;
-    ran.push_back(std::move(job));
+    Job& job = *ran.back();
+    job.run(patience);
+    job.run = nullptr;  // it holds tensors
+    job.done = true;
     return true;
   }
 

@@ -1,5 +1,6 @@
 // See reduce.h. On x86 the compiler makes two versions, with AVX2 and for any processor; the loader
-// selects one at run time. (Short loops without branches help the compiler's vectoriser.)
+// selects one at run time. (Short loops without branches help the compiler's vectoriser; half.h
+// converts half precision to float and back, a block at a time.)
 
 #include "reduce.h"
 
@@ -7,58 +8,18 @@
 #include <cstring>
 #include <type_traits>
 
+#include "half.h"
+
 // One version of the function per instruction set; the loader selects one. Other processors, such
 // as ARM, need one version only. (ThreadSanitizer is not initialised yet when the loader selects.)
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__SANITIZE_THREAD__)
+#if SHM_LEVEL >= 3 && !defined(__SANITIZE_THREAD__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define FOR_EACH_PROCESSOR
 #endif
-#define INLINE inline __attribute__((always_inline))
 
 namespace shm {
 namespace {
-
-template <class To, class From>
-INLINE To bits_as(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-// bfloat16 is the upper half of a float.
-struct BFloat16 {
-  uint16_t bits;
-  INLINE operator float() const { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }
-  INLINE static BFloat16 from(float value) {
-    const uint32_t x = bits_as<uint32_t>(value);
-    const uint32_t rounded = (x + 0x7fff + ((x >> 16) & 1)) >> 16;  // to nearest, ties to even
-    const bool nan = (x & 0x7fffffff) > 0x7f800000;
-    return {static_cast<uint16_t>(nan ? 0x7fc0 | (x >> 16) : rounded)};
-  }
-};
-
-// float16: 1 bit of sign, 5 of exponent (bias 15), 10 of fraction. A float has 8 (bias 127) and 23.
-struct Float16 {
-  uint16_t bits;
-  INLINE operator float() const {
-    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
-    const uint32_t rest = static_cast<uint32_t>(bits & 0x7fff) << 13;
-    // Too small by 2^112, the difference of the biases; the multiplication also fixes subnormals.
-    const uint32_t finite = bits_as<uint32_t>(bits_as<float>(rest) * 0x1p112f);
-    const uint32_t infinite_or_nan = rest | 0x7f800000;
-    return bits_as<float>(sign | ((bits & 0x7c00) == 0x7c00 ? infinite_or_nan : finite));
-  }
-  INLINE static Float16 from(float value) {
-    const uint32_t x = bits_as<uint32_t>(value), sign = (x >> 16) & 0x8000, rest = x & 0x7fffffff;
-    const uint32_t normal = ((rest + 0xfff + ((rest >> 13) & 1)) >> 13) - (112 << 10);
-    // Below 2^-14: adding 0.5 rounds the float to the last bit of a subnormal float16.
-    const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(rest) + 0.5f) - 0x3f000000;
-    const uint32_t finite = rest < 0x38800000 ? subnormal : std::min(normal, uint32_t{0x7c00});
-    return {static_cast<uint16_t>(sign | (rest > 0x7f800000 ? 0x7e00 : finite))};
-  }
-};
 
 template <class T>
 constexpr bool is_half = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
@@ -93,27 +54,40 @@ INLINE Accumulator<T> combine(Accumulator<T> a, Accumulator<T> b) {
 
 constexpr size_t kBlock = 1024;  // numbers per block: the sums stay in the first-level cache
 
+// A block of a source as accumulators: the source itself, or half precision as floats in `buffer`.
+template <class T>
+INLINE const Accumulator<T>* load(const void* source, size_t begin, size_t n, float* buffer) {
+  const T* block = static_cast<const T*>(source) + begin;
+  if constexpr (is_half<T>) {
+    blocks<T>().widen(block, buffer, n);
+    return buffer;
+  } else {
+    return block;
+  }
+}
+
 template <class T, Op op>
 INLINE void reduce_blocks(const void* const* sources, int sources_count, void* const* targets,
                           int targets_count, size_t count, double factor) {
   using A = Accumulator<T>;
   A sum[kBlock];
+  float buffer[2][is_half<T> ? kBlock : 1];
   for (size_t begin = 0; begin < count; begin += kBlock) {
     const size_t n = std::min(kBlock, count - begin);
-    const auto* first = static_cast<const T*>(sources[0]) + begin;
+    const A* first = load<T>(sources[0], begin, n, buffer[0]);
     const A f = static_cast<A>(factor);
     if constexpr (op == Op::premul_sum) {
       for (size_t i = 0; i < n; ++i) sum[i] = static_cast<A>(first[i]) * f;
     } else if (sources_count == 1) {
-      for (size_t i = 0; i < n; ++i) sum[i] = static_cast<A>(first[i]);
+      std::memcpy(sum, first, n * sizeof(A));
     } else {
-      const auto* second = static_cast<const T*>(sources[1]) + begin;
+      const A* second = load<T>(sources[1], begin, n, buffer[1]);
       for (size_t i = 0; i < n; ++i) sum[i] = combine<T, op>(first[i], second[i]);
     }
     for (int s = op == Op::premul_sum ? 1 : 2; s < sources_count; ++s) {
-      const T* source = static_cast<const T*>(sources[s]) + begin;
+      const A* source = load<T>(sources[s], begin, n, buffer[0]);
       for (size_t i = 0; i < n; ++i) {
-        A next = static_cast<A>(source[i]);
+        A next = source[i];
         if constexpr (op == Op::premul_sum) next = next * f;
         sum[i] = combine<T, op>(sum[i], next);
       }
@@ -124,7 +98,7 @@ INLINE void reduce_blocks(const void* const* sources, int sources_count, void* c
     for (int t = 0; t < targets_count; ++t) {
       T* target = static_cast<T*>(targets[t]) + begin;
       if constexpr (is_half<T>) {
-        for (size_t i = 0; i < n; ++i) target[i] = T::from(sum[i]);
+        blocks<T>().narrow(sum, target, n);
       } else {
         std::memcpy(target, sum, n * sizeof(T));
       }

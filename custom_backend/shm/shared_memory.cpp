@@ -9,7 +9,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+
+#include <map>
 
 #include "group.h"
 
@@ -19,6 +22,7 @@ using at::Tensor;
 using c10d::OpType;
 using Core = shm::Collectives;
 using shm::Dtype;
+using shm::Kind;
 using shm::Limits;
 using shm::Numbers;
 using shm::Span;
@@ -119,15 +123,25 @@ std::vector<Span> parts(const Dense& whole, int size, const std::vector<int64_t>
   return all;
 }
 
-std::exception_ptr as_torch_error(std::exception_ptr error) {
+// The error that the core reports, as torch's class of error. (If memory runs out here: bad_alloc.)
+std::exception_ptr as_torch_error(std::exception_ptr error) noexcept {
   try {
-    std::rethrow_exception(error);
-  } catch (const shm::Error& e) {
-    return std::make_exception_ptr(
-        c10::DistBackendError({__func__, __FILE__, __LINE__}, std::string("shm: ") + e.what()));
+    try {
+      std::rethrow_exception(error);
+    } catch (const shm::Error& e) {
+      throw c10::DistBackendError({__func__, __FILE__, __LINE__}, std::string("shm: ") + e.what());
+    }
   } catch (...) {
-    return error;
+    return std::current_exception();
   }
+}
+
+// "shm:all_reduce", which the profiler shows. Torch keeps the pointer.
+const char* title_of(Kind kind) {
+  static std::map<Kind, std::string> titles;
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  return titles.try_emplace(kind, std::string("shm:") + shm::name_of(kind)).first->second.c_str();
 }
 
 // The handle that an operation returns, with wait() and a future.
@@ -188,19 +202,36 @@ class CollectiveWork : public Work {
   using Work::Work;
 
   template <class Operation>
-  void run(const Operation& operation, Core& core, Limits limits) {
+  void run(Kind kind, const Operation& operation, Core& core, Limits limits) {
     std::exception_ptr error;
     try {
-      at::NoGradGuard no_grad;
-      operation(core, limits);
+      core.run(kind, [&] {
+        c10::InferenceMode as_the_caller(inference_);
+        at::NoGradGuard no_grad;  // after the line above, which sets the grad mode
+        operation(core, limits);
+      });
     } catch (...) {
       error = std::current_exception();
     }
     finish(error ? as_torch_error(error) : nullptr);
   }
 
-  bool wait(Milliseconds) override {
-    if (const auto alive = isCompleted() ? nullptr : group.lock()) alive->queue.finish(*job);
+  // Without a timeout the caller runs the operation itself, if it has not begun. With one it leaves
+  // that to the queue's thread, since an operation can not be interrupted. After the timeout, the
+  // operation goes on, and the caller may wait again.
+  bool wait(Milliseconds timeout) override {
+    const auto alive = isCompleted() ? nullptr : group.lock();
+    if (alive && timeout != kNoTimeout && !alive->queue.is_here()) {
+      std::unique_lock lock(mutex_);
+      if (!cv_.wait_for(lock, timeout, [&] { return completed_; })) {
+        C10_THROW_ERROR(DistBackendError,
+                        c10::str("shm: timeout: ", alive->peers.where_is(rank_), " waited ",
+                                 timeout.count(), " ms in Work.wait(timeout) for ", title_of(kind),
+                                 "; the operation goes on, and can be waited for again"));
+      }
+    } else if (alive) {
+      alive->queue.finish(*job);
+    }
     return c10d::Work::wait(kNoTimeout);  // a closing group may be running it
   }
 
@@ -208,6 +239,10 @@ class CollectiveWork : public Work {
   // threads, and must not be one of them. A closing group runs the rest of its queue.)
   std::weak_ptr<shm::Group> group;
   std::shared_ptr<shm::Job> job;
+  Kind kind = Kind::none;
+
+ private:
+  const bool inference_ = c10::InferenceMode::is_enabled();
 };
 
 class TransferWork : public Work {
@@ -274,7 +309,7 @@ class Backend : public c10d::Backend {
 
   Future allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     if (tensors.at(0).layout() == at::kSparse) return all_reduce_sparse(tensors, options);
-    return reduce_all(tensors, options, OpType::ALLREDUCE, "shm:all_reduce");
+    return reduce_all(tensors, options, OpType::ALLREDUCE);
   }
 
   Future allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -283,14 +318,14 @@ class Backend : public c10d::Backend {
 
   Future allreduce_coalesced(Tensors& tensors,
                              const c10d::AllreduceCoalescedOptions& options) override {
-    return reduce_all(tensors, options, OpType::ALLREDUCE_COALESCED, "shm:all_reduce");
+    return reduce_all(tensors, options, OpType::ALLREDUCE_COALESCED);
   }
 
   Future reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     const Dense data(tensors.at(0), "reduce");
     const Numbers numbers = numbers_of(data, options.reduceOp, "reduce");
     const int root = options.rootRank;
-    return submit(OpType::REDUCE, "shm:reduce", tensors, tensors, options.asyncOp, options.timeout,
+    return submit(OpType::REDUCE, Kind::reduce, tensors, tensors, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     core.reduce_to(root, data.data(), data.count(), numbers, limits);
                     if (core.rank() == root) data.write_back();
@@ -300,7 +335,7 @@ class Backend : public c10d::Backend {
   Future broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const Dense data(tensors.at(0), "broadcast");
     const int root = options.rootRank;
-    return submit(OpType::BROADCAST, "shm:broadcast", tensors, tensors, options.asyncOp, options.timeout,
+    return submit(OpType::BROADCAST, Kind::broadcast, tensors, tensors, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     core.broadcast(root, data.span(), dtype_of(data.tensor), limits);
                     if (core.rank() != root) data.write_back();
@@ -339,7 +374,7 @@ class Backend : public c10d::Backend {
     const auto input = dense(inputs.at(0), "reduce_scatter");
     check_parts(input, output, getRank(), "reduce_scatter");
     const Numbers numbers = numbers_of(output, options.reduceOp, "reduce_scatter");
-    return submit(OpType::REDUCE_SCATTER, "shm:reduce_scatter", inputs.at(0), outputs,
+    return submit(OpType::REDUCE_SCATTER, Kind::reduce_scatter, inputs.at(0), outputs,
                   options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
                     core.reduce_scatter(spans(input), nullptr, output.data(), numbers, limits);
                     output.write_back();
@@ -363,7 +398,7 @@ class Backend : public c10d::Backend {
     const int root = options.rootRank;
     const auto output = dense(getRank() == root ? outputs.at(0) : Tensors{}, "gather");
     for (size_t peer = 0; peer < output.size(); ++peer) check_parts(output, input, peer, "gather");
-    return submit(OpType::GATHER, "shm:gather", inputs, outputs.empty() ? Tensors{} : outputs[0],
+    return submit(OpType::GATHER, Kind::gather, inputs, outputs.empty() ? Tensors{} : outputs[0],
                   options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
                     core.gather(root, input.span(), spans(output), dtype_of(input.tensor), limits);
                     write_back(output);
@@ -376,7 +411,7 @@ class Backend : public c10d::Backend {
     const int root = options.rootRank;
     const auto input = dense(getRank() == root ? inputs.at(0) : Tensors{}, "scatter");
     for (size_t peer = 0; peer < input.size(); ++peer) check_parts(input, output, peer, "scatter");
-    return submit(OpType::SCATTER, "shm:scatter", inputs.empty() ? Tensors{} : inputs[0], outputs,
+    return submit(OpType::SCATTER, Kind::scatter, inputs.empty() ? Tensors{} : inputs[0], outputs,
                   options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     core.scatter(root, spans(input), output.span(), dtype_of(output.tensor), limits);
@@ -388,7 +423,7 @@ class Backend : public c10d::Backend {
     const auto output = dense(outputs, "all_to_all"), input = dense(inputs, "all_to_all");
     check_count(output.size(), "all_to_all");
     check_count(input.size(), "all_to_all");
-    return submit(OpType::ALLTOALL, "shm:all_to_all", inputs, outputs, options.asyncOp, options.timeout,
+    return submit(OpType::ALLTOALL, Kind::all_to_all, inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     core.all_to_all(spans(input), spans(output), dtype_of(output[0].tensor),
                                       limits);
@@ -402,7 +437,7 @@ class Backend : public c10d::Backend {
     const Dense output(output_tensor, "all_to_all"), input(input_tensor, "all_to_all");
     const auto from = parts(input, getSize(), input_split, "all_to_all");
     const auto to = parts(output, getSize(), output_split, "all_to_all");
-    return submit(OpType::ALLTOALL_BASE, "shm:all_to_all", {input_tensor}, {output_tensor},
+    return submit(OpType::ALLTOALL_BASE, Kind::all_to_all, {input_tensor}, {output_tensor},
                   options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
                     core.all_to_all(from, to, dtype_of(output.tensor), limits);
                     output.write_back();
@@ -411,7 +446,7 @@ class Backend : public c10d::Backend {
   }
 
   Future barrier(const c10d::BarrierOptions& options) override {
-    return submit(OpType::BARRIER, "shm:barrier", {}, {}, options.asyncOp, options.timeout,
+    return submit(OpType::BARRIER, Kind::barrier, {}, {}, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) { core.barrier(limits); });
   }
 
@@ -423,13 +458,13 @@ class Backend : public c10d::Backend {
   }
 
   Future send(Tensors& tensors, int to, int tag) override {
-    return start(shm::Kind::send, OpType::SEND, "shm:send", tensors, to, tag);
+    return start(Kind::send, OpType::SEND, "shm:send", tensors, to, tag);
   }
   Future recv(Tensors& tensors, int from, int tag) override {
-    return start(shm::Kind::recv, OpType::RECV, "shm:recv", tensors, from, tag);
+    return start(Kind::recv, OpType::RECV, "shm:recv", tensors, from, tag);
   }
   Future recvAnysource(Tensors& tensors, int tag) override {
-    return start(shm::Kind::recv, OpType::RECVANYSOURCE, "shm:recvAnySource", tensors,
+    return start(Kind::recv, OpType::RECVANYSOURCE, "shm:recvAnySource", tensors,
                  shm::kAnySource, tag);
   }
 
@@ -444,31 +479,41 @@ class Backend : public c10d::Backend {
 
   // Run an operation now, or put it into the queue.
   template <class Operation>
-  Future submit(OpType type, const char* title, const Tensors& inputs, Tensors outputs,
-                bool is_async, Milliseconds timeout, Operation operation) {
+  Future submit(OpType type, Kind kind, const Tensors& inputs, Tensors outputs, bool is_async,
+                Milliseconds timeout, Operation operation) {
     shm::Heap::throw_if_forked();
     ++sequence_;
-    auto work = c10::make_intrusive<CollectiveWork>(getRank(), type, title, inputs, std::move(outputs));
-    const auto deadline = limits(timeout, {}).deadline;
-    auto run = [work, deadline, operation, &core = group_->collectives](shm::Patience patience) {
-      work->run(operation, core, {deadline, patience});
+    c10::intrusive_ptr<CollectiveWork> work;
+    const auto begin = [&] {
+      work = c10::make_intrusive<CollectiveWork>(getRank(), type, title_of(kind), inputs,
+                                                 std::move(outputs));
+      const auto deadline = limits(timeout, {}).deadline;
+      auto run = [=, &core = group_->collectives](shm::Patience patience) {
+        work->run(kind, operation, core, {deadline, patience});
+      };
+      if (is_async) {
+        work->group = group_;
+        work->kind = kind;
+        work->job = group_->queue.add(std::move(run), [work] { work->report(); });
+      } else {
+        group_->queue.run_now(run);
+      }
     };
-    if (is_async) {
-      work->group = group_;
-      work->job = group_->queue.add(std::move(run), [work] { work->report(); });
-    } else {
-      group_->queue.run_now(run);
-      work->wait(kNoTimeout);
+    try {
+      group_->peers.run(kind, begin);  // all ranks hear of it if this rank can not begin
+    } catch (const shm::Error&) {
+      std::rethrow_exception(as_torch_error(std::current_exception()));
     }
+    if (!is_async) work->wait(kNoTimeout);
     return work;
   }
 
   template <class Options>
-  Future reduce_all(Tensors& tensors, const Options& options, OpType type, const char* title) {
+  Future reduce_all(Tensors& tensors, const Options& options, OpType type) {
     const auto data = dense(tensors, "all_reduce");
     std::vector<Numbers> numbers;
     for (auto& one : data) numbers.push_back(numbers_of(one, options.reduceOp, "all_reduce"));
-    return submit(type, title, tensors, tensors, options.asyncOp, options.timeout,
+    return submit(type, Kind::all_reduce, tensors, tensors, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < data.size(); ++i) {
                       core.all_reduce(data[i].data(), data[i].count(), numbers[i], limits);
@@ -487,7 +532,7 @@ class Backend : public c10d::Backend {
       check_parts(output.back(), input[i], getRank(), "all_gather");
       flat.insert(flat.end(), outputs[i].begin(), outputs[i].end());
     }
-    return submit(type, "shm:all_gather", inputs, flat, options.asyncOp, options.timeout,
+    return submit(type, Kind::all_gather, inputs, flat, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
                       core.all_gather(input[i].span(), spans(output[i]),
@@ -505,7 +550,7 @@ class Backend : public c10d::Backend {
                       output[i].tensor.dtype() == input[i].tensor.dtype(),
                   "shm: all_gather: the output must be ", getSize(), " times the input, of its type");
     }
-    return submit(type, "shm:all_gather", inputs, outputs, options.asyncOp, options.timeout,
+    return submit(type, Kind::all_gather, inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
                       core.all_gather(input[i].span(), parts(output[i], core.size(), {}, ""),
@@ -526,7 +571,7 @@ class Backend : public c10d::Backend {
                   " times the output, of its type");
       numbers.push_back(numbers_of(output[i], options.reduceOp, "reduce_scatter"));
     }
-    return submit(type, "shm:reduce_scatter", inputs, outputs, options.asyncOp, options.timeout,
+    return submit(type, Kind::reduce_scatter, inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
                       core.reduce_scatter(parts(input[i], core.size(), {}, ""), input[i].data(),
@@ -542,7 +587,7 @@ class Backend : public c10d::Backend {
     const Tensor mine = tensors.at(0).coalesce();
     const Tensor user = tensors[0];
     return submit(
-        OpType::_ALLREDUCE_SPARSE, "shm:all_reduce", tensors, tensors, options.asyncOp,
+        OpType::_ALLREDUCE_SPARSE, Kind::all_reduce, tensors, tensors, options.asyncOp,
         options.timeout, [=](Core& core, Limits limits) {
           const Tensor count = at::full({1}, mine._nnz(), at::kLong);
           const Tensor counts = at::empty({core.size()}, at::kLong);
@@ -568,7 +613,7 @@ class Backend : public c10d::Backend {
                       dtype_of(input[0]), limits);
   }
 
-  Future start(shm::Kind kind, OpType type, const char* title, Tensors& tensors, int peer, int tag) {
+  Future start(Kind kind, OpType type, const char* title, Tensors& tensors, int peer, int tag) {
     Tensor& tensor = tensors.at(0);
     TORCH_CHECK(tensor.device().is_cpu() && tensor.is_contiguous(), "shm: ", shm::name_of(kind),
                 " takes contiguous tensors on the CPU");

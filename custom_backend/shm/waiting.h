@@ -17,7 +17,9 @@
 #include <ctime>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
+#include "failures.h"
 #include "layout.h"
 
 namespace shm {
@@ -51,6 +53,23 @@ inline void pause_briefly() {
 #endif
 }
 
+// Wake the threads that sleep on the counter. If the kernel refuses, they wake up by themselves 5 ms
+// later (Peers::wait), so an error here costs time only.
+inline void wake(Flag& flag) {
+  if (must_fail(Site::wake)) return;
+  syscall(SYS_futex, &flag.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+// Sleep for at most 5 ms, and only while the counter has the value `seen`.
+inline void sleep_on(Flag& flag, uint32_t seen) {
+  const timespec moment = {0, 5'000'000};
+  const bool failed = must_fail(Site::sleep);
+  if (failed) errno = EPERM;
+  if (!failed && syscall(SYS_futex, &flag.value, FUTEX_WAIT, seen, &moment, nullptr, 0) == 0) return;
+  if (errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT) return;
+  throw std::system_error(errno, std::generic_category(), "the kernel refused to wait (futex)");
+}
+
 // Set the counter, and wake the threads that sleep on it. A thread that sees the new value also
 // sees everything that was written before it.
 //
@@ -58,16 +77,12 @@ inline void pause_briefly() {
 // other one sees the new value before it sleeps. That needs one order for all threads: seq_cst.
 inline void publish(Flag& flag, uint32_t value) {
   flag.value.store(value, std::memory_order_seq_cst);
-  if (flag.sleepers.load(std::memory_order_seq_cst)) {
-    syscall(SYS_futex, &flag.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-  }
+  if (flag.sleepers.load(std::memory_order_seq_cst)) wake(flag);
 }
 
 inline void ring(Flag& flag) {
   flag.value.fetch_add(1, std::memory_order_seq_cst);
-  if (flag.sleepers.load(std::memory_order_seq_cst)) {
-    syscall(SYS_futex, &flag.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-  }
+  if (flag.sleepers.load(std::memory_order_seq_cst)) wake(flag);
 }
 
 // Counters overflow after 2^32 steps; their differences stay correct.
@@ -110,9 +125,7 @@ class Peers {
     while (true) {
       const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
       if (ready()) return;
-      // Sleep only while the value is still `seen`; wake up after 5 ms to look for dead ranks.
-      const timespec moment = {0, 5'000'000};
-      syscall(SYS_futex, &flag.value, FUTEX_WAIT, seen, &moment, nullptr, 0);
+      sleep_on(flag, seen);  // returns after 5 ms at the latest, to look for dead ranks
       if (ready()) return;
       throw_if_failed();
       if (leaving) {
@@ -122,6 +135,9 @@ class Peers {
       throw_if_somebody_died();
       if (awaited >= 0 && segment.state(awaited).has_left.load() && !ready()) {
         fail(where_is(rank) + " waits for " + where_is(awaited));
+      }
+      if (awaited < 0 && all_others_have_left() && !ready()) {
+        fail(where_is(rank) + " waits for a message from any rank, but all other ranks have left");
       }
       if (Clock::now() > deadline) fail(explain());
     }
@@ -141,11 +157,28 @@ class Peers {
     throw Error(segment.header().message);
   }
 
+  // Run `action`. An exception that leaves it is known to this rank only, which may go on: then the
+  // other ranks would take its next steps for the missing ones, and return wrong numbers. So tell
+  // all ranks. (An Error is known to all ranks already.)
+  template <class Action>
+  void run(Kind kind, Action action) const {
+    try {
+      action();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      fail_in(kind, error.what());
+    } catch (...) {
+      fail_in(kind, "an unknown exception");
+    }
+  }
+
   // Tell all ranks that the group is broken, and why. The first reason counts; throw it.
-  [[noreturn]] void fail(const std::string& why) const {
+  [[noreturn]] void fail(const std::string& why) const { fail(why.c_str()); }
+  [[noreturn]] void fail(const char* why) const {
     uint32_t nobody = 0;
     if (segment.header().failed.compare_exchange_strong(nobody, 1)) {
-      snprintf(segment.header().message, sizeof(Header::message), "%s", why.c_str());
+      snprintf(segment.header().message, sizeof(Header::message), "%s", why);
       segment.header().failed.store(2, std::memory_order_release);
       for (int peer = 0; peer < segment.size; ++peer) {  // wake them up
         wake(segment.state(peer).posted);
@@ -178,8 +211,21 @@ class Peers {
     Flag& flag;
   };
 
-  static void wake(Flag& flag) {
-    syscall(SYS_futex, &flag.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  // "rank 1 failed in all_reduce (its operation 7): ..."; allocates nothing, since memory may be short
+  [[noreturn]] void fail_in(Kind kind, const char* reason) const {
+    const bool transfers = kind == Kind::send || kind == Kind::recv;
+    char why[sizeof(Header::message)];
+    snprintf(why, sizeof(why), "rank %d failed in %s (%sits operation %llu): %s", rank,
+             name_of(kind), transfers ? "after " : "",
+             static_cast<unsigned long long>(segment.state(rank).number.load()), reason);
+    fail(why);
+  }
+
+  bool all_others_have_left() const {
+    for (int peer = 0; peer < segment.size; ++peer) {
+      if (peer != rank && !segment.state(peer).has_left.load()) return false;
+    }
+    return true;
   }
 
   // A living rank holds its own mutex. When it dies in any way, the kernel marks the mutex before

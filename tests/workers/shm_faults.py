@@ -3,8 +3,10 @@
 python shm_faults.py CASE FOLDER: each rank writes its error messages and times to FOLDER/RANK.json.
 """
 
+import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -23,8 +25,11 @@ RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)
 
 
 def main() -> None:
-    if CASE == "hosts":
-        return save(told(join))
+    if CASE in ("hosts", "network", "descriptors"):
+        begin, limits = time.perf_counter(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        found = {"message": told(join), "seconds": time.perf_counter() - begin}
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return save(found)
     if CASE.startswith("dies") and RANK == SIZE - 1 and os.fork():
         os.wait()  # the killed rank is a child, so that the job outlives it
         return None
@@ -38,7 +43,28 @@ def join() -> None:
     if CASE == "hosts" and RANK == 1:
         read = Path.read_text
         Path.read_text = lambda path: "another host" if path.name == "boot_id" else read(path)
-    dist.init_process_group("shm", timeout=timedelta(seconds=60))
+    limit = timedelta(seconds=60)
+    if CASE in ("network", "descriptors"):
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False)  # the test serves it
+        restrict_rank_1(store)
+        dist.init_process_group("shm", store=store, rank=RANK, world_size=SIZE, timeout=limit)
+    else:
+        dist.init_process_group("shm", timeout=limit)
+
+
+def restrict_rank_1(store: dist.Store) -> None:
+    """Take from rank 1 the network namespace, or all new descriptors; the store stays connected."""
+    shm.backend.compiled()
+    if RANK == 1 and CASE == "descriptors":
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+    if RANK == 1 and CASE == "network" and ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET
+        store.set("refused", "")
+    store.set(f"restricted {RANK}", "")
+    store.wait([f"restricted {rank}" for rank in range(SIZE)])
+    if store.check(["refused"]):
+        raise RuntimeError("no new network")
 
 
 def told(call) -> str:
@@ -104,6 +130,30 @@ def dies_any_time(seed: str) -> None:
     save({"message": told(forever)})
 
 
+# ---- an operation fails on one rank
+
+
+def unmapped() -> None:
+    """Rank 1 has no addresses left to map the heaps of the other ranks, then has them again."""
+    x, y = shm.empty(100_000).fill_(1), torch.ones(100_000)
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    if RANK == 1:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, unlimited[1]))
+    messages = [told(lambda: dist.all_reduce(x))]
+    resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    messages += [told(lambda: dist.all_reduce(y)), told(dist.barrier)]
+    save({"messages": messages, "x": [x[0].item(), x[-1].item()], "y": y[0].item()})
+
+
+def inference() -> None:
+    """An asynchronous call may write to an inference tensor, which only inference mode allows."""
+    with torch.inference_mode():
+        x = torch.ones(6, 4).t()  # not contiguous: shm writes the result back
+        dist.all_reduce(x, async_op=True).wait()
+    save(x.tolist())
+
+
 # ---- a rank is late, or makes another call
 
 
@@ -117,6 +167,42 @@ def late() -> None:
         else:
             messages[name] = told(lambda g=group, call=call: call(g))
     save(messages)
+
+
+def wait() -> None:
+    """Rank 0 waits for half a second; rank 1 calls later. The operation goes on."""
+    store = dist.distributed_c10d._get_default_store()  # no public name
+    x = torch.full((100_000,), RANK + 1.0)
+    found = {}
+    if RANK == 0:
+        work = dist.all_reduce(x, async_op=True)
+        begin = time.perf_counter()
+        found["message"] = told(lambda: work.wait(timedelta(seconds=0.5)))
+        found["seconds"] = time.perf_counter() - begin
+        store.set("timed out", "")
+        found["again"] = told(lambda: work.wait(timedelta(seconds=50)))
+    else:
+        store.wait(["timed out"])
+        dist.all_reduce(x)
+    found["x"] = [x[0].item(), x[-1].item()]
+    dist.barrier()
+    save(found)
+    dist.destroy_process_group()
+
+
+def nobody_left() -> None:
+    """Rank 0 receives from any rank when all other ranks have left the group, or leave it."""
+    group = dist.new_group()
+    if RANK > 0:
+        dist.destroy_process_group(group)
+        del group
+    messages = []
+    begin = time.perf_counter()
+    if RANK == 0:
+        work = dist.irecv(torch.ones(3), group=group)
+        messages = [told(work.wait), told(lambda: dist.recv(torch.ones(3), group=group))]
+    save({"messages": messages, "seconds": time.perf_counter() - begin})
+    dist.barrier()
 
 
 def mismatch() -> None:
@@ -181,13 +267,21 @@ def fork() -> None:
         dist.destroy_process_group()
         messages["new group"] = told(calls["new group"])
         messages["kept"] = kept.tolist()
+        kept[0] = 9
         del kept
         os.write(writes, json.dumps(messages).encode())
         os._exit(0)
     _, status = os.waitpid(child, 0)
     x = torch.full((100_000,), 1.0)
     dist.all_reduce(x)
-    save({"child": json.loads(os.read(reads, 10**6)), "status": status, "sum": x[0].item()})
+    save(
+        {
+            "child": json.loads(os.read(reads, 10**6)),
+            "status": status,
+            "sum": x[0].item(),
+            "kept": kept.tolist(),
+        }
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -241,6 +335,10 @@ def all_die() -> None:
 
 
 CASES = {
+    "wait": wait,
+    "nobody_left": nobody_left,
+    "unmapped": unmapped,
+    "inference": inference,
     "dies": dies,
     "dies_any_time": dies_any_time,
     "late": late,

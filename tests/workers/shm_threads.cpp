@@ -78,7 +78,8 @@ class Rank {
     }
     auto run = [=, this](shm::Patience patience) {
       try {
-        operate(plan, *in, *out, {deadline(), patience});
+        const auto operation = [&] { operate(plan, *in, *out, {deadline(), patience}); };
+        group_.collectives.run(plan.kind, operation);
       } catch (const std::exception& error) {
         give_up(error.what(), plan, rank_);
       }

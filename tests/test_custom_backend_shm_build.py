@@ -1,0 +1,126 @@
+"""custom_backend/shm/build.py: no compiler, killed builds, processes that wait for a build."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from torch.torch_version import TorchVersion
+
+pytest.importorskip("shm", exc_type=RuntimeError)  # RuntimeError: no compiler
+from shm import build
+
+
+def test_no_compiler_is_one_clear_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        RuntimeError, match=r"^shm: c\+\+ and ninja not found\. .*apt install g\+\+"
+    ):
+        build.load()
+    (tmp_path / "ninja").write_text("#!/bin/sh\n")
+    (tmp_path / "ninja").chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"^shm: c\+\+ not found\."):
+        build.load()
+
+
+def test_an_old_torch_is_one_clear_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    with pytest.raises(RuntimeError, match=r"^shm: needs torch 2\.14 or newer, this is 2\.13\.0$"):
+        build.load()
+
+
+@pytest.fixture
+def small_source(tmp_path, monkeypatch) -> Path:
+    """A small source instead of the real ones, which compile for a minute."""
+    if shutil.which("ninja") is None or shutil.which(build.compiler()) is None:
+        pytest.skip("needs a C++ compiler and ninja")
+    source = tmp_path / "small.cpp"
+    source.write_text(
+        "#include <Python.h>\n"
+        'static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "shm_backend", nullptr, -1};\n'
+        'extern "C" PyObject* PyInit_shm_backend() { return PyModule_Create(&definition); }\n'
+    )
+    monkeypatch.setattr(build, "SOURCES", [source])
+    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
+    return source
+
+
+@pytest.mark.slow
+def test_a_killed_build_does_not_block_the_next(small_source):
+    directory = build.cache() / build.fingerprint()
+    unfinished = directory / "unfinished"
+    unfinished.mkdir(parents=True)
+    (directory / "building").touch()
+    (unfinished / "lock").touch()  # torch's own lock, on which its build waits forever
+    (unfinished / "shm_backend.so").write_bytes(b"half")
+    module = build.load()
+    assert Path(module.__file__) == directory / "shm_backend.so"
+    assert sorted(os.listdir(directory)) == ["building", "shm_backend.so"]
+    # From now on neither a compiler nor ninja is needed.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        build.load()
+
+
+@pytest.mark.slow
+def test_what_the_compiler_says_is_shown(small_source):
+    small_source.write_text("int main() { return forty_two; }\n")
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^shm: the backend could not be compiled:.*forty_two"
+    ):
+        build.load()
+    assert not list(build.cache().glob("*/shm_backend.so"))
+
+
+def test_other_systems_than_linux_are_one_clear_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(
+        RuntimeError, match=r"^shm: needs Linux \(.*\), this is darwin\. Take gloo$"
+    ):
+        build.check_tools()
+
+
+def test_a_process_that_waits_for_a_build_says_so(tmp_path, capsys):
+    path, entered = tmp_path / "building", threading.Event()
+
+    def second() -> None:
+        with build.alone(path, "waiting for the first"):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with build.alone(path, "never printed"):
+        thread.start()
+        said = ""
+        while not said:  # the limit of the test ends it
+            said = capsys.readouterr().err
+        assert said == "waiting for the first\n"
+        assert not entered.is_set()
+    thread.join(60)
+    assert entered.is_set()
+
+
+def test_python_m_builds_ahead():
+    command = [sys.executable, "-m", "shm.build"]
+    folder = ROOT / "custom_backend"
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90)
+    assert (result.stdout, result.stderr) == (f"{build.library()}\n", "")
+
+
+def test_each_build_has_its_own_place(small_source, monkeypatch):
+    fingerprints = {build.fingerprint()}
+    monkeypatch.setattr(build, "FLAGS", ["-O0"])
+    fingerprints.add(build.fingerprint())
+    monkeypatch.setenv("CXX", "clang++")
+    fingerprints.add(build.fingerprint())
+    small_source.write_text("")
+    fingerprints.add(build.fingerprint())
+    assert len(fingerprints) == 4
+    assert all(a != b for a, b in itertools.combinations(fingerprints, 2))
