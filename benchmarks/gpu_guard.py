@@ -1,7 +1,7 @@
 """End the commands of benchmarks/gpu.py when it ends in any way, even by SIGKILL.
 
-gpu.py starts it as `python gpu_guard.py MARK` and holds the other end of its standard input. It
-imports no torch, so it is ready at once.
+gpu.py starts it, with the mark in the environment of all its commands as the only argument, and
+holds the other end of its standard input. It imports no torch, so it is ready at once.
 """
 
 import contextlib
