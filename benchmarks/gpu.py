@@ -102,7 +102,7 @@ def page_of(day: dict) -> str:
 
 
 def identity(args) -> dict[str, str]:
-    """What all numbers of one report have in common."""
+    """The machine, versions and sizes that all numbers of one report share."""
     return {"machine": bench.machine(), "device": args.device, "sizes": args.sizes}
 
 

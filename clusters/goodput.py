@@ -22,7 +22,7 @@ from closed_pipe import quiet_if_closed
 
 # (GPU hours between two unexpected interruptions of a job, the largest job with this figure): hours
 # between interruptions times the job's GPUs. This is not how long a GPU lives: GPUs caused more
-# than half of Llama 3's interruptions; hosts, network and software caused the others.
+# than half of Llama 3's interruptions; hosts, network and software caused the rest.
 #   tuned: 419 interruptions in 54 days on 16,384 GPUs. The Llama 3 Herd of Models, 2024, 3.3.4. (It
 #       reports more than 90 % of effective time: saves and restarts took less than our defaults.)
 #   research: 7.9 hours for jobs of 1,024 GPUs. Kokolis et al., Revisiting Reliability in

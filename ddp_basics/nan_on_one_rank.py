@@ -6,7 +6,7 @@
 
     no check         DDP averages the NaN into every gradient: after the step all replicas are NaN
     one rank skips   `if not loss.isfinite(): continue`: no error at first. From then on this rank
-                     is one batch ahead of the others, and at the end they wait for it
+                     is one batch ahead of the other ranks, and at the end these wait
     all ranks skip   the norm of the averaged gradients is one number on all ranks, so all ranks
                      decide alike, without another collective; then they compare their own losses
 

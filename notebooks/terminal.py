@@ -5,7 +5,7 @@ said = hosts("lab_up", "python clusters/lab.py up 3")    prints what the command
 agent = start("torchrun ...")                            the same in the background
 
 The commands are lines of bash, typed in the root of the repository; $RUNS is a folder for files
-that nobody needs later. Some need root, a GPU, or packages of the system. Where lab.py, streams.py
+that may be deleted. Some need root, a GPU, or packages of the system. Where lab.py, streams.py
 or test_cluster.sh say that they cannot run here, this terminal shows recorded/lab_up.txt, now and
 from then on, and a first line says which of the two it is, and why. Everything else that fails
 raises.

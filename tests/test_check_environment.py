@@ -120,7 +120,7 @@ def test_a_check_that_raises_is_one_line(monkeypatch):
 
 
 def names(monkeypatch, known: dict[str, str]) -> None:
-    """Names resolve to these addresses; all others do not."""
+    """Names resolve to these addresses; all other names do not."""
 
     def getaddrinfo(host, port, family=0, type=0, proto=0, flags=0):
         if host not in known:

@@ -130,7 +130,7 @@ def test_processes_that_are_killed_agree(tmp_path):
 
 
 def work(clock, file: Path, ticks: int, restart: int) -> None:
-    """Continue where the last process stopped, and save after so many ticks."""
+    """Continue where the last process stopped, and save each time after `ticks` ticks."""
     saved = saved_in(file)
     for tick in itertools.count(1):
         clock.recv()

@@ -84,7 +84,7 @@ def read_weights(settings: Settings, config: GPTConfig) -> "Weights":
 class Weights:
     """Our name -> a full weight of a folder's safetensors, mapped into memory.
 
-    What is copied from a weight is read from the disk, and nothing else of it.
+    A copy of a part of a weight reads only that part from the disk.
     """
 
     def __init__(self, folder: Path, config: GPTConfig):

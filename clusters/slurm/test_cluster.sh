@@ -52,7 +52,7 @@ SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU=40
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 KillWait=10
-# Some sites set this: when a rank ends with a status that is not 0, srun ends the others in KillWait.
+# Some sites set this: when a rank ends with a status that is not 0, srun ends the other ranks after KillWait.
 KillOnBadExit=1
 # A node claims 96 cores and 8 GPUs, whatever this machine has.
 SlurmdParameters=config_overrides

@@ -89,7 +89,7 @@ class Recorder:
         self.steps += 1
         self.progress[0].write_bytes(b"." * self.steps)
         if self.steps == self.kill_at:
-            # A rank that does not wait for the others may be ahead of them.
+            # A rank that does not wait for the other ranks may be ahead of them.
             while any(size(file) < self.steps - 1 for file in self.progress):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,7 @@ readers who do not see red and green, and black text can be read on each of them
 
 page.py has the look and what shows a picture, charts.py and tensors.py what is drawn in it.
 Pictures that belong to one chapter alone lie beside them, in a module of the chapter's name.
-Each ends with show(), which refuses letters that nobody could read.
+Each ends with show(), which refuses letters that are too small to read.
 """
 
 from figures.charts import Span, bars, curves, panels, timeline

@@ -1,6 +1,6 @@
 """The page of a chapter: how wide it is, how small letters may be, its colours; still and moving.
 
-show(figure) and movie(draw, frames) are the only ways out: both refuse what nobody could read.
+show(figure) and movie(draw, frames) are the only ways out: both refuse what is too small to read.
 """
 
 import io

@@ -33,7 +33,7 @@ def staleness(pushes: Sequence[tuple[int, int]]) -> None:
     """How many pushes of each trainer were how stale.
 
     pushes: (trainer, staleness), in the order in which they came. Raises AssertionError where a
-    staleness is not the number of pushes by others since this trainer's last one.
+    staleness is not the number of other trainers' pushes since this trainer's last one.
     """
     last = {}
     for k, (trainer, stale) in enumerate(pushes):
