@@ -138,12 +138,13 @@ def test_a_second_group_without_a_prefix(copy):
     """
     join = "dist.init_process_group(\n            backend, store=dist"
     late = "time.sleep(0.2 * (rank == 0))\n        "
-    soon = join.replace("backend", "backend, timeout=timedelta(seconds=1)")
-    copy.edit("init_methods.py", join, late + soon)
+    copy.edit("init_methods.py", join, late + join)
     copy.edit(
         "init_methods.py", 'for name in ("first", "second")', "for name in map(str, range(16))"
     )
     copy.run("init_methods.py").check()
+    soon = join.replace("backend", "backend, timeout=timedelta(seconds=1)")
+    copy.edit("init_methods.py", join, soon)
     copy.edit("init_methods.py", "store=dist.PrefixStore(name, store)", "store=store")
     broken = copy.run("init_methods.py")
     assert broken.returncode == 1
