@@ -2,11 +2,13 @@
 
 import itertools
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,8 +90,11 @@ def test_other_systems_than_linux_are_one_clear_sentence(monkeypatch):
         build.check_tools()
 
 
-def test_a_process_that_waits_for_a_build_says_so(tmp_path, capsys):
-    path, entered = tmp_path / "building", threading.Event()
+def test_a_process_that_waits_for_a_build_says_so(tmp_path, monkeypatch):
+    path, entered, said = tmp_path / "building", threading.Event(), queue.SimpleQueue()
+    # (capsys would lose what another thread writes while it is read.)
+    stream = SimpleNamespace(write=said.put, flush=lambda: None)
+    monkeypatch.setattr(sys, "stderr", stream)
 
     def second() -> None:
         with build.alone(path, "waiting for the first"):
@@ -98,10 +103,7 @@ def test_a_process_that_waits_for_a_build_says_so(tmp_path, capsys):
     thread = threading.Thread(target=second)
     with build.alone(path, "never printed"):
         thread.start()
-        said = ""
-        while not said:  # the limit of the test ends it
-            said = capsys.readouterr().err
-        assert said == "waiting for the first\n"
+        assert said.get(timeout=60) == "waiting for the first"
         assert not entered.is_set()
     thread.join(60)
     assert entered.is_set()
