@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "clusters"))
 import preflight
 import preflight_agent
 import preflight_fleet
+import preflight_gpus
 import preflight_verdict as verdict
 
 sys.path.remove(str(ROOT / "clusters"))
@@ -163,18 +164,18 @@ def test_limits(tmp_path, monkeypatch):
 
 def test_what_the_driver_says(tmp_path, monkeypatch):
     """A program that answers as nvidia-smi is documented to; there is no GPU here."""
-    assert preflight_agent.asked_of_the_driver("driver_version") == []
+    assert preflight_gpus.asked_of_the_driver("driver_version") == []
     program = tmp_path / "nvidia-smi"
     answers = "0x0000000000000004\n0x0000000000000048\nN/A"
     program.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=clocks ] && echo "{answers}"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    reasons = preflight_agent.asked_of_the_driver("clocks")
+    reasons = preflight_gpus.asked_of_the_driver("clocks")
     assert len(reasons) == 3
-    assert preflight_agent.slowed_down(reasons) == [
+    assert preflight_gpus.slowed_down(reasons) == [
         "GPU 1: its clock is slowed down by hardware and heat",
     ]
-    assert preflight_agent.asked_of_the_driver("temperature") == []
+    assert preflight_gpus.asked_of_the_driver("temperature") == []
 
 
 # ---- all_reduce
@@ -452,7 +453,7 @@ def test_gpus_that_torch_does_not_see_are_named(monkeypatch, tmp_path):
     """Else a job of Slurm that forgot to request its GPUs has "nothing wrong"."""
     for gpu in range(torch.cuda.device_count() + 2):
         (tmp_path / str(gpu)).mkdir()
-    monkeypatch.setattr(preflight_agent, "DRIVER", tmp_path)
+    monkeypatch.setattr(preflight_gpus, "DRIVER", tmp_path)
     wrong = " ".join(preflight_agent.facts([], str(tmp_path))["wrong"])
     seen = torch.cuda.device_count()
     assert f"torch sees {seen} of the {seen + 2} GPUs here" in wrong
