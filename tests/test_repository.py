@@ -558,11 +558,11 @@ def test_poor_help_is_caught(tmp_path):
 
 
 def all_options(path: Path) -> set[str]:
-    """Those that the script adds, and a template's config.py for it."""
+    """Those that the script adds, and a template's config.py or flags.py for it."""
     source = path.read_text()
     options = options_of(source)
-    if re.search(r"^from config import .*parse_args", source, flags=re.MULTILINE):
-        options |= options_of((path.parent / "config.py").read_text())
+    for name in re.findall(r"^from (\w+) import .*parse_args", source, flags=re.MULTILINE):
+        options |= options_of((path.parent / f"{name}.py").read_text())
     return options
 
 

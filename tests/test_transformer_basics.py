@@ -19,6 +19,7 @@ import torch.distributed as dist
 from arguments import UserError
 from config import AXES, Settings
 from data import Batches, bigram_loss
+from flags import parse_args
 from helpers import ROOT, python, read_metrics, torchrun
 from hugging_face import from_hugging_face, to_hugging_face
 from model import GPT, GPTConfig, initialize
@@ -522,7 +523,7 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys, flags, ranks, message
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
     with pytest.raises(SystemExit) as exit_:
-        config.parse_args()
+        parse_args()
     assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert message in said

@@ -3,7 +3,7 @@
 import json
 import sys
 
-import config
+import flags
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,10 +122,10 @@ def test_a_preset_has_the_parameters_of_its_model(name, parameters):
 
 def test_flags_override_a_preset(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--preset", "smollm2-135m", "--layers", "2"])
-    settings = config.parse_args()
+    settings = flags.parse_args()
     assert (settings.layers, settings.heads, settings.kv_heads) == (2, 9, 3)
     assert (settings.architecture, settings.rope_theta, settings.tied) == ("llama", 1e5, True)
     more = ["--no-tied", "--rope-scaling", "8", "1", "4", "8"]
     monkeypatch.setattr(sys, "argv", [*sys.argv, *more])
-    settings = config.parse_args()
+    settings = flags.parse_args()
     assert (settings.tied, settings.rope_scaling) == (False, (8.0, 1.0, 4.0, 8.0))

@@ -15,9 +15,10 @@ from datetime import timedelta
 
 import torch
 from checkpoint import save_checkpoint
-from config import Settings, parse_args
+from config import Settings
 from data import Batches, load_corpus
 from evaluation import evaluate, held_out_windows, mean_over_ranks
+from flags import parse_args
 from metrics import make_profiler
 from optimizer import make_optimizer, set_learning_rate
 from parallelize import seed_generators, spread_model

@@ -18,10 +18,11 @@ import step as one_step
 import torch
 import torch.nn.functional as F
 from comparing_meshes import of_all_stages
-from config import Settings, parse_args
+from config import Settings
 from counting_by_axis import CountByAxis
 from data import batch_part
 from evaluation import mean_over_ranks
+from flags import parse_args
 from model import GPT, initialize
 from optimizer import make_optimizer
 from parallelize import spread_model

@@ -1,0 +1,112 @@
+"""The flags of train.py; their defaults are in config.py."""
+
+import argparse
+import math
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least, between
+from config import PRECISIONS, Settings
+from presets import PRESETS
+
+
+def with_preset(parser: ArgumentParser) -> dict:
+    """The values of the flags; the shape of --preset takes the place of their defaults."""
+    parser.set_defaults(**PRESETS.get(parser.parse_args().preset, {}))
+    values = vars(parser.parse_args())
+    del values["preset"]  # a run is known by what it means
+    scaling = values.get("rope_scaling")
+    return values | {"rope_scaling": tuple(scaling) if scaling else None}
+
+
+def parse_args() -> Settings:
+    parser = ArgumentParser(description="Train a GPT on a mesh of devices.")
+    add = parser.add_argument_group("data").add_argument
+    add("--data", nargs="+", type=Path, help="text files (default: Python's standard library)")
+    add("--tokenizer", help="id on the Hugging Face hub or directory (default: bytes as tokens)")
+    add("--init-from", help="start from the weights of a model: id on the hub or directory")
+    add = parser.add_argument_group("model").add_argument
+    add("--layers", type=at_least(1), help="transformer blocks")
+    add("--heads", type=at_least(1), help="attention heads")
+    add("--dim", type=at_least(1), help="width of the model (default: 96)")
+    add("--block-size", type=at_least(1), help="tokens per sequence (default: 128)")
+    tied = "use the token embedding's weight in the head"
+    add("--tied", action=argparse.BooleanOptionalAction, help=tied)
+    add("--preset", choices=PRESETS, help="the shape of this model; other flags override it")
+    blocks = "gpt2, or llama: RMSNorm, rotary positions, SwiGLU, no biases (default: gpt2)"
+    add("--architecture", choices=("gpt2", "llama"), help=blocks)
+    add("--kv-heads", type=at_least(1), help="heads of keys and values (default: --heads)")
+    add("--head-dim", type=at_least(1), help="width of a head (default: --dim / --heads)")
+    add("--mlp-dim", type=at_least(1), help="width inside the MLP (default: 4 x --dim)")
+    normalized = "normalize each head of queries and keys, as Qwen3"
+    add("--qk-norm", action=argparse.BooleanOptionalAction, help=normalized)
+    add("--window", type=at_least(1), help="tokens that a token attends to (default: all)")
+    add("--norm-eps", type=above(0), help="added to variances in norms")
+    add("--rope-theta", type=above(0), help="base of rotary positions")
+    add(
+        "--rope-scaling",
+        type=above(0),
+        nargs=4,
+        metavar=("FACTOR", "LOW", "HIGH", "LENGTH"),
+        help="Llama 3's scaling of rotary positions",
+    )
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=at_least(1), help="steps of the run (default: 2000)")
+    add("--batch-size", type=at_least(1), help="sequences per step over all ranks (default: 16)")
+    add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: --pp)")
+    once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
+    add("--reduce-once", action="store_true", help=once)
+    add("--lr", type=above(0), help="peak learning rate (default: 0.005)")
+    add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
+    add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.1)")
+    add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
+    add("--precision", choices=PRECISIONS, help="dtype of matmuls; parameters stay fp32")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
+    add("--compile", action="store_true", help="torch.compile each block")
+    add("--seed", type=int, help="seed of weights and data")
+    add = parser.add_argument_group("parallelism").add_argument
+    add("--pp", type=at_least(1), help="pipeline stages (default: 1)")
+    add("--dp-replicate", type=at_least(1), help="replicas (default: ranks / (pp x dp-shard x tp))")
+    add("--dp-shard", type=at_least(1), help="FSDP shards per replica (default: 1)")
+    add("--tp", type=at_least(1), help="tensor-parallel shards of each layer (default: 1)")
+    tokens = "with --tp: shard the tokens between the tensor-parallel layers"
+    add("--sequence-parallel", action="store_true", help=tokens)
+    add("--loss-parallel", action="store_true", help="with --tp: never gather the logits")
+    add("--keep-gathered", action="store_true", help="do not reshard after forward (ZeRO-2)")
+    add = parser.add_argument_group("hardware").add_argument
+    add("--device", choices=DEVICES, help=DEVICE_HELP)
+    add("--backend", help="backend of collectives (default: nccl on CUDA GPUs, gloo on CPUs)")
+    add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
+    add = parser.add_argument_group("output").add_argument
+    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
+    add(
+        "--checkpoint-every",
+        type=at_least(1),
+        help="save every N steps and after the last (default: 250)",
+    )
+    add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
+    add("--log-every", type=at_least(1), help="log every N steps (default: 50)")
+    add(
+        "--eval-every",
+        type=at_least(1),
+        help="evaluate every N steps and after the last (default: 250)",
+    )
+    add("--eval-batches", type=at_least(1), help="held-out batches to evaluate (default: 16)")
+    add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
+    add("--profile", action="store_true", help="trace three steps to OUTPUT_DIR/trace_RANK.json")
+    add("--prompt", help="text that the sample at the end continues")
+    add("--sample", type=at_least(0), help="tokens to generate at the end (default: 300)")
+    parser.set_defaults(**asdict(Settings()))
+    settings = Settings(**with_preset(parser))
+
+    try:
+        settings = settings.on(int(os.environ.get("WORLD_SIZE", 1)))
+    except UserError as error:
+        parser.error(str(error))
+    if (settings.tensorboard or settings.profile) and not settings.output_dir:
+        parser.error("--tensorboard and --profile need an --output-dir to write to")
+    if not settings.prompt:
+        parser.error("--prompt is empty: the model continues at least one character")
+    parser.make_folder("--output-dir", settings.output_dir)
+    return settings
