@@ -10,7 +10,8 @@ r"""Elastic training: hosts join and leave, and the result stays that of one pro
 
 A step has PARTS micro-batches, for any number of ranks. They are distributed round-robin: three
 ranks take 4 each, five take 3, 3, 2, 2 and 2. Each rank accumulates the gradients of its own
-micro-batches, then DDP sums over the ranks. So the global batch, the order of the data and the
+micro-batches, then DDP averages over the ranks; a factor of world_size / PARTS makes this the mean
+over all micro-batches. So the global batch, the order of the data and the
 learning rate depend on the step alone, and a rank's memory does not grow when another rank leaves.
 """
 

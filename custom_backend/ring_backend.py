@@ -71,7 +71,7 @@ def show_training(group, steps: int, worker: Worker) -> None:
     differences = torch.tensor([largest_difference(a, b) for a, b in pairs])
     dist.all_reduce(differences, op=dist.ReduceOp.MAX)
     if worker.is_main:
-        print(f"\n3. DDP, {steps} steps: the largest difference to Gloo, over all ranks")
+        print(f"\n3. DDP, {steps} steps: the largest difference from Gloo, over all ranks")
         print(f"   gradients  {differences[0]:.1e}")
         print(f"   parameters {differences[1]:.1e}")
 

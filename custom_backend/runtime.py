@@ -127,7 +127,7 @@ def own_device(device: str) -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", 0)) if count > 1 else 0
     if index >= count:
         raise UserError(
-            f"needs a {device} device of its own and sees {count}: start one rank per device, or "
+            f"needs its own {device} device, but sees {count}: start one rank per device, or "
             "pass --device cpu"
         )
     return torch.device(device, index)
@@ -145,7 +145,7 @@ def choose_backend(name: str | None, kind: str) -> str:
     """The backend: `name` or torch's default, plus one for CPU tensors if it cannot send them."""
     name = name.lower() if name else DEFAULTS[kind]
     if not dist.is_backend_available(name):
-        fail(f"--backend {name} is unknown to this torch, or it was built without it")
+        fail(f"--backend {name} is not in this build of torch")
     if ":" in name:  # such as "cpu:gloo,cuda:nccl"
         by_device, devices = name, [part.partition(":")[0] for part in name.split(",")]
     else:

@@ -7,8 +7,9 @@ DDP passes each full bucket of gradients to its communication hook, which return
 averaged bucket. The script trains the same model once per hook. It counts the bytes of the tensors
 that one rank passes to collectives in a step.
 
-Look at the error: top-k omits most of each gradient, yet trains, because it keeps the rest and
-sends it later. Fewer bytes save time only if the network is the bottleneck: measure on yours.
+Look at the error: top-k omits most of each gradient, yet trains, because it adds the values that it
+has not sent to the next gradient (error feedback). Fewer bytes save time only if the network is the
+bottleneck: measure on yours.
 """
 
 import json
@@ -204,7 +205,7 @@ def formula(name: str, args, shapes: list[torch.Size]) -> int:
 
 def print_rows(rows: list[dict], args) -> None:
     print(f"{args.epochs} epochs, global batch {args.batch_size}, AdamW")
-    print("hook       bytes a step    formula    ratio   error of a gradient   test accuracy")
+    print("hook     bytes per step    formula    ratio   error of a gradient   test accuracy")
     for row in rows:
         print(
             f"{row['hook']:8}   {row['bytes']:12,.0f}   {row['formula']:8,}   "

@@ -121,7 +121,7 @@ def check_finite(step: int, loss: float, grad_norm: float, precision: str = "fp3
     if not math.isfinite(loss if precision == "fp16" else loss + grad_norm):
         raise UserError(
             f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a smaller --lr, "
-            "a longer --warmup or a smaller --clip; checkpoints from before are as they were"
+            "a longer --warmup or a smaller --clip; earlier checkpoints are unaffected"
         )
 
 

@@ -27,10 +27,10 @@ def train(device: torch.device, rank: int, world_size: int, epochs: int) -> None
     sampler = DistributedSampler(train_set)  # shuffles, and gives each rank its share of the images
     loader = DataLoader(train_set, batch_size=batch // world_size, sampler=sampler)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
-    ddp_model = DistributedDataParallel(model)  # from now on backward() averages over all ranks
+    ddp_model = DistributedDataParallel(model)  # backward() averages gradients over all ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(epochs):
-        sampler.set_epoch(epoch)  # another order in every epoch
+        sampler.set_epoch(epoch)  # a different order in every epoch
         model.train()
         for x, y in loader:
             optimizer.zero_grad()

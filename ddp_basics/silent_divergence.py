@@ -18,7 +18,7 @@ equal and make the same steps. In each table, look at the losses: they fall on e
 right. Then look at the test accuracy, which all ranks measure on the same images: the ranks no
 longer hold the same model. Below the table is the message of `check_replicas` (replicas.py). It
 compares one checksum per rank, so a training script can afford it at every logged step. The last
-lines are the cure and the message of `check_replicas` with it.
+lines show the fix, and what check_replicas then reports.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def main() -> None:
                 f"{worker.world_size} rank(s)"
             )
         if worker.is_main and worker.world_size == 1:
-            print("one rank alone cannot diverge: start two or more by torchrun")
+            print("one rank alone cannot diverge: start two or more with torchrun")
         ended = {}
         for name in CASES if args.case == "all" else [args.case]:
             wrong = run(CASES[name], False, args.steps, worker)
@@ -257,8 +257,8 @@ def report(name: str, wrong: dict, cured: dict, worker: Worker) -> None:
     if wrong["error"]:
         print(f"DDP says later: {wrong['error']}")
     held = cured["difference"] or cured["error"] or f"equal bits on {worker.world_size} rank(s)"
-    print(f"cure: {cure}")
-    print(f"with it: {held} after each of {len(cured['losses'])} steps")
+    print(f"fix: {cure}")
+    print(f"with the fix: {held} after each of {len(cured['losses'])} steps")
 
 
 def parse_args():

@@ -49,8 +49,8 @@ collate = None  # a list of samples -> a batch; None: torch's default
 def build_model(settings: TaskSettings) -> nn.Module:
     """The model on the CPU, with initial values drawn from torch's global generator.
 
-    Its modules train in the mode that they have here: a frozen BatchNorm may be in eval mode, and
-    what from_pretrained() returns needs train() for dropout.
+    Its modules train in the mode that they have here: a frozen BatchNorm may be in eval mode, and a
+    model of from_pretrained() needs train() for dropout.
     """
     return SmallCNN(image_size=IMAGE_SIZE[settings.dataset])
 

@@ -7,9 +7,10 @@ r"""Train with DistributedDataParallel on any number of ranks: the template to c
     torchrun --nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \
         --rdzv-id=digits ddp_basics/train.py                  # two nodes: the same line on each
 
-task.py is all you replace for a model of your own. minimal.py has the distributed lines alone.
-Look at the last line: the test accuracy is the same for any number of ranks, because the global
-batch is. With --output-dir, the same command continues where the last one stopped.
+task.py is all you replace for a model of your own. minimal.py is the idea in one screen, without
+checkpoints. Look at the last line: the test accuracy does not depend on the number of ranks (which
+must divide --batch-size), because the global batch does not. With --output-dir, the same command
+continues where the last one stopped.
 """
 
 import sys
@@ -72,7 +73,7 @@ def train(settings: Settings, worker: Worker) -> int:
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
-            "the learning rate follows the new plan"
+            "the learning rate follows the new schedule"
         )
     # Broadcasts rank 0's parameters and buffers now, and averages the gradients of all ranks in
     # every backward. Freeze and resume the model before this line.
@@ -86,7 +87,7 @@ def train(settings: Settings, worker: Worker) -> int:
 
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
     first_step, result, stopped_by = step, None, 0
-    if step and step % steps_per_epoch == 0:  # the evaluation that comes after the save
+    if step and step % steps_per_epoch == 0:  # stopped between a save and its evaluation
         result = evaluate_as_trained(model, test_set, settings, worker)
         metrics.log(step, step // steps_per_epoch - 1, **result)
     throughput = Throughput(step)
@@ -107,7 +108,7 @@ def train(settings: Settings, worker: Worker) -> int:
 
             check_finite(step, float(loss), float(grad_norm), settings.precision)
             average_buffers(model)  # BatchNorm's statistics are those of a rank's own batches
-            check_replicas(model, step, worker)  # ranks that drift apart do so without an error
+            check_replicas(model, step, worker)  # replicas can diverge without an error
             metrics.log(
                 step,
                 epoch,
@@ -124,7 +125,7 @@ def train(settings: Settings, worker: Worker) -> int:
             if end_of_epoch:
                 result = evaluate_as_trained(model, test_set, settings, worker)
                 metrics.log(step, epoch, **result)
-            throughput.start(step)  # what was done since it stopped is no training
+            throughput.start(step)  # leaves out logging, saving, evaluation
 
     metrics.close()
     if stopped_by:
@@ -156,21 +157,21 @@ def train_step(
     sums = torch.zeros(2, dtype=torch.float64, device=worker.device)  # of losses, their count
     for i, part in enumerate(split(batch, settings.accumulate)):
         last = i == settings.accumulate - 1
-        # Gradients travel in the last backward only; the earlier ones add up on each rank. The
-        # forward pass must be inside no_sync() too: it is where DDP decides.
+        # DDP all-reduces in the last backward only; until then each rank adds up its gradients. The
+        # forward pass must also be inside no_sync(): DDP decides there.
         with nullcontext() if last else ddp_model.no_sync():
             with autocast(settings, worker.device):
                 loss_sum, count, _ = compute_loss(ddp_model, part)
             scaler.scale(loss_sum / local_batch).backward()
         sums[0] += loss_sum.detach()
         sums[1] += count
-    # So far the gradient is divided by the samples: local_batch above, and DDP took the mean over
-    # the ranks. It must be divided by what counts in the loss: samples, or tokens without padding.
+    # So far the gradient is divided by the number of samples: by local_batch above, and by the
+    # number of ranks in DDP. It must be divided by the number of losses: samples, or tokens.
     dist.all_reduce(sums)
     loss_sum, count = sums
-    scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
+    scaler.unscale_(optimizer)  # otherwise clipping would see the scaled gradients
     gradients = [p.grad for p in ddp_model.parameters() if p.grad is not None]
-    factor = settings.batch_size / count  # 1 where samples are what counts
+    factor = settings.batch_size / count  # 1 if each sample has one loss
     for gradient in gradients:
         gradient.mul_(factor)
     # DDP has left the same gradients on every rank: the norm needs no communication.

@@ -51,7 +51,7 @@ def main() -> None:
             )
         expected = train_alone(args, worker)
         if worker.is_main:
-            print("                                 difference to one process    gradient bytes")
+            print("                               difference from one process    gradient bytes")
             print("way                              gradients    parameters      per rank, step")
         for name, way in WAYS.items():
             result = attempt(way, args, worker)

@@ -116,14 +116,14 @@ def print_results(results: list[dict], batches: list, divide_by_initial: bool) -
     world_size = len(results)
     steps_of_rank = [len(file) for file in batches]
     print(f"\ndivide_by_initial_world_size={divide_by_initial}")
-    print("ranks with data   steps  sum of gradients divided by  max difference to plain sum")
+    print("ranks with data   steps  sum of gradients divided by  max difference from plain sum")
     first = 0
     for last in sorted(set(steps_of_rank)):  # after these steps some rank has no data left
         ranks_with_data = sum(steps >= last for steps in steps_of_rank)
         divisor = world_size if divide_by_initial else ranks_with_data
         diffs = [diff for result in results for diff in result["gradient_diffs"][first:last]]
         span = f"{first + 1}-{last}"
-        print(f"{ranks_with_data:15}  {span:>6}  {divisor:27}  {max(diffs):27.1e}")
+        print(f"{ranks_with_data:15}  {span:>6}  {divisor:27}  {max(diffs):29.1e}")
         first = last
     parameter_diff, momentum_diff, repaired_diff = (
         max(result[name] for result in results)
@@ -131,7 +131,7 @@ def print_results(results: list[dict], batches: list, divide_by_initial: bool) -
     )
     print(f"images trained on: {sum(result['images'] for result in results)}")
     print(
-        f"max difference to one process: parameters {parameter_diff:.1e}, "
+        f"max difference from one process: parameters {parameter_diff:.1e}, "
         f"momentum {momentum_diff:.1e}"
     )
     print(f"momentum after a broadcast from rank {world_size - 1}: {repaired_diff:.1e}")

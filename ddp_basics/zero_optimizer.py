@@ -13,9 +13,10 @@ the same state: two numbers per parameter for Adam. With this optimizer a rank u
 parameters only, then broadcasts them (ZeRO stage 1, https://arxiv.org/abs/1910.02054).
 
 Look at the bytes per rank: the state shrinks, but not evenly. The optimizer does not split
-parameters, but gives each one, the largest first, to the rank that has least: the largest one is a
-floor that more ranks do not lower. (fully_shard splits every parameter, and shards gradients and
-parameters too.) Then look at the last line: the parameters equal AdamW's, also after a restart.
+parameters, but gives each one, the largest first, to the rank with the fewest numbers so far: with
+any number of ranks, one holds the largest parameter. (fully_shard splits every parameter, and
+shards gradients and parameters too.) Then look at the last line: the parameters equal AdamW's, also
+after a restart.
 """
 
 from pathlib import Path
@@ -134,11 +135,11 @@ def report_bytes(model, optimizer: ZeroRedundancyOptimizer, worker: Worker) -> N
 def parse_args():
     parser = ArgumentParser(description="Shard AdamW's state over the ranks, save it, continue.")
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=12, help="total steps, with those before a restart")
+    add("--steps", type=at_least(1), default=12, help="steps, including those before a restart")
     add("--batch-size", type=at_least(1), default=48, help="images per global batch (default: 48)")
     add("--channels", type=at_least(4), default=32, help="width, a multiple of 4 (default: 32)")
     add("--lr", type=above(0), default=2e-3, help="learning rate")
-    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
+    add("--output-dir", type=Path, help="write checkpoints here; resume the run found there")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.channels % 4:

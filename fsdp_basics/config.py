@@ -83,12 +83,16 @@ def parse_args() -> Settings:
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=at_least(1), help="passes over the data (default: 20)")
     add("--batch-size", type=at_least(1), help="samples per step over all ranks (default: 64)")
-    add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: 1)")
+    add("--accumulate", type=at_least(1), help="micro-batches to accumulate per step (default: 1)")
     add("--optimizer", choices=("adamw", "sgd"), help="sgd has momentum 0.9 (default: adamw)")
     add("--lr", type=above(0), help="peak learning rate (default: 0.003)")
-    add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.1)")
-    add("--weight-decay", type=between(0, math.inf), help="decay of matrices (default: 0.01)")
-    add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
+    add("--warmup", type=between(0, 1), help="fraction of steps for linear warmup (default: 0.1)")
+    add(
+        "--weight-decay",
+        type=between(0, math.inf),
+        help="weight decay of matrices only (default: 0.01)",
+    )
+    add("--clip", type=between(0, math.inf), help="clip the gradient norm (0: never; default: 1)")
     add("--precision", choices=PRECISIONS, help="compute dtype; shards stay fp32 (default: fp32)")
     add("--compile", action="store_true", help="torch.compile each FSDP unit")
     add("--seed", type=int, help="seed of weights, data order, augmentation, dropout (default: 0)")
@@ -105,7 +109,7 @@ def parse_args() -> Settings:
     add("--workers", type=at_least(0), help="DataLoader workers per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
     add = parser.add_argument_group("output").add_argument
-    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
+    add("--output-dir", type=Path, help="write checkpoints and logs here; resume what is there")
     add(
         "--checkpoint-every",
         type=at_least(0),

@@ -88,7 +88,7 @@ def shapes_of_units(model: VisionTransformer) -> list[list[torch.Size]]:
 
 
 def print_differences(max_diffs: dict[str, list[float]], held: dict[str, int]) -> None:
-    print("\nlargest difference to one process    loss    gradient   parameter", end="")
+    print("\nlargest difference from one process  loss    gradient   parameter", end="")
     print("   bytes held by rank 0")
     for name, row in max_diffs.items():
         print(f"{name:31}" + "".join(f"{x:12.1e}" for x in row) + f"{held[name]:23,}")

@@ -43,7 +43,7 @@ class StopRequests:
         self.asked = number
 
     def agreed(self, step: int) -> int:
-        """The same on all ranks after the same step: the signal that any of them got, or 0.
+        """Return the signal that any rank got, or 0: equal on all ranks after a step.
 
         Every rank calls this after each step. The ranks exchange it about once per second, or
         after every step if a step takes longer.
@@ -55,11 +55,11 @@ class StopRequests:
             last_step, last_time = self.last_look
             seconds_per_step = (now - last_time) / (step - last_step)
         self.last_look = step, now
-        # Gloo adds numbers on the CPU, also beside NCCL: no GPU is waited for.
+        # Gloo reduces a CPU tensor, also next to NCCL, so this does not wait for the GPU.
         notes = torch.tensor([self.asked, seconds_per_step], dtype=torch.float64)
         dist.all_reduce(notes, op=dist.ReduceOp.MAX)
         asked, slowest = notes.tolist()
-        # From the same numbers all ranks conclude the same. Doubling keeps one odd step harmless.
+        # All ranks compute one interval. It at most doubles, so one fast step does little harm.
         self.interval = max(1, min(int(1 / slowest), 2 * self.interval))
         self.next_look = step + self.interval
         return int(asked)

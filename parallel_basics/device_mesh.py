@@ -8,8 +8,8 @@
 To combine strategies, give each one an axis. A rank then belongs to one group per axis: it computes
 a layer with the ranks of its row, say, and averages gradients with the ranks of its column.
 
-The pictures do not use the mesh's own table. Each rank reports its coordinate, and finds the other
-members of its groups by an all_gather in each group. Look at
+The pictures are measured, not read from the DeviceMesh: each rank reports its coordinate, and finds
+the other members of its groups by an all_gather in each group. Look at
 
 1. the order: rank numbers on the last axis differ by 1, those on the first axis differ most.
    torchrun numbers the ranks node by node, so the axis that communicates most comes last.
@@ -165,7 +165,7 @@ def parse_args():
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.names and not args.shape:
-        parser.error("--names are those of the axes of a --shape")
+        parser.error("--names needs --shape")
     if args.shape and len(args.shape) not in NAMES and not args.names:
         parser.error(f"--shape with {len(args.shape)} axes needs --names")
     if args.names and len(args.names) != len(args.shape):

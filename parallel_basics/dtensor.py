@@ -13,7 +13,8 @@ A DTensor has the shape of the full tensor, a mesh, and a placement for each axi
 An operator computes on the local tensors if it can. If it cannot, DTensor first redistributes the
 inputs, by collectives that your code does not show. Look at
 
-1. redistribute: each change of placement is one collective, and backward reverses it.
+1. redistribute: a change of placement is at most one collective (Replicate to Shard sends nothing),
+   and backward reverses it.
 2. matmul: six rules need no communication (dtensor_costs.py); for other pairs DTensor redistributes
    to the rule that it estimates to be cheapest. Try other --sizes. S1 times S0 sends nothing, and
    its result is Partial.

@@ -63,10 +63,10 @@ def gpipe(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
     """Alternate one forward and one backward, as soon as the first gradient arrives.
 
-    The last stage begins at once. A stage n places before it first sends n micro-batches ahead
-    (warm-up). After that each backward frees the activations of one micro-batch before the next
-    forward saves more: at most those of p - stage. (Narayanan et al., arXiv 2104.04473, section
-    2.2: "PipeDream-Flush".)
+    The last stage begins at once. A stage n places earlier first runs n forwards (warm-up). After
+    that each backward frees the activations of one micro-batch before the next forward saves more:
+    a stage holds at most p - stage micro-batches. (Narayanan et al., arXiv 2104.04473, section 2.2:
+    "PipeDream-Flush".)
     """
     ahead = min(stages - 1 - stage, microbatches)
     actions = [("F", i) for i in range(ahead)]

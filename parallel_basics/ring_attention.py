@@ -21,7 +21,7 @@ Liu et al., Ring Attention (arXiv 2310.01889); Milakov and Gimelshein, Online no
 for softmax (arXiv 1805.02867); backward as in Dao et al., FlashAttention (arXiv 2205.14135).
 
 The script trains a GPT this way and compares it with one process, for two ways to distribute the
-tokens: in order, and balanced. Look at
+tokens: in order, and balanced (zigzag). Look at
 
 1. the differences: rounding. (AdamW divides each gradient by its own size: it enlarges the rounding
    of tiny gradients, and would hide a gradient that is wrong by a factor. SGD does neither.)
@@ -83,8 +83,8 @@ def chunks_of(rank: int, ranks: int, balanced: bool) -> tuple[int, ...]:
     """The chunks of a sequence that `rank` has.
 
     In order: one of N. With a causal mask, the first rank's queries see one chunk, the last rank's
-    queries all N. Balanced: two of 2 N, one from the front and its mirror image from the back. What
-    one of the two sees less, the other sees more, so all ranks have equal work.
+    queries all N. Balanced (zigzag): two of 2 N, an early one, whose queries see few keys, and its
+    mirror image from the end, whose queries see many, so all ranks have equal work.
     """
     return (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
 
@@ -126,8 +126,8 @@ class Ring:
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to send `x` to the next rank. The returned function waits for the previous rank's.
 
-        Do not write to `x` before that. All ranks pass on the same tensors in one order, because
-        messages between two ranks do not overtake each other.
+        Do not write to `x` before that. All ranks pass on the same tensors in the same order,
+        because messages between two ranks do not overtake each other.
         """
         if self.size == 1:
             return lambda: x

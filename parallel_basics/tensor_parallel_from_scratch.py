@@ -47,7 +47,7 @@ def main() -> None:
 
 
 # Which dim of which parameter is sharded. A weight is (outputs, inputs): dim 0 leaves a rank some
-# of the outputs, dim 1 some of the inputs. (Papers write x @ A: our dim 0 is a column of A.) All
+# of the outputs, dim 1 some of the inputs. (Papers write x @ A: dim 0 is the columns of A.) All
 # other parameters are replicated: their inputs are equal on all ranks.
 CUTS = {
     "token_embedding.weight": 0,  # some words
@@ -78,7 +78,7 @@ class CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd owns the other
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # autograd owns that one
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
 

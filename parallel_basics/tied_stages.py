@@ -5,7 +5,7 @@
 
 In a tied model (GPT-2, Gemma, small Qwen and Llama models) the head multiplies with the token
 embedding's matrix. In a pipeline the first stage has the embedding and the last stage has the head,
-so each has a copy of the matrix. Five calls of `train` keep the two copies one matrix:
+so each has a copy of the matrix. Five calls in `train` keep the two copies equal:
 
     new_group        the first and the last stage; Megatron-LM calls it the embedding group
     broadcast        both copies start with the same values
@@ -110,10 +110,10 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     If two ranks have one name, dcp.save stores it once. dcp.load fills these tensors in place, so
     both copies get the stored values.
     """
-    return {whole_name(name): tensor for name, tensor in model.state_dict().items()}
+    return {full_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
-def whole_name(name: str) -> str:
+def full_name(name: str) -> str:
     return "token_embedding.weight" if name == "head.weight" else name
 
 
@@ -152,7 +152,7 @@ def one_process(args, device: torch.device) -> list[dict]:
 
 
 def named_gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {whole_name(name): p.grad.clone() for name, p in model.named_parameters()}
+    return {full_name(name): p.grad.clone() for name, p in model.named_parameters()}
 
 
 def distance(matrix: Tensor | None, pair) -> Tensor:

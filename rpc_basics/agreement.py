@@ -1,4 +1,4 @@
-"""Compare kind of device, flags, code and versions of all ranks before they connect.
+"""Compare device type, flags, code and versions of all ranks before they connect.
 
 Without this check, a node that lost its GPU or runs old code causes a hang or a wrong result.
 """
@@ -39,7 +39,7 @@ def what_must_be_equal(device: torch.device | None) -> dict[str, str]:
         if path.is_file():  # an editor's lock file is a dangling link
             code.update(path.read_bytes())
     return {
-        "kind of device": device.type if device else "",
+        "device type": device.type if device else "",
         "flags": " ".join(sys.argv[1:]),
         f"sha256 of {folder.name}/*.py": code.hexdigest()[:12],
         "version of torch": torch.__version__,

@@ -20,7 +20,7 @@ import torch
 
 ACCELERATOR = torch.accelerator.current_accelerator()  # of this build of torch; None: CPUs only
 DEVICES = ("auto", "cpu", ACCELERATOR.type if ACCELERATOR else "cuda")  # choices of --device
-DEVICE_HELP = "auto: the accelerator if this node has one for each rank, else the CPU"
+DEVICE_HELP = "auto: this node's accelerators, one per rank; the CPU if the node has none"
 
 
 class UserError(ValueError):

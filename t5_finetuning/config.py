@@ -99,13 +99,17 @@ def parse_args() -> Settings:
     add("--name-epochs", type=at_least(0), help="first epochs of a new T5, on names (default: 7)")
     add("--patience", type=at_least(1), help="stop after N epochs without progress (default: 3)")
     add("--batch-size", type=at_least(1), help="pairs per step over all ranks (default: 32)")
-    add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: 1)")
+    add("--accumulate", type=at_least(1), help="micro-batches to accumulate per step (default: 1)")
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
     add("--lr", type=above(0), help="peak learning rate (default: 0.002)")
-    add("--weight-decay", type=between(0, math.inf), help="decay of matrices (default: 0.01)")
-    add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
-    add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
+    add(
+        "--weight-decay",
+        type=between(0, math.inf),
+        help="weight decay of matrices only (default: 0.01)",
+    )
+    add("--warmup", type=between(0, 1), help="fraction of steps for linear warmup (default: 0.05)")
+    add("--clip", type=between(0, math.inf), help="clip the gradient norm (0: never; default: 1)")
     add("--dropout", type=between(0, 0.99), help="probability of dropping an activation")
     add("--precision", choices=("fp32", "bf16"), help="dtype of matmuls; parameters stay fp32")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
@@ -116,7 +120,7 @@ def parse_args() -> Settings:
     add("--workers", type=at_least(0), help="DataLoader workers per rank (default: 0)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
     add = parser.add_argument_group("output").add_argument
-    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
+    add("--output-dir", type=Path, help="write checkpoints and logs here; resume what is there")
     add(
         "--checkpoint-every",
         type=at_least(0),

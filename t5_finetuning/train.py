@@ -114,7 +114,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
-            "the learning rate follows the new plan"
+            "the learning rate follows the new schedule"
         )
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
     stopped_by, throughput = 0, Throughput(step)

@@ -151,7 +151,7 @@ def test_a_killed_worker(cluster, tmp_path):
 def test_more_workers_than_there_are_processors(cluster, tmp_path):
     args = ("--workers", 5, DDP, "--output-dir", tmp_path)
     result = python(SCRIPT, *args, timeout=120, **cluster[1])
-    says = "train.py: error: --workers 5 need as many CPUs, but Ray has 4\n"
+    says = "train.py: error: --workers 5 needs 5 CPUs, but Ray has 4\n"
     assert (result.returncode, result.output.endswith(says)) == (2, True), result.output
 
 

@@ -46,7 +46,7 @@ def test_a_module_may_register_it(modules):
     assert known_backend("gloo") == "gloo"
 
 
-NOWHERE = "{0} is unknown to this torch, and no module {0}_backend or {0} here or on PYTHONPATH"
+NOWHERE = "{0} is not in this build of torch, and no module {0}_backend or {0} here or on PYTHONPATH"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_script_is_as_when_run_alone(tmp_path):
 def test_a_wrong_flag_is_said_once_by_all_ranks():
     result = pool.run(TRAIN, "--backend", "switch_nowhere", ranks=2)
     assert result.returncode == 2
-    assert result.output.count("error: --backend switch_nowhere is unknown to this torch") == 1
+    assert result.output.count("error: --backend switch_nowhere is not in this build of torch") == 1
     assert result.output.count("\n") == 1
 
 

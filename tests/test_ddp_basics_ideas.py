@@ -203,7 +203,7 @@ def test_join_equals_the_plain_sum():
             assert divisor == (RANKS if fixed else ranks)
             assert difference < 1e-6  # fp32 sums in another order; gradients of order 0.1 to 1
         assert "images trained on: 997\n" in text
-        line = next(x for x in text.splitlines() if x.startswith("max difference to one process"))
+        line = next(x for x in text.splitlines() if x.startswith("max difference from one process"))
         parameters, momentum = numbers(line)
         assert parameters < 2e-6  # the error of all steps together
         assert momentum > 1e-2  # the trap that the script warns of is really there

@@ -71,10 +71,10 @@ def test_a_rank_takes_the_device_of_its_local_rank(
 @pytest.mark.parametrize(
     ("kind", "count", "local_rank", "device", "says"),
     [
-        (None, 0, 0, "cuda", "needs a cuda device of its own and sees 0"),
-        ("cuda", 2, 2, "auto", "needs a cuda device of its own and sees 2: start one rank per"),
+        (None, 0, 0, "cuda", "needs its own cuda device, but sees 0"),
+        ("cuda", 2, 2, "auto", "needs its own cuda device, but sees 2: start one rank per"),
         ("cuda", 2, 3, "cuda", "sees 2: start one rank per device, or pass --device cpu"),
-        ("xpu", 2, 0, "cuda", "needs a cuda device of its own and sees 0"),
+        ("xpu", 2, 0, "cuda", "needs its own cuda device, but sees 0"),
     ],
 )
 def test_too_few_devices_are_an_error_and_not_a_job_on_cpus(
@@ -108,14 +108,14 @@ def test_two_nodes_where_each_rank_sees_its_own_gpu():
 @pytest.mark.parametrize(
     ("gpus", "says"),
     [
-        ([["a", "b"], ["a", "b"], [], []], "all ranks need the same kind of device: rank 2 on"),
+        ([["a", "b"], ["a", "b"], [], []], "all ranks need the same device type: rank 2 on"),
         (
             [["a"], ["a"], ["c"], ["d"]],
             "rank 1 on node0 has the same GPU as rank 0 on node0: start",
         ),
         (
             [["a", "b"], ["a", "b"], ["c", "d", "e"], []],
-            "all ranks need the same kind of device: rank 3 on node1 has 'cpu', "
+            "all ranks need the same device type: rank 3 on node1 has 'cpu', "
             "rank 0 on node0 has 'cuda'",
         ),
     ],
@@ -132,7 +132,7 @@ def test_ranks_that_differ_in_their_devices_never_connect(gpus, says):
 def test_the_host_with_too_few_gpus_is_named():
     result = joined([["a", "b", "c"]] * 3 + [["d", "e"]] * 3, "--device", "auto")
     assert result.returncode == 2
-    assert "error: rank 5 on node1 needs a cuda device of its own and sees 2: " in result.output
+    assert "error: rank 5 on node1 needs its own cuda device, but sees 2: " in result.output
     assert "on cuda" not in result.output
 
 
@@ -257,9 +257,9 @@ def test_cpu_tensors_always_have_a_backend(monkeypatch, name, kind, expected):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nowhere", "--backend nowhere is unknown to this torch"),
-        ("cpu:nowhere", "--backend cpu:nowhere is unknown to this torch"),
-        ("a/b", "--backend a/b is unknown to this torch"),
+        ("nowhere", "--backend nowhere is not in this build of torch"),
+        ("cpu:nowhere", "--backend cpu:nowhere is not in this build of torch"),
+        ("a/b", "--backend a/b is not in this build of torch"),
         ("cuda:gloo", "--backend cuda:gloo is for tensors on cuda; this job is on cpu"),
         ("nccl", "--backend nccl is "),  # a build for CPUs does not have it
     ],

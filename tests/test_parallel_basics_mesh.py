@@ -323,7 +323,7 @@ NOT_0 = "must be an integer of at least 1, not 0"
     ("script", "arguments", "message"),
     [
         (MESH, ["--shape", "0"], f"--shape: {NOT_0}"),
-        (MESH, ["--names", "a"], "--names are those of the axes of a --shape"),
+        (MESH, ["--names", "a"], "--names needs --shape"),
         (MESH, ["--shape", "1", "1", "--names", "a"], "--names gives 1 for the 2 axes of --shape"),
         (MESH, ["--shape", "1", "1", "--names", "a", "a"], "--names must differ: a a"),
         (MESH, ["--shape", "1", "1", "1", "1"], "--shape with 4 axes needs --names"),

@@ -231,7 +231,7 @@ def initialize(model: GPT, seed: int) -> GPT:
 
     Each tile of a matrix has random numbers of its own, drawn from `seed`, the parameter's name and
     the tile's place. A rank draws the tiles of which it holds a part, on its device: nothing is
-    sent, and no matrix is ever whole on a rank that holds a shard. (Another kind of device draws
+    sent, and no matrix is ever whole on a rank that holds a shard. (Another device type draws
     other numbers.) Call it when the model has been cut and sharded.
     """
     for name, parameter in model.named_parameters():

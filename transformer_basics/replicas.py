@@ -45,7 +45,7 @@ def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
         )
     rank, other, (_, name) = found
     raise UserError(
-        f"step {step}: ranks {other} and {rank} no longer hold the same numbers, first in {name}: "
+        f"step {step}: ranks {other} and {rank} hold different numbers, first in {name}: "
         "a parameter that takes no part (DDP: --find-unused-parameters), a loss computed past the "
         "wrapper, a parameter changed or unfrozen after wrapping, or a seed; checkpoints from "
         "before are as they were"

@@ -43,7 +43,7 @@ def resume_or_initialize(
         if worker.is_main and saved_run["steps"] != settings.steps:
             print(
                 f"planned for {saved_run['steps']} steps, now for {settings.steps}: from here on "
-                "the learning rate follows the new plan"
+                "the learning rate follows the new schedule"
             )
     elif settings.init_from:
         copy_weights(parts["model"], read_weights(settings, parts["model"].config))

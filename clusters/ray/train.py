@@ -57,7 +57,7 @@ def main() -> None:
         kind = "GPU" if args.gpu else "CPU"  # each worker takes one
         total = int(ray.cluster_resources().get(kind, 0))
         if args.workers > total:  # Ray would wait for more hosts, for ever
-            fail(f"--workers {args.workers} need as many {kind}s, but Ray has {total}")
+            fail(f"--workers {args.workers} needs {args.workers} {kind}s, but Ray has {total}")
         try:
             tell(train(args))
         except ray.train.TrainingFailedError as error:

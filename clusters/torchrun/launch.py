@@ -11,8 +11,8 @@ resolve each other's names, write after each name an address that the other host
     gpu-a 10.0.0.1
     gpu-b 10.0.0.2
 
-The agents meet on the first host. The script, this directory and Python have the same path on all
-hosts. Each line of output begins with its host. When an agent fails, or you press Ctrl-C, this
+The agents meet on the first host. The script, this directory and Python must have the same path on
+all hosts. Each line of output begins with its host. When an agent fails, or you press Ctrl-C, this
 program ends all agents, and exits with the status of the agent that failed first.
 """
 
@@ -113,7 +113,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--interface",
-        help="interface for Gloo and NCCL, such as eth0 (default: chosen by Gloo and NCCL)",
+        help="network interface for Gloo and NCCL, such as eth0 (default: chosen by Gloo and NCCL)",
     )
     parser.add_argument(
         "--static",
@@ -128,7 +128,7 @@ def parse_args() -> argparse.Namespace:
     args.hosts = None if args.lab else next(iter(args.words), None)
     args.script, *args.arguments = args.words[0 if args.lab else 1 :] or [None]
     if args.script is None:
-        parser.error("a file of hosts, or --lab N, and a script are needed")
+        parser.error("pass a file of hosts (or --lab N), then a script")
     if not Path(args.script).is_file():
         parser.error(f"there is no script {args.script}")
     return args
