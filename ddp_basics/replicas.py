@@ -21,14 +21,20 @@ def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
     """All ranks call this. Raise `UserError` if copies of a parameter or buffer are not equal.
 
     A plain tensor must be equal on all ranks that have one of its name, a DTensor's local tensor on
-    all ranks that hold the same shard. Each rank sends one checksum per kind of shard, about 64
-    bytes, and only if these differ one checksum per tensor. Another checksum tells which parameters
-    have a gradient: these must be the same parameters on all ranks.
+    all ranks that hold the same shard. Each rank sends one checksum per kind of shard and outermost
+    module, about 64 bytes, and only if these differ one checksum per tensor. (By module, because
+    two stages of a pipeline can have copies of one module, a tied embedding.) Another checksum
+    tells which parameters have a gradient: these must be the same parameters on all ranks.
     All ranks raise the error. It names the step, a rank and the first tensor that differs.
     """
     own = checksums(model)  # {shard: {name: checksum}}
+    modules = {}
+    for shard, values in own.items():
+        for name, value in values.items():
+            modules.setdefault((shard, name.partition(".")[0]), {})[name] = value
     digests = {
-        (shard, digest(names.keys())): digest(names.values()) for shard, names in own.items()
+        (*place, digest(values.keys())): digest(values.values())
+        for place, values in modules.items()
     }
     trained = {name: p.grad is not None for name, p in model.named_parameters()}
     digests["gradients", digest(trained.keys())] = digest(trained.values())

@@ -74,7 +74,8 @@ class GPT(nn.Module):
 
     A pipeline stage has a part of it: `layers` says which blocks; the embeddings belong to the
     first, the head to the last. A stage in the middle maps (B, T, C) to (B, T, C). Parameters have
-    the same names as in the whole model.
+    the same names as in the whole model. If the model is tied, the last stage has a copy of the
+    embedding, for its head.
     """
 
     def __init__(self, config: GPTConfig, layers: range | None = None):
@@ -82,10 +83,10 @@ class GPT(nn.Module):
         layers = range(config.layers) if layers is None else layers
         self.config = config
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.layers
-        if self.is_first:
+        if self.is_first or (self.is_last and config.tied):
             self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
-            if not config.is_llama:
-                self.position_embedding = nn.Embedding(config.block_size, config.dim)
+        if self.is_first and not config.is_llama:
+            self.position_embedding = nn.Embedding(config.block_size, config.dim)
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in layers})
         if self.is_last:
             self.norm = make_norm(config)
@@ -94,11 +95,7 @@ class GPT(nn.Module):
 
     def tie(self) -> None:
         """Give the head the embedding's weight if so configured: again after they were replaced."""
-        if self.config.tied:
-            if not (self.is_first and self.is_last):
-                raise ValueError(
-                    "a tied model cannot be cut into stages: both would need the weight"
-                )
+        if self.config.tied and self.is_last:
             self.head.weight = self.token_embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -37,8 +37,7 @@ from saves import (
     set_aside,
     write_file,
 )
-from sharded_state import load_sharded, model_state, sharded_state
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from sharded_state import load_model_state, load_sharded, model_state, sharded_state
 
 SHARDED = ("model", "optimizer")  # these parts differ between ranks
 
@@ -228,7 +227,7 @@ def load_model(
         dcp.load(state, checkpoint_id=save)
     except dcp.api.CheckpointException:
         raise UserError(f"{save} does not hold this model") from None
-    set_model_state_dict(model, state["model"])
+    load_model_state(model, state)
     return model, run
 
 

@@ -10,16 +10,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 from arguments import UserError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 
 def model_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Parameters and buffers by the names of the unsharded model; loading fills these tensors.
 
-    A state dict leaves buffers out that were registered with persistent=False, a rotary table for
+    A weight that several modules share (tied embeddings) has one entry, under its first name. A
+    state dict leaves buffers out that were registered with persistent=False, a rotary table for
     example. Nothing else would fill them in a model that was built on the meta device.
     """
     state = get_model_state_dict(model)
+    every_name = dict(model.named_parameters(remove_duplicate=False)).keys()
+    for second_name in every_name - dict(model.named_parameters()).keys():
+        state.pop(second_name, None)
     return {
         "model": state,
         "buffers": {name: b for name, b in model.named_buffers() if name not in state},
@@ -66,7 +74,7 @@ def load_sharded(save: Path, parts: dict) -> None:
         raise UserError(
             f"{save} does not fit this model ({reason}): choose another --output-dir"
         ) from None
-    set_model_state_dict(model, state["model"])
+    load_model_state(model, state)
     numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     by_number = {}
     for path, value in state["optimizer"].items():
@@ -74,6 +82,12 @@ def load_sharded(save: Path, parts: dict) -> None:
         by_number.setdefault(numbers[parameters[name]], {})[key] = value
     # The settings of the optimizer are the program's; its tensors are the save's.
     optimizer.load_state_dict({**optimizer.state_dict(), "state": by_number})
+
+
+def load_model_state(model: nn.Module, state: dict) -> None:
+    """state: `model_state(model)`, filled."""
+    options = StateDictOptions(strict=False)  # second names of shared weights are missing
+    set_model_state_dict(model, state["model"], options=options)
 
 
 def empty_state(parameter: Tensor, saved) -> Tensor:

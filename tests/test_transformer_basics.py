@@ -30,6 +30,7 @@ from pipeline import Pipeline, stage_layers
 from pretrained import copy_weights, read_config, read_weights
 from runtime import Worker
 from sampling import generate
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from workers.gpt_equivalence import (
@@ -128,7 +129,7 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
     words = mesh.split()
     sizes = {word: int(n) for word, n in pairwise(words) if n.isdigit()}
     stages, parts = sizes.get("--pp", 1), sizes.get("--dp-shard", 1) * sizes.get("--tp", 1)
-    layers = 5 if kind == "deep" else 2
+    layers = 5 if "--layers 5" in KINDS[kind][0] else 2
     share_of_stage = math.ceil(layers / stages) / layers  # the first stages have one layer more
     all_numbers = sum(p.numel() for p in expected["parameters"][0].values())
     # Norms, some biases, and keys and values of fewer heads than ranks are not sharded by tp; the
@@ -507,7 +508,6 @@ def test_bad_data(one_rank, tmp_path):
         ("--architecture llama --head-dim 3", 1, "--head-dim 3 is odd"),
         ("--pp 2 --accumulate 1", 2, "--accumulate 1 micro-batches do not fill --pp 2 stages"),
         ("--pp 4 --layers 3", 4, "--layers 3 are too few for --pp 4"),
-        ("--pp 2 --tied", 2, "--tied does not work with --pp"),
         ("--dp-shard 3", 3, "--batch-size 16 does not divide by 3"),
         ("--dim 30", 1, "--dim 30 does not divide by 4"),
         ("--tp 2 --sequence-parallel --block-size 33", 2, "--block-size 33 does not divide by 2"),
@@ -616,6 +616,51 @@ def test_a_run_moves_to_another_mesh(corpus, straight, tmp_path, first, second):
     after = [text.partition("----")[2] for text in (said, straight[1])]
     samples = [text.partition("read weights")[0] for text in after]
     assert samples[0] == samples[1] != ""
+
+
+@pytest.fixture(scope="module")
+def straight_tied(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tied")
+    run(corpus, folder, "--tied", ranks=1)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((2, "--pp 2"), (1, "")), ((1, ""), (4, "--pp 2 --tp 2 --sequence-parallel"))],
+)
+def test_a_tied_run_moves_into_and_out_of_a_pipeline(
+    corpus, straight_tied, tmp_path, first, second
+):
+    """Both stages have a copy of the embedding; the checkpoint and the export have it once."""
+    run(corpus, tmp_path / "run", f"{first[1]} --tied", first[0], stop=3)
+    said = run(corpus, tmp_path / "run", f"{second[1]} --tied", second[0])
+    assert "continuing from" in said
+    assert losses(tmp_path / "run") == pytest.approx(losses(straight_tied), abs=2e-5)
+    assert held_out(tmp_path / "run") == pytest.approx(held_out(straight_tied), abs=2e-5)
+    save = tmp_path / "run/checkpoints/step_00000008"
+    entries = FileSystemReader(save).read_metadata().state_dict_metadata
+    ends = {name for name in entries if "head" in name or "token_embedding" in name}
+    of_optimizer = {
+        f"optimizer.token_embedding.weight.{k}" for k in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert ends == {"model.token_embedding.weight"} | of_optimizer
+    # As many parameters as one process says.
+    numbers = 256 * 16 + 16 * 16 + 2 * (12 * 16**2 + 12 * 16) + 2 * 16
+    assert re.search(r"([\d,]+) parameters", said)[1].replace(",", "") == str(numbers)
+    exported = pool.run(FOLDER / "export.py", tmp_path / "run", tmp_path / "exported").check()
+    assert float(re.search(r"differ by (\S+) at most", exported.output)[1]) < 1e-5
+
+
+@pytest.mark.slow
+def test_copies_of_a_tied_weight_that_drift_apart_are_seen(tmp_path):
+    script = ROOT / "tests/workers/gpt_drifting.py"
+    result = pool.run(script, ranks=2)
+    assert result.returncode == 2
+    assert "step 2: ranks 0 and 1 no longer hold the same numbers, first in token_embedding" in (
+        result.output
+    )
 
 
 @pytest.mark.slow

@@ -58,6 +58,11 @@ SCALE = {
     "first": ("--rank 0", (BLOCK[0] + (320 + 64) * 64) // 64 + BLOCK[1] // 8, 17),
     "middle": ("--rank 600", BLOCK[0] // 64 + BLOCK[1] // 8, 15),
     "last": ("--rank 1023", (BLOCK[0] + 320 * 64) // 64 + (BLOCK[1] + 2 * 64) // 8, 18),
+    "tied, last": (
+        "--tied --rank 1023",
+        (BLOCK[0] + 320 * 64) // 64 + (BLOCK[1] + 2 * 64) // 8,
+        18,
+    ),
     "replicas": ("--rank 0 --pp 1 --dp-shard 1 --tp 1", 8 * sum(BLOCK) + 704 * 64 + 128, 125),
     # Of 12 rows over 8 shards the first six ranks have two, of 20 the first six three and the next
     # one two, of 48 each has six: a weight of 12 columns and a bias.

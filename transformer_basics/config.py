@@ -166,9 +166,5 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
     if settings.layers < settings.pp:
         raise UserError(f"--layers {settings.layers} are too few for --pp {settings.pp} stages")
-    if settings.tied and settings.pp > 1:
-        raise UserError(
-            "--tied does not work with --pp: the first and last stage would share a weight"
-        )
     if settings.tp == 1 and (settings.sequence_parallel or settings.loss_parallel):
         raise UserError("--sequence-parallel and --loss-parallel need --tp")

@@ -121,7 +121,8 @@ def formula(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> dict[str
         tensors += [(config.vocab_size // tp, width)] + [(positions, width)] * (not is_llama)
     if layers.stop == config.layers:  # norm, head
         tensors += [(width, 1)] * (1 if is_llama else 2)
-        tensors += [(config.vocab_size // tp, width)] * (not config.tied)
+        has_own = not config.tied or layers.start > 0  # a tied stage of its own has a copy
+        tensors += [(config.vocab_size // tp, width)] * has_own
     shard = mesh["dp_shard"].get_local_rank()
     numbers = 0
     for rows, columns in tensors:

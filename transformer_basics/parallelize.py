@@ -182,6 +182,8 @@ def apply_tensor_parallel(
         for name in ("attention.out", "mlp.contract"):
             plan[block + name] = RowwiseParallel(output_layouts=between)
     if model.is_last:
+        if config.tied:  # a last stage's copy, cut by rows as the head is
+            plan.setdefault("token_embedding", RowwiseParallel())
         if sequence_parallel:
             plan["norm"] = SequenceParallel()
         # Each rank computes the logits of some of the tokens of the vocabulary.

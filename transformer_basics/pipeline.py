@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from config import PRECISIONS, Settings
 from model import GPT, cross_entropy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -18,6 +18,12 @@ def stage_layers(layers: int, mesh: DeviceMesh) -> range:
     at_least, one_more = divmod(layers, stage_count)
     first = stage * at_least + min(stage, one_more)
     return range(first, first + at_least + (stage < one_more))
+
+
+def second_copy(model: GPT) -> nn.Parameter | None:
+    """The last stage's copy of a tied weight; None on other stages, and if nothing is tied."""
+    is_copy = model.config.tied and model.is_last and not model.is_first
+    return model.token_embedding.weight if is_copy else None
 
 
 class Pipeline:
@@ -52,6 +58,27 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).mean()
+
+    def add_tied_gradients(self) -> None:
+        """Give both copies of a tied weight the sum of both gradients; all ranks call this.
+
+        The embedding on the first stage and the head on the last have copies of one weight, and
+        each copy has the gradient of its own use. They start equal (both are drawn or read under
+        the embedding's name), so equal gradients keep them equal. Ranks with the same coordinates
+        on the other axes exchange their shards.
+        """
+        if not (self.model.config.tied and (self.model.is_first or self.model.is_last)):
+            return
+        peer = self.stages - 1 if self.model.is_first else 0
+        own = self.model.token_embedding.weight.grad.to_local()
+        other = torch.empty_like(own)
+        exchange = [
+            dist.P2POp(dist.isend, own, group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        own += other  # a + b here, b + a there: the same bits
 
     @torch.no_grad()
     def forward(self, x_BT: Tensor) -> Tensor | None:

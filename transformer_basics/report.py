@@ -10,6 +10,7 @@ from data import bigram_loss
 from flops import matmul_peak
 from metrics import Metrics, Throughput, check_finite, peak_memory
 from model import GPT, GPTConfig
+from pipeline import second_copy
 from runtime import Worker
 from sampling import generate
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> None:
     """Rank 0 prints the mesh, the parameters that it holds, and the loss of a bigram model."""
-    numbers_of_stage = sum(p.numel() for p in model.parameters())
+    second = second_copy(model)  # counted on the first stage
+    numbers_of_stage = sum(p.numel() for p in model.parameters() if p is not second)
     numbers_held = sum(p.to_local().numel() for p in model.parameters())
     stages = [None] * worker.world_size
     dist.all_gather_object(stages, (mesh["pp"].get_local_rank(), numbers_of_stage))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from config import Settings
 from model import cross_entropy
-from pipeline import Pipeline
+from pipeline import Pipeline, second_copy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -53,6 +53,8 @@ def train_step(
                 part = loss_of(model(x), y) / settings.accumulate
                 part.backward()
                 loss += full_tensor(part.detach())
+    if pipeline:
+        pipeline.add_tied_gradients()
     grad_norm = clip_gradients(model, settings.clip or math.inf, mesh)
     optimizer.step()
     return full_tensor(loss), grad_norm
@@ -72,29 +74,29 @@ def clip_gradients(model, max_norm: float, mesh: DeviceMesh) -> torch.Tensor:
 
     Each rank adds the squares of the gradients that it holds. If n ranks of a stage hold copies of
     a gradient, each of them adds 1 / n of its squares. One sum over all ranks then counts each
-    number once.
+    number once. (The last stage's copy of a tied weight adds none: the first stage counts it.)
 
     torch.nn.utils.clip_grad_norm_ does the same if all parameters are on one mesh: with FSDP
     alone, and with --sequence-parallel, whose plan includes the norm layers. It fails if the norm
     layers are only on the data-parallel axes, and it leaves out the other stages of a pipeline.
     """
     ranks_of_stage = mesh.size() // mesh["pp"].size()
-    by_copies = {}
-    for p in model.parameters():
-        if p.grad is not None:
-            axes = zip(p.grad.placements, p.grad.device_mesh.shape, strict=True)
-            # Every placement that is not Replicate is a shard. (FSDP on top of tensor parallelism
-            # has a placement of its own, for which is_shard() is False.)
-            cuts = math.prod(size for placement, size in axes if not placement.is_replicate())
+    by_copies, second = {}, second_copy(model)
+    trained = [p for p in model.parameters() if p.grad is not None]
+    for p in trained:
+        axes = zip(p.grad.placements, p.grad.device_mesh.shape, strict=True)
+        # Every placement that is not Replicate is a shard. (FSDP on top of tensor parallelism
+        # has a placement of its own, for which is_shard() is False.)
+        cuts = math.prod(size for placement, size in axes if not placement.is_replicate())
+        if p is not second:
             by_copies.setdefault(ranks_of_stage // cuts, []).append(p.grad.to_local())
     squares = sum(get_total_norm(g) ** 2 / copies for copies, g in by_copies.items())
     dist.all_reduce(squares)
     norm = squares.sqrt()
     if max_norm < math.inf:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-        for gradients in by_copies.values():
-            for gradient in gradients:
-                gradient.mul_(scale)
+        for p in trained:
+            p.grad.to_local().mul_(scale)
     return norm
 
 

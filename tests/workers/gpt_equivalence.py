@@ -26,6 +26,7 @@ from flags import parse_args
 from model import GPT, initialize
 from optimizer import make_optimizer
 from parallelize import spread_model
+from replicas import check_replicas
 from step import train_step
 from torch.distributed.tensor import DTensor
 from workers.place import worker_of_test
@@ -42,6 +43,7 @@ KINDS = {
     "deep": ("--clip 0.1 --layers 5", "sgd"),
     "bf16": ("--clip 0 --precision bf16", "sgd"),
     "llama": (f"--clip 0.1 {LLAMA} --window 5", "adamw"),
+    "smollm": (f"--clip 0.1 {LLAMA} --tied --layers 5", "sgd"),
     "qwen": (f"--clip 0.1 {LLAMA} --kv-heads 1 --head-dim 8 --qk-norm", "sgd"),
 }
 TP, SP, LP = "--tp {}", "--tp {} --sequence-parallel", "--tp {} --loss-parallel"
@@ -61,7 +63,7 @@ MESHES = {  # ranks -> flags -> kinds
         LP.format(2): ("clip",),
         ALL.format(2): ("adamw", "tied", "bf16", "llama", "qwen"),
         ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip", "qwen"),
-        "--pp 2": ("sgd", "adamw", "clip", "bf16", "llama"),
+        "--pp 2": ("sgd", "adamw", "clip", "tied", "bf16", "llama", "smollm"),
         "--pp 2 --accumulate 8": ("deep",),
         "--pp 2 --accumulate 4 --activation-checkpointing": ("clip",),
     },
@@ -74,12 +76,13 @@ MESHES = {  # ranks -> flags -> kinds
         "--dp-shard 2 " + ALL.format(2): ("sgd", "tied", "llama", "qwen"),
         "--dp-replicate 2 " + TP.format(2): ("clip", "qwen"),
         "--dp-replicate 2 " + ALL.format(2): ("adamw",),
-        "--pp 4": ("deep",),
-        "--pp 2 --dp-shard 2": ("adamw",),
-        "--pp 2 --accumulate 4 " + ALL.format(2): ("clip", "qwen"),
+        "--pp 4": ("deep", "smollm"),
+        "--pp 2 --dp-shard 2": ("adamw", "tied"),
+        "--pp 2 --accumulate 4 " + TP.format(2): ("tied",),
+        "--pp 2 --accumulate 4 " + ALL.format(2): ("clip", "tied", "qwen"),
     },
     8: {  # three_dimensions.py has it without sequence parallelism and clipping
-        "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip", "llama", "qwen"),
+        "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip", "tied", "llama", "qwen"),
     },
 }
 # One of each strategy, for `make quick`.
@@ -88,7 +91,7 @@ QUICK = {
         "": ("adamw",),
         "--dp-shard 2 --accumulate 4": ("clip",),
         ALL.format(2): ("tied", "qwen"),
-        "--pp 2 --accumulate 4": ("clip",),
+        "--pp 2 --accumulate 4": ("clip", "tied"),
     }
 }
 CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]
@@ -216,6 +219,7 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
         found["norm"].append(norm.item())
         if step in (0, STEPS - 1):
             found["gradients"].append(of_all_stages("", model, lambda p: p.grad, settings.pp))
+    check_replicas(model, STEPS, worker)  # both copies of a tied weight, too
     return found | {"parameters": [of_all_stages("", model, torch.Tensor.detach, settings.pp)]}
 
 
