@@ -22,6 +22,7 @@ start_again = False  # whether the last answer has left the ranks in a state tha
 
 FINE, WRONG, WAITS, RAISES = range(4)  # what happened on a rank: the highest is told
 _tries = {}  # name of the check -> wrong answers so far
+_given = {}  # (name of the check, part of a message) -> hints given so far
 _checks = 0  # how many there have been here,
 _talks = 0  # and how often `right` has called on_all_ranks() in the last
 
@@ -31,7 +32,9 @@ def check(right, *answers, hints=()) -> None:
 
     right: a function of the answers. It asserts; its name is the name of the exercise.
     answers: what the reader has set; None, for any of them, means not answered.
-    hints: texts. The first is added from the second wrong answer on, the next from the third.
+    hints: part of a message -> the hint, or hints, for the mistake that the message names. From the
+    second wrong answer on, the first entry whose part occurs in the message adds its next hint.
+    A list: hints for any mistake.
 
     In a %%px cell all ranks call it, and one line is printed for all of them: an exception on the
     first rank that raises one, or else what is wrong on the first rank on which something is.
@@ -53,9 +56,7 @@ def check(right, *answers, hints=()) -> None:
             start_again = not all(everywhere(_group_works(), "does the group work?"))
         line = "correct"
         if problem:
-            tries = _tries[right.__name__] = _tries.get(right.__name__, 0) + 1
-            hint = [f" (Hint: {text})" for text in hints[: tries - 1]][-1:]
-            line = "not yet: " + problem + "".join(hint)
+            line = "not yet: " + problem + _hint(right.__name__, problem, hints)
     elif any(answered):
         line = f"not answered yet on rank {answered.index(False)}: every rank needs the answer"
     else:
@@ -64,6 +65,19 @@ def check(right, *answers, hints=()) -> None:
         line += " (The ranks start again.)"
     if not on_ranks or dist.get_rank() == 0:
         print(line)
+
+
+def _hint(name: str, problem: str, hints) -> str:
+    """The next hint about this mistake, in brackets; "" at the first wrong answer."""
+    _tries[name] = _tries.get(name, 0) + 1
+    hints = hints if isinstance(hints, dict) else {"": hints}
+    part = next((part for part in hints if part in problem and hints[part]), None)
+    if part is None or _tries[name] == 1:
+        return ""
+    texts = [hints[part]] if isinstance(hints[part], str) else hints[part]
+    number = _given.get((name, part), 0)
+    _given[name, part] = number + 1
+    return f" (Hint: {texts[min(number, len(texts) - 1)]})"
 
 
 def _problem(right, answers) -> tuple[int, str]:

@@ -809,3 +809,47 @@ def test_should_print():
     assert should_print("try:\n    run_script(1)\nfinally:\n    pass")
     assert not should_print("def f():\n    print(1)")
     assert not should_print("x = run_script(1, show=False)\nrun_script(2, show=False)")
+
+
+def test_a_hint_belongs_to_a_message():
+    """Each part of a message that has a hint is one that some code of the page can say."""
+    tree = ast.parse((FOLDER / "exercises.py").read_text())
+    always = [node.value for node in ast.walk(tree) if is_text(node)]
+    assert_clean(lambda notebook: hints_of_nothing(notebook, always))
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def hints_of_nothing(notebook, texts: list[str]) -> list[str]:
+    """The keys of hints that occur in no text of the notebook's code, nor in `texts`.
+
+    A key may end in a value: "loop a" of f"loop {name} has a bug".
+    """
+    keys, texts, before_values = [], list(texts), set()
+    for cell in code_cells(notebook):
+        texts += [output.get("text", "") for output in cell.outputs]  # what torch says
+        tree = ast.parse(python_of(cell.source))
+        own = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "hints":
+                keys += [key.value for key in getattr(node.value, "keys", [])]
+                own |= {id(inner) for inner in ast.walk(node)}
+            if isinstance(node, ast.JoinedStr):
+                pairs = zip(node.values, node.values[1:], strict=False)
+                before_values |= {a.value for a, b in pairs if is_text(a) and not is_text(b)}
+        texts += [node.value for node in ast.walk(tree) if is_text(node) and id(node) not in own]
+
+    def is_said(key: str) -> bool:
+        start = key.rpartition(" ")[0] + " "
+        said = any(key in text for text in texts)
+        return said or (start != " " and any(text.endswith(start) for text in before_values))
+
+    return [f"no message says {key!r}" for key in keys if not is_said(key)]
+
+
+def test_a_hint_without_a_message_is_caught():
+    source = "assert x, f'loop {x} has a bug'\nhints = {'loop a': '1', 'a bug': '2', 'a bag': '3'}"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    assert hints_of_nothing(notebook, []) == ["no message says 'a bag'"]

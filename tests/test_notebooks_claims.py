@@ -176,3 +176,19 @@ print("equal:", torch.equal(*gradients), "of norm", gradients[0].norm() > 0, flu
 def test_07_activation_checkpointing_works_under_ddp_as_it_is(tmp_path):
     output = run(tmp_path, JOB.format(before="", after=CHECKPOINTED)).check().output
     assert output.count("equal: True of norm tensor(True)") == 2
+
+
+PLAIN = """
+leaf = torch.ones(2, requires_grad=True)
+parts = [torch.empty(2) for _ in range(world_size)]
+dist.all_gather(parts, leaf)
+try:
+    torch.cat(parts).sum().backward()
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+
+
+def test_03_no_gradient_passes_a_plain_all_gather(tmp_path):
+    output = run(tmp_path, JOB.format(before="", after=PLAIN)).check().output
+    assert output.count("does not require grad and does not have a grad_fn") == 2

@@ -17,6 +17,7 @@ import exercises
 @pytest.fixture
 def said(capsys, monkeypatch):
     monkeypatch.setattr(exercises, "_tries", {})
+    monkeypatch.setattr(exercises, "_given", {})
 
     def check(*args, **kwargs) -> str:
         exercises.check(*args, **kwargs)
@@ -55,6 +56,17 @@ def test_hints_come_one_after_another(said):
     ]
     assert said(right, 1, None, hints=hints) == "not answered yet\n"  # which is no wrong answer
     assert said(right, 1, 2, hints=hints) == "correct\n"
+
+
+def test_a_hint_is_about_the_mistake_that_was_made(said):
+    hints = {"not above 0": ["look up", "look down"], "ZeroDivision": "not 8"}
+    wrong, zero = "not yet: a is not above 0", "not yet: it raises ZeroDivisionError"
+    assert said(right, 0, 2, hints=hints) == f"{wrong}\n"
+    assert said(right, 1, 8, hints=hints) == f"{zero}: division by zero (Hint: not 8)\n"
+    assert said(right, 0, 2, hints=hints) == f"{wrong} (Hint: look up)\n"
+    assert said(right, 1, 8, hints=hints) == f"{zero}: division by zero (Hint: not 8)\n"
+    assert said(right, 0, 2, hints=hints) == f"{wrong} (Hint: look down)\n"
+    assert said(right, 1, 7, hints=hints) == "not yet: wrong\n"  # of which no hint speaks
 
 
 def test_an_answer_may_hang_exit_or_fail_in_any_way(said, monkeypatch):
