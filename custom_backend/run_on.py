@@ -41,8 +41,8 @@ def known_backend(name: str) -> str:
             raise argparse.ArgumentTypeError(f"{name}: {error}") from None
     if not dist.is_backend_available(name):
         raise argparse.ArgumentTypeError(
-            f"{name} is not in this build of torch, and no module {' or '.join(modules)} here or on "
-            "PYTHONPATH registers it"
+            f"{name} is not in this build of torch, and no module {' or '.join(modules)} here or "
+            "on PYTHONPATH registers it"
         )
     return name.lower()  # as torch stores it
 

@@ -46,7 +46,9 @@ def test_a_module_may_register_it(modules):
     assert known_backend("gloo") == "gloo"
 
 
-NOWHERE = "{0} is not in this build of torch, and no module {0}_backend or {0} here or on PYTHONPATH"
+NOWHERE = (
+    "{0} is not in this build of torch, and no module {0}_backend or {0} here or on PYTHONPATH"
+)
 
 
 @pytest.mark.parametrize(
