@@ -14,7 +14,8 @@
 
 Why: each rank calls backward() on its own loss, and we want the gradient of the *sum* of all ranks'
 losses. If a number was sent to all ranks, every rank sends back a gradient, and these are added up.
-(If all ranks compute the same loss, the sum counts it once per rank: divide by the world size.)
+(If all ranks compute the same loss, the sum counts it once per rank: divide by the world size.
+Under DDP do not: it divides each gradient by the world size. A contrastive loss is such a case.)
 
 Look at how little each gradient differs from a single process that holds all ranks' tensors, and
 from finite differences. Then look at plain `dist` calls: they cut the graph, or they leave it

@@ -14,9 +14,10 @@ parameters get gradients, and only their gradients are reduced. (FSDP1 flattens 
 parameter: it refuses the mixture, or with use_orig_params=True reduces gradients for all of it. The
 last lines of the output show both.)
 
-peft's LoraConfig replaces the layers of any model of the Hugging Face hub, with more options
-(dropout, quantised bases, several adapters); apply fully_shard to its blocks as here. Its names
-differ: base_layer.weight, lora_A.default.weight, lora_B.default.weight.
+For a Llama, or another model of the Hugging Face hub, peft adds adapters to named layers:
+get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"])). Then apply fully_shard to
+its blocks as here (tried once, with peft 0.21 and a small Llama on two ranks). Its names differ:
+base_layer.weight, lora_A.default.weight, lora_B.default.weight.
 
 Look at the table: full fine-tuning next to LoRA, per rank and step, counted. Adapters are saved
 alone, in one small file. Merged weights W + alpha / rank * B A cost nothing and need no LoRA code.

@@ -207,6 +207,16 @@ def test_gradients(got, world, name, modules):
         torch.testing.assert_close(mine["second"], second, rtol=0, atol=1e-12)
 
 
+def test_ddp_needs_no_factor_for_a_loss_that_all_ranks_compute(got, world):
+    """The gathered features of all ranks in one loss: DDP's division undoes the sum over losses."""
+    weight = torch.eye(3, 4, dtype=torch.float64).requires_grad_()
+    rows = torch.cat([given(world, rank, (2, 4), torch.float64) for rank in range(world)])
+    features = rows @ weight.T
+    torch.logsumexp(features @ features.T / 10, dim=1).mean().backward()
+    for one in got:
+        torch.testing.assert_close(one["contrastive"], weight.grad, rtol=1e-12, atol=1e-12)
+
+
 # Float sums, without ranks.
 
 

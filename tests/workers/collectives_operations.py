@@ -114,6 +114,7 @@ def call_others(world: int, rank: int, group) -> dict:
     }
     for op in ("and", "or", "xor"):
         got[op] = reduce_ops.bitwise(x, getattr(torch, f"bitwise_{op}"), group)
+    got["contrastive"] = contrastive(world, rank, group)
     return got | {("gradient", name): gradients(name, world, rank, group) for name in FUNCTIONS}
 
 
@@ -132,6 +133,17 @@ def gradients(name: str, world: int, rank: int, group) -> dict:
     (first.square().sum()).backward()
     numeric = autograd_collectives.finite_differences(loss, xs, group)
     return {"first": first.detach(), "second": x.grad, "numeric": numeric}
+
+
+def contrastive(world: int, rank: int, group) -> torch.Tensor:
+    """DDP's gradient of a loss over the features of all ranks, which all ranks compute alike."""
+    model = torch.nn.Linear(4, 3, bias=False, dtype=torch.float64)
+    torch.nn.init.eye_(model.weight)
+    ddp_model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    features = ddp_model(given(world, rank, (2, 4), torch.float64))
+    features = autograd_collectives.AllGather.apply(features, group)
+    torch.logsumexp(features @ features.T / 10, dim=1).mean().backward()
+    return model.weight.grad
 
 
 def barriers(rank: int) -> bool:
