@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "collectives.h"
-#include "heap.h"
 #include "point_to_point.h"
 #include "queue.h"
 
@@ -30,43 +29,13 @@ inline void prepare(const Segment& segment) {
   }
 }
 
-// The heaps of the other ranks, each mapped at its first use.
-class PeerHeaps {
- public:
-  // fds[r]: the memory file of rank r's heap; -1: the heap of this process.
-  PeerHeaps(std::vector<int> fds, size_t bytes)
-      : fds_(std::move(fds)), bytes_(bytes), bases_(fds_.size(), nullptr) {}
-  PeerHeaps(const PeerHeaps&) = delete;
-
-  ~PeerHeaps() {
-    for (size_t peer = 0; peer < fds_.size(); ++peer) {
-      if (bases_[peer]) munmap(bases_[peer], bytes_);
-      if (fds_[peer] >= 0) close(fds_[peer]);
-    }
-  }
-
-  uint8_t* base(int peer) {
-    if (fds_[peer] < 0) return Heap::own().base();
-    if (!bases_[peer]) bases_[peer] = map_shared(fds_[peer], bytes_);
-    return bases_[peer];
-  }
-
- private:
-  const std::vector<int> fds_;
-  const size_t bytes_;
-  std::vector<uint8_t*> bases_;
-};
-
 class Group {
  public:
-  Group(std::shared_ptr<const Segment> segment, int rank, std::vector<int> heap_fds,
-        size_t heap_bytes, Patience patience)
+  // heaps[r]: the heap of rank r.
+  Group(std::shared_ptr<const Segment> segment, int rank, Heaps heaps, Patience patience)
       : segment_(std::move(segment)),
-        heaps_(std::move(heap_fds), heap_bytes),
         peers(*segment_, rank, patience),
-        collectives(
-            peers, [this](int peer) { return heaps_.base(peer); },
-            [](const void* address) { return Heap::own().offset_of(address); }),
+        collectives(peers, std::move(heaps)),
         point_to_point(peers),
         queue(
             patience, [this] { pthread_mutex_lock(&my_state().alive); },
@@ -149,7 +118,6 @@ class Group {
   }
 
   const std::shared_ptr<const Segment> segment_;
-  PeerHeaps heaps_;
 
  public:
   Peers peers;

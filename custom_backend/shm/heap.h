@@ -1,98 +1,65 @@
 // Memory for tensors that other ranks read in place: one heap per process.
 //
-// The heap is a file without a name, in memory only (memfd). The process sends its descriptor to
-// its peers over a socket. When the last process that holds it ends, in any way, the kernel frees
-// it. So nothing can stay behind in /dev/shm, and the size of /dev/shm does not matter.
+// heap_view.h explains the file that holds it. Here its owner allocates and frees blocks of it: the
+// file is empty at first, and grows by an extent when no free block is large enough.
 #pragma once
 
+#include <fcntl.h>
 #include <pthread.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
-#include <cerrno>
-#include <cstdint>
-#include <cstring>
-#include <map>
-#include <mutex>
-#include <stdexcept>
-#include <string>
+#include <algorithm>
 
-#include "failures.h"
+#include "heap_view.h"
 
 namespace shm {
 
-inline uint8_t* map_shared(int fd, size_t bytes) {
-  void* base = MAP_FAILED;
-  if (must_fail(Site::map)) {
-    errno = ENOMEM;
-  } else {
-    base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  }
-  if (base == MAP_FAILED) {
-    throw std::runtime_error("mapping " + std::to_string(bytes >> 20) +
-                             " MiB of shared memory failed: " + std::strerror(errno) +
-                             " (see ulimit -v)");
-  }
-  return static_cast<uint8_t*>(base);
-}
-
 class Heap {
  public:
-  // The heap of this process. It reserves as many addresses as the machine has memory; a page takes
-  // memory when it is first written.
+  // The heap of this process.
   static Heap& own() {
     static Heap* heap = new Heap;  // never destroyed: tensors may outlive everything
     return *heap;
   }
 
-  int fd() const {
+  // For all ranks of this process, and for its peers.
+  const std::shared_ptr<HeapView>& view() const {
     throw_if_forked();
-    return fd_;
+    return view_;
   }
-  uint8_t* base() const { return base_; }
-  size_t bytes() const { return bytes_; }
+  int64_t offset_of(const void* address) const { return view_->offset_of(address); }
 
+  // Throws std::runtime_error if the machine has not that much memory, or the process not that many
+  // addresses.
   void* allocate(size_t wanted) {
-    std::lock_guard lock(mutex_);
     throw_if_forked();
-    const size_t bytes = (wanted + kAlignment - 1) / kAlignment * kAlignment + (wanted == 0) * kAlignment;
-    for (auto it = free_.begin(); it != free_.end(); ++it) {  // first fit
-      if (it->second < bytes) continue;
-      const auto [offset, size] = *it;
-      used_[offset] = bytes;  // the only line that may throw: nothing has changed yet
-      auto rest = free_.extract(it);
-      if (size > bytes) {
-        rest.key() = offset + bytes;
-        rest.mapped() = size - bytes;
-        free_.insert(std::move(rest));
-      }
-      return base_ + offset;
+    std::lock_guard lock(mutex_);
+    if (wanted > memory_of_machine() - used_bytes_) {
+      throw std::runtime_error("shm: the heap is full: " + std::to_string(used_bytes_ >> 20) +
+                               " MiB are in use, and " + std::to_string(wanted >> 20) +
+                               " MiB more would exceed the memory of this machine");
     }
-    throw std::runtime_error("shm: the heap of " + std::to_string(bytes_ >> 20) + " MiB is full");
+    const size_t bytes = std::max<size_t>(1, (wanted + kPage - 1) / kPage) * kPage;
+    auto it = std::find_if(free_.begin(), free_.end(),  // first fit
+                           [&](auto& block) { return block.second >= bytes; });
+    if (it == free_.end()) it = grow(bytes);
+    const auto [offset, size] = *it;
+    used_[offset] = bytes;  // the last line that may throw: nothing has changed yet
+    used_bytes_ += bytes;
+    auto rest = free_.extract(it);
+    if (size > bytes) {
+      rest.key() = offset + bytes;
+      rest.mapped() = size - bytes;
+      free_.insert(std::move(rest));
+    }
+    return view_->address(offset);
   }
 
   void release(void* address) {
-    std::lock_guard lock(mutex_);
     if (forked()) return;  // it belongs to the parent
-    auto block = used_.extract(static_cast<uint8_t*>(address) - base_);
-    const size_t offset = block.key();
-    size_t& bytes = block.mapped();
-    auto next = free_.lower_bound(offset);
-    if (next != free_.end() && offset + bytes == next->first) {  // join with free neighbours
-      bytes += next->second;
-      next = free_.erase(next);
-    }
-    if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
-      std::prev(next)->second += bytes;
-    } else {
-      free_.insert(std::move(block));  // allocates nothing, so it can not throw
-    }
-  }
-
-  // The offset of an address in the heap; -1 if it is not in the heap.
-  int64_t offset_of(const void* address) const {
-    const auto offset = static_cast<const uint8_t*>(address) - base_;
-    return offset >= 0 && static_cast<size_t>(offset) < bytes_ ? offset : -1;
+    std::lock_guard lock(mutex_);
+    auto block = used_.extract(offset_of(address));
+    used_bytes_ -= block.mapped();
+    give_back(join(std::move(block)));
   }
 
   // Was this process forked after the heap was made? A forked child shares the pages.
@@ -105,17 +72,82 @@ class Heap {
   }
 
  private:
-  static constexpr size_t kAlignment = 4096;
+  using Blocks = std::map<size_t, size_t>;  // offset -> bytes
+
+  static constexpr size_t kPage = 4096;
+  // The heap holds at most this much memory more than its tensors need. New pages cost time: the
+  // kernel fills them with zeros. So a training step should find the memory of the step before.
+  // (malloc, which holds torch's other tensors, keeps no block above 32 MiB.)
+  static constexpr size_t kKept = 64 << 20;
 
   Heap() {
-    bytes_ = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
-    fd_ = memfd_create("torch shm heap", MFD_CLOEXEC);
-    if (fd_ < 0 || ftruncate(fd_, bytes_) != 0) {
-      throw std::runtime_error(std::string("shm: no memory file: ") + std::strerror(errno));
-    }
-    base_ = map_shared(fd_, bytes_);
-    free_[0] = bytes_;
+    const int fd = memfd_create("torch shm heap", MFD_CLOEXEC);
+    if (fd < 0) throw std::runtime_error(std::string("shm: no memory file: ") + std::strerror(errno));
+    view_ = HeapView::of(fd);
     pthread_atfork(nullptr, nullptr, [] { forked_flag() = true; });
+  }
+
+  static size_t memory_of_machine() {
+    return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  }
+
+  // Add the smallest new extent that can hold the block.
+  Blocks::iterator grow(size_t bytes) {
+    int extent = 0;
+    while (view_->is_mapped(extent) || Extent::bytes(extent) < bytes) ++extent;
+    const size_t begin = Extent::begin(extent), size = Extent::bytes(extent);
+    const auto it = free_.emplace(begin, size).first;
+    try {
+      struct stat file;
+      if (fstat(view_->fd, &file) != 0 ||
+          (static_cast<size_t>(file.st_size) < begin + size &&
+           ftruncate(view_->fd, begin + size) != 0)) {
+        throw std::runtime_error(std::string("shm: the heap can not grow: ") + std::strerror(errno));
+      }
+      view_->address(begin);
+    } catch (...) {
+      free_.erase(it);
+      throw;
+    }
+    return it;
+  }
+
+  // Put a block into the list of free blocks, joined with its free neighbours in the same extent.
+  // Allocates nothing, so it can not throw.
+  Blocks::iterator join(Blocks::node_type block) {
+    const size_t offset = block.key();
+    size_t& bytes = block.mapped();
+    auto next = free_.lower_bound(offset);
+    const auto touch = [](size_t end, size_t begin, size_t before) {
+      return end == begin && Extent::of(before) == Extent::of(begin);
+    };
+    if (next != free_.end() && touch(offset + bytes, next->first, offset)) {
+      bytes += next->second;
+      next = free_.erase(next);
+    }
+    if (next != free_.begin()) {
+      const auto last = std::prev(next);
+      if (touch(last->first + last->second, offset, last->first)) {
+        last->second += bytes;
+        return last;
+      }
+    }
+    return free_.insert(std::move(block)).position;
+  }
+
+  // Give the memory of free blocks back to the system, beginning with this one, until the heap holds
+  // no more than it may. The addresses stay: at the next use the kernel supplies new pages.
+  void give_back(Blocks::iterator first) {
+    auto it = first;
+    do {
+      struct stat file;
+      if (fstat(view_->fd, &file) != 0) return;
+      const size_t held = file.st_blocks * size_t{512};
+      if (held <= used_bytes_ + kKept) return;
+      // If the kernel refuses, the memory stays in the heap, for the next tensor.
+      fallocate(view_->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, it->first, it->second);
+      if (++it == free_.end()) it = free_.begin();
+    } while (it != first);
   }
 
   static bool& forked_flag() {
@@ -123,11 +155,10 @@ class Heap {
     return flag;
   }
 
-  int fd_ = -1;
-  size_t bytes_ = 0;
-  uint8_t* base_ = nullptr;
+  std::shared_ptr<HeapView> view_;
   std::mutex mutex_;
-  std::map<size_t, size_t> free_, used_;  // offset -> bytes
+  Blocks free_, used_;
+  size_t used_bytes_ = 0;
 };
 
 }  // namespace shm

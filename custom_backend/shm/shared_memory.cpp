@@ -15,6 +15,7 @@
 #include <map>
 
 #include "group.h"
+#include "heap.h"
 
 namespace {
 
@@ -700,10 +701,14 @@ void close_all() {
 c10::intrusive_ptr<c10d::Backend> create(int segment_fd, int rank, int size,
                                          std::vector<int> heap_fds, double spin_us, int yields,
                                          Milliseconds timeout) {
+  shm::Heaps heaps;
+  for (const int fd : heap_fds) {
+    heaps.push_back(fd < 0 ? shm::Heap::own().view() : shm::HeapView::of(fd));
+  }
   auto segment = shm::map_segment(segment_fd, size);
   close(segment_fd);
-  auto group = std::make_shared<shm::Group>(segment, rank, std::move(heap_fds),
-                                            shm::Heap::own().bytes(), shm::Patience{spin_us, yields});
+  auto group = std::make_shared<shm::Group>(segment, rank, std::move(heaps),
+                                            shm::Patience{spin_us, yields});
   groups().push_back(group);
   return c10::make_intrusive<Backend>(std::move(group), rank, size, timeout);
 }
@@ -717,7 +722,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              "spin_us"_a, "yields"_a, "timeout"_a);
   module.def("segment_bytes", &shm::Segment::bytes, "size"_a);
   module.def("prepare_segment", [](int fd, int size) { shm::prepare(*shm::map_segment(fd, size)); });
-  module.def("heap_fd", [] { return shm::Heap::own().fd(); });
+  module.def("heap_fd", [] { return shm::Heap::own().view()->fd; });
   module.def("close_all", &close_all, Release());
   module.def("allocate", &allocate, "bytes"_a);
   module.def("adopt", &adopt, "tensor"_a);

@@ -22,6 +22,7 @@
 #include <utility>
 
 #include "group.h"
+#include "heap.h"
 
 void* operator new(size_t bytes) {
   void* memory = shm::must_fail(shm::Site::allocate) ? nullptr : std::malloc(bytes ? bytes : 1);
@@ -212,12 +213,12 @@ bool try_once(int size, const Call& call, int failing, Site site, int n) {
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {
-      std::vector<int> heaps(size, -1);  // each rank maps the heap once more for each other rank
-      for (int peer = 0; peer < size; ++peer) {
-        if (peer != rank) heaps[peer] = dup(shm::Heap::own().fd());
+      shm::Heaps heaps(size, shm::Heap::own().view());
+      for (int peer = 0; peer < size; ++peer) {  // as in a process of its own: nothing is mapped yet
+        if (peer != rank) heaps[peer] = std::make_shared<shm::HeapView>(dup(heaps[peer]->fd));
       }
       const Memory memory(call, rank, size), more(again, rank, size);
-      shm::Group group(segment, rank, heaps, shm::Heap::own().bytes(), {0, 0});
+      shm::Group group(segment, rank, heaps, {0, 0});
       together.arrive_and_wait();
       Outcome& outcome = outcomes[rank];
       outcome.first = error_of(group, call, memory, rank == failing ? &plan : nullptr);

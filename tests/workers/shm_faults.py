@@ -139,7 +139,7 @@ def unmapped() -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     if RANK == 1:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, unlimited[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**23, unlimited[1]))
     messages = [told(lambda: dist.all_reduce(x))]
     resource.setrlimit(resource.RLIMIT_AS, unlimited)
     messages += [told(lambda: dist.all_reduce(y)), told(dist.barrier)]

@@ -14,6 +14,7 @@
 #include <random>
 
 #include "group.h"
+#include "heap.h"
 
 namespace {
 
@@ -216,8 +217,7 @@ int main(int, char** arguments) {
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {
-      shm::Group group(segment, rank, std::vector<int>(size, -1), shm::Heap::own().bytes(),
-                       shm::kFewCores);
+      shm::Group group(segment, rank, shm::Heaps(size, shm::Heap::own().view()), shm::kFewCores);
       entered.arrive_and_wait();
       Rank me(group, 1000 * seed + rank);
       std::minstd_rand plan(seed + 1);  // equal on all ranks
