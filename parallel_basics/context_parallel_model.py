@@ -10,42 +10,21 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from model import GPT, Attention
-from torch import Tensor, nn
+from model import GPT
+from torch import nn
 
 
 def spread_tokens(model: GPT, attention: Callable, positions_of: Callable) -> GPT:
     """Change and return `model`: it then maps a rank's tokens (B, S) to their logits (B, S, V).
 
     attention: (q, k, v), (B, H, S, D) each, of this rank's tokens -> their attention to all tokens.
-    positions_of: (S, device) -> the positions (S) of this rank's tokens in the full sequence.
+    positions_of: (S, device=) -> the positions (S) of this rank's tokens in the full sequence.
     """
+    model.positions = positions_of
     for block in model.blocks.values():
-        block.attention = ContextParallelAttention(block.attention, attention)
-
-    def own_positions(module, inputs):  # the model counts its tokens 0, 1, ... S - 1
-        return (positions_of(len(inputs[0]), inputs[0].device),)
-
-    if model.is_first:
-        model.position_embedding.register_forward_pre_hook(own_positions)
+        block.attention.positions = positions_of
+        block.attention.attend = lambda q, k, v, window: attention(q, k, v)
     return model
-
-
-class ContextParallelAttention(Attention):
-    """`layer` with the same parameters under the same names, for S tokens of T."""
-
-    def __init__(self, layer: Attention, attention: Callable):
-        nn.Module.__init__(self)
-        self.head_dim, self.attention = layer.head_dim, attention
-        self.query, self.key, self.value, self.out = layer.query, layer.key, layer.value, layer.out
-
-    def forward(self, x_BSC: Tensor) -> Tensor:
-        q_BHSD, k_BHSD, v_BHSD = (
-            y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
-            for y in (self.query(x_BSC), self.key(x_BSC), self.value(x_BSC))
-        )
-        seen_BHSD = self.attention(q_BHSD, k_BHSD, v_BHSD)
-        return self.out(seen_BHSD.transpose(1, 2).flatten(2))
 
 
 def sum_gradients(model: nn.Module, group=None) -> None:

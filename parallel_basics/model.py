@@ -72,10 +72,9 @@ class GPTConfig:
 class GPT(nn.Module):
     """Tokens (B, T), int64 -> logits (B, T, V); position t predicts token t + 1.
 
-    A pipeline stage has a part of it: `layers` says which blocks; the embeddings belong to the
-    first, the head to the last. A stage in the middle maps (B, T, C) to (B, T, C). Parameters have
-    the same names as in the whole model. If the model is tied, the last stage has a copy of the
-    embedding, for its head.
+    A pipeline stage has a part of it, with the names of the full model: the blocks `layers`, on the
+    first the embeddings, on the last the head (if tied, with a copy of the embedding). A middle
+    stage maps (B, T, C) to (B, T, C).
     """
 
     def __init__(self, config: GPTConfig, layers: range | None = None):
@@ -83,6 +82,7 @@ class GPT(nn.Module):
         layers = range(config.layers) if layers is None else layers
         self.config = config
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.layers
+        self.positions = torch.arange  # (T, device=) -> (T): another, if tokens are sharded
         if self.is_first or (self.is_last and config.tied):
             self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
         if self.is_first and not config.is_llama:
@@ -100,7 +100,7 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
-            positions_T = torch.arange(x.shape[1], device=x.device)
+            positions_T = self.positions(x.shape[1], device=x.device)
             x = self.token_embedding(x)
             if not self.config.is_llama:  # a Llama's attention rotates queries and keys
                 x = x + self.position_embedding(positions_T)
@@ -139,6 +139,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config, self.head_dim, has_bias = config, config.head_dim, not config.is_llama
+        self.attend, self.positions = attend, torch.arange  # others, if tokens are sharded
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.query = nn.Linear(config.dim, queries, bias=has_bias)
         # GPT-2 has a bias here. It adds one number to all scores of a query, which softmax ignores:
@@ -159,9 +160,10 @@ class Attention(nn.Module):
         if self.config.qk_norm:
             q_BHTD, k_BKTD = self.query_norm(q_BHTD), self.key_norm(k_BKTD)
         if self.config.is_llama:
-            cos_TD, sin_TD = rotary(self.config, x_BTC.shape[1], x_BTC.device)
+            positions_T = self.positions(x_BTC.shape[1], device=x_BTC.device)
+            cos_TD, sin_TD = rotary(self.config, positions_T)
             q_BHTD, k_BKTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BKTD, cos_TD, sin_TD)
-        seen_BHTD = attend(q_BHTD, k_BKTD, v_BKTD, self.config.window)
+        seen_BHTD = self.attend(q_BHTD, k_BKTD, v_BKTD, self.config.window)
         return self.out(seen_BHTD.transpose(1, 2).flatten(2))
 
 
@@ -177,22 +179,21 @@ def attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None) -
     return attention(*qkv, mask_TT, enable_gqa=grouped)
 
 
-def rotary(config: GPTConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary(config: GPTConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angle of each position and pair of numbers: (T, D / 2), float32.
 
-    Pair i turns by theta^(-2i / D) per token: Su et al., RoFormer (arXiv 2104.09864). Llama 3
-    reads longer sequences than the `pretrained` tokens of its pretraining: a pair that turns less
-    than `low` times in them is slowed down by `factor`, one that turns more than `high` times is
-    not, and in between it interpolates. Computed in each layer: T D numbers.
+    Pair i turns by theta^(-2i / D) per token: Su et al., RoFormer (arXiv 2104.09864). For
+    Llama 3's long sequences, a pair that turns less than `low` times in `pretrained` tokens is
+    slowed down by `factor`, one that turns more than `high` times is not; between, interpolated.
     """
-    exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
+    exponents = torch.arange(0, config.head_dim, 2, device=positions_T.device) / config.head_dim
     frequencies = 1 / config.rope_theta**exponents
     if config.rope_scaling:
         factor, low, high, pretrained = config.rope_scaling
         turns = pretrained * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / factor)
-    angles = torch.arange(length, device=device)[:, None] * frequencies
+    angles = positions_T[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -227,9 +228,8 @@ def initialize(model: GPT, seed: int) -> GPT:
     """Give every parameter GPT-2's first values, the same for any way to spread the model.
 
     Each tile of a matrix has random numbers of its own, drawn from `seed`, the parameter's name and
-    the tile's place. A rank draws the tiles of which it holds a part, on its device: nothing is
-    sent, and no matrix is ever whole on a rank that holds a shard. (Another device type draws
-    other numbers.) Call it when the model has been cut and sharded.
+    the tile's place. A rank draws the tiles of which it holds a part, on its device: no rank sends
+    or holds a full matrix. (Another device type draws other numbers.) Call it after sharding.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

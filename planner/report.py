@@ -172,7 +172,7 @@ def table(job: Job, plans: list[Plan]) -> list[str]:
 def flags(job: Job, plan: Plan) -> str:
     """The command line of transformer_basics/train.py for a plan.
 
-    train.py has no CP; it trains with FSDP where the plan has DDP, and recomputes whole blocks.
+    train.py trains with FSDP where the plan has DDP, and recomputes whole blocks.
     """
     mesh, model = plan.mesh, job.model
     replicate, shard = mesh.dp_replicate, mesh.dp_shard
@@ -183,7 +183,8 @@ def flags(job: Job, plan: Plan) -> str:
         "transformer_basics/train.py",
         f"--layers {model.layers} --dim {model.width} --heads {model.heads}",
         f"--block-size {job.sequence} --batch-size {job.batch} --accumulate {mesh.accumulation}",
-        f"--pp {mesh.pp} --dp-replicate {replicate} --dp-shard {shard} --tp {mesh.tp}",
+        f"--pp {mesh.pp} --dp-replicate {replicate} --dp-shard {shard} --cp {mesh.cp}",
+        f"--tp {mesh.tp}",
     ]
     if mesh.sequence_parallel:
         parts.append("--sequence-parallel")

@@ -253,11 +253,13 @@ def test_the_node_diagram_has_the_bytes_of_each_wire():
 
 
 @pytest.mark.slow
-def test_the_flags_of_a_plan_run(tmp_path):
-    job = ("--model", "gpt-template", "--gpu", "laptop", "--gpus", 2, "--sequence", 32)
-    output = plan(*job, "--batch-tokens", 512, "--explain", "tp=2", "--flags")
+@pytest.mark.parametrize(("axis", "sequence"), [("tp", 32), ("cp", 16384)])
+def test_the_flags_of_a_plan_run(tmp_path, axis, sequence):
+    job = ("--model", "gpt-template", "--gpu", "laptop", "--gpus", 2, "--sequence", sequence)
+    output = plan(*job, "--batch-tokens", 16 * sequence, "--explain", f"{axis}=2", "--flags")
     flags = output.splitlines()[-1].partition("train.py ")[2].split()
-    assert flags[flags.index("--tp") :][:2] == ["--tp", "2"]
+    assert flags[flags.index(f"--{axis}") :][:2] == [f"--{axis}", "2"]
+    flags[flags.index("--block-size") + 1] = "32"  # attention to 16,384 tokens takes too long here
     script = ROOT / "transformer_basics/train.py"
     done = pool.run(script, *flags, "--steps", 2, "--sample", 0, ranks=2, cwd=tmp_path)
     done.check()

@@ -129,6 +129,7 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
     words = mesh.split()
     sizes = {word: int(n) for word, n in pairwise(words) if n.isdigit()}
     stages, parts = sizes.get("--pp", 1), sizes.get("--dp-shard", 1) * sizes.get("--tp", 1)
+    parts *= sizes.get("--cp", 1)
     layers = 5 if "--layers 5" in KINDS[kind][0] else 2
     share_of_stage = math.ceil(layers / stages) / layers  # the first stages have one layer more
     all_numbers = sum(p.numel() for p in expected["parameters"][0].values())
@@ -148,7 +149,8 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
     if "--pp" not in words:  # rank 0 has the first stage, and the last has the logits
         assert found["logits_are_cut"] == ("--loss-parallel" in words)
     if not found["compiled"]:
-        assert found["tokens"] == LENGTH / (sizes["--tp"] if "--sequence-parallel" in words else 1)
+        tokens = LENGTH / sizes.get("--cp", 1)
+        assert found["tokens"] == tokens / (sizes["--tp"] if "--sequence-parallel" in words else 1)
         microbatches = sizes.get("--accumulate", sizes.get("--pp", 1))
         computed = 2 if "--activation-checkpointing" in words else 1
         # (A pipeline begins with one more, to learn the shapes that its stages send.)
@@ -498,7 +500,7 @@ def test_bad_data(one_rank, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [
-        ("--tp 2", 3, "--pp 1 x --dp-replicate 1 x --dp-shard 1 x --tp 2 do not multiply to the 3"),
+        ("--tp 2", 3, "--dp-replicate 1 x --dp-shard 1 x --cp 1 x --tp 2 do not multiply to the 3"),
         ("--tp 2", 1, "do not multiply to the 1 rank"),
         ("--pp 2 --dp-shard 2 --tp 2 --dp-replicate 2", 8, "do not multiply to the 8"),
         ("--tp 3", 3, "--heads 4 does not divide by 3"),
@@ -512,6 +514,14 @@ def test_bad_data(one_rank, tmp_path):
         ("--dim 30", 1, "--dim 30 does not divide by 4"),
         ("--tp 2 --sequence-parallel --block-size 33", 2, "--block-size 33 does not divide by 2"),
         ("--loss-parallel", 2, "need --tp"),
+        ("--cp 2 --block-size 34", 2, "--block-size 34 does not divide by 4 (two chunks per --cp"),
+        (
+            "--cp 2 --tp 4 --sequence-parallel --block-size 36",
+            8,
+            "--block-size 36 does not divide by 8 (two chunks per --cp rank, sharded by --tp)",
+        ),
+        ("--cp 2 --window 5", 2, "--cp does not work with --window"),
+        ("--cp-kernel torch", 2, "--cp-kernel torch needs --cp"),
         ("--steps 0", 1, "--steps: must be an integer of at least 1, not 0"),
         ("--lr nan", 1, "--lr: must be a number above 0, not nan"),
         ("--timeout 0", 1, "--timeout: must be a number above 0, not 0"),
@@ -602,6 +612,8 @@ def straight(corpus, tmp_path_factory):
         ((2, "--tp 2 --sequence-parallel"), (2, "--tp 2 --sequence-parallel")),
         ((2, "--pp 2"), (2, "--dp-shard 2")),
         ((4, "--dp-shard 2 --tp 2"), (1, "")),
+        ((4, "--dp-shard 2 --cp 2"), (2, "--cp 2 --reduce-once")),
+        ((4, "--pp 2 --cp 2"), (1, "")),
         ((1, ""), (4, "--pp 2 --tp 2 --sequence-parallel --loss-parallel")),
     ],
 )
@@ -857,7 +869,7 @@ def test_script(corpus, tmp_path):
     flags = ("--profile", "--steps", 14, "--tensorboard", "--output-dir", tmp_path)
     flags += ("--timeout", 120, "--keep", 1)
     result = pool.run(TRAIN, *TINY, *flags, "--data", *corpus, timeout=240, ranks=2).check()
-    assert "pp 1   dp_replicate 2   dp_shard 1   tp 1" in result.output
+    assert "pp 1   dp_replicate 2   dp_shard 1   cp 1   tp 1" in result.output
     assert re.search(
         r"\na bigram model has a loss of [\d.]+ on the held-out windows\n", result.output
     )

@@ -63,11 +63,13 @@ SCALE = {
         (BLOCK[0] + 320 * 64) // 64 + (BLOCK[1] + 2 * 64) // 8,
         18,
     ),
+    "context": ("--rank 600 --dp-shard 4 --cp 2", BLOCK[0] // 64 + BLOCK[1] // 8, 15),
     "replicas": ("--rank 0 --pp 1 --dp-shard 1 --tp 1", 8 * sum(BLOCK) + 704 * 64 + 128, 125),
     # Of 12 rows over 8 shards the first six ranks have two, of 20 the first six three and the next
     # one two, of 48 each has six: a weight of 12 columns and a bias.
     "uneven": ("--rank 6", 2 * 2 * 12 + 6 * 13, 20),
     "uneven, last": ("--rank 7", 6 * 13, 20),
+    "uneven, context": ("--rank 6 --dp-shard 4 --cp 2", 2 * 2 * 12 + 6 * 13, 20),
     # Heads of 128: queries and out have 2048 of them, keys and values 1024 each.
     "preset qwen3-0.6b": (
         "--no-tied --layers 8 --block-size 64 --vocab-size 320",
@@ -83,7 +85,7 @@ SCALE = {
         11,
     ),
 }
-UNEVEN = "--ranks 8 --pp 1 --tp 1 --layers 1 --heads 2 --dim 12 --block-size 10 --vocab-size 20"
+UNEVEN = "--ranks 8 --pp 1 --tp 1 --layers 1 --heads 2 --dim 12 --block-size 12 --vocab-size 20"
 
 
 @pytest.mark.parametrize("name", SCALE)
@@ -116,7 +118,7 @@ def test_dry_run_says_which_rank_it_is():
     flags = ("--rank", 600, *SMALL.split())
     said = python(ROOT / "transformer_basics/memory_at_scale.py", *flags).check().output
     # 600 = 4 x 128 + 1 x 64 + 3 x 8 + 0
-    assert "rank 600 of 1024: pp 4, dp_replicate 1, dp_shard 3, tp 0; layers 4 to 4\n" in said
+    assert "rank 600 of 1024: pp 4, dp_replicate 1, dp_shard 3, cp 0, tp 0; layers 4 to 4\n" in said
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ class MeshRun:
         """Calls and bytes sent in one step by this rank; bytes that it holds between steps."""
         with CountByAxis(self.mesh) as sent:
             self.step()
-        over = [sent.over(axis) for axis in AXES]
+        over = [sent.over(axis) for axis in sent.sizes]
         held = [p.to_local() for p in self.model.parameters()]
         held += [p.grad.to_local() for p in self.model.parameters() if p.grad is not None]
         for state in self.optimizer.state.values():

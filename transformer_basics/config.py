@@ -10,11 +10,12 @@ from arguments import UserError
 from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the device mesh
 # A run may continue with other values of these flags: they change how it runs, not its results.
 # (A checksum of the text is compared, not --data. Only a new run reads --init-from.)
 MAY_CHANGE = {
     *AXES,
+    "cp_kernel",
     "data",
     "init_from",
     "steps",
@@ -79,6 +80,8 @@ class Settings:
     pp: int = 1
     dp_replicate: int | None = None
     dp_shard: int = 1
+    cp: int = 1
+    cp_kernel: str = "ring"
     tp: int = 1
     sequence_parallel: bool = False
     loss_parallel: bool = False
@@ -108,6 +111,12 @@ class Settings:
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
+    def length_multiple(self) -> int:
+        """A sequence must be a multiple: each cp rank has two chunks, which tp may shard."""
+        tp = self.tp if self.sequence_parallel else 1
+        return tp if self.cp == 1 else self.cp * math.lcm(2, tp)
+
+    @property
     def microbatch_size(self) -> int:
         """Sequences that a rank computes at a time."""
         return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
@@ -117,7 +126,8 @@ class Settings:
 
         Raises `UserError` if the settings do not fit the number of ranks.
         """
-        dp_replicate = self.dp_replicate or max(1, ranks // (self.pp * self.dp_shard * self.tp))
+        model_ranks = self.pp * self.dp_shard * self.cp * self.tp
+        dp_replicate = self.dp_replicate or max(1, ranks // model_ranks)
         settings = replace(self, dp_replicate=dp_replicate, accumulate=self.accumulate or self.pp)
         check_mesh(settings, ranks)
         return settings
@@ -144,14 +154,14 @@ def check_mesh(settings: Settings, ranks: int) -> None:
             "stages: give at least as many, better four times as many"
         )
     parts = settings.dp_replicate * settings.dp_shard * settings.accumulate
-    tokens_cut_by = settings.tp if settings.sequence_parallel else 1
+    tokens = "--tp" if settings.cp == 1 else "two chunks per --cp rank, sharded by --tp"
     for flag, value, divisor, reason in (
         ("--batch-size", settings.batch_size, parts, "data-parallel ranks x --accumulate"),
         ("--dim", settings.dim if settings.head_dim is None else 0, settings.heads, "--heads"),
         ("--heads", settings.heads, settings.tp, "--tp"),
         ("--heads", settings.heads, settings.kv_heads or 1, "--kv-heads"),
         ("--mlp-dim", settings.mlp_dim or 4 * settings.dim, settings.tp, "--tp"),
-        ("--block-size", settings.block_size, tokens_cut_by, "--tp"),
+        ("--block-size", settings.block_size, settings.length_multiple, tokens),
     ):
         if value % divisor:
             raise UserError(f"{flag} {value} does not divide by {divisor} ({reason})")
@@ -166,5 +176,9 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
     if settings.layers < settings.pp:
         raise UserError(f"--layers {settings.layers} are too few for --pp {settings.pp} stages")
+    if settings.cp > 1 and settings.window and settings.window < settings.block_size:
+        raise UserError("--cp does not work with --window: the ring has only the causal mask")
+    if settings.cp == 1 and settings.cp_kernel != "ring":
+        raise UserError(f"--cp-kernel {settings.cp_kernel} needs --cp")
     if settings.tp == 1 and (settings.sequence_parallel or settings.loss_parallel):
         raise UserError("--sequence-parallel and --loss-parallel need --tp")

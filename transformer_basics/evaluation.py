@@ -1,17 +1,15 @@
 """The loss of the global batch, and the loss on held-out text."""
 
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 from arguments import UserError
 from config import Settings
+from context_parallel import tokens_of_rank
 from data import batch_part, windows
 from model import cross_entropy
 from pipeline import Pipeline
-from step import full_tensor
+from step import full_tensor, torch_regions
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 
 
 def held_out_windows(tokens, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,9 +41,10 @@ def evaluate(
     windows = [t[part::parts].split(settings.microbatch_size) for t in held_out]
     loss_sum = torch.zeros((), device=mesh.device_type)
     model.eval()
-    with loss_parallel() if settings.loss_parallel else nullcontext():
+    with torch_regions(settings, mesh):
         for microbatch in zip(*windows, strict=True):
-            x_BT, y_BT = (tensor.to(mesh.device_type) for tensor in microbatch)
+            on_device = (tensor.to(mesh.device_type) for tensor in microbatch)
+            x_BT, y_BT = (tokens_of_rank(mesh["cp"], tensor) for tensor in on_device)
             loss_sum += loss_of(model, pipeline, x_BT, y_BT)
     model.train()
     return mean_over_ranks(loss_sum / len(windows[0]), mesh)

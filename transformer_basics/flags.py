@@ -67,8 +67,12 @@ def parse_args() -> Settings:
     add("--seed", type=int, help="seed of weights and data")
     add = parser.add_argument_group("parallelism").add_argument
     add("--pp", type=at_least(1), help="pipeline stages (default: 1)")
-    add("--dp-replicate", type=at_least(1), help="replicas (default: ranks / (pp x dp-shard x tp))")
+    replicas = "replicas (default: ranks / (pp x dp-shard x cp x tp))"
+    add("--dp-replicate", type=at_least(1), help=replicas)
     add("--dp-shard", type=at_least(1), help="FSDP shards per replica (default: 1)")
+    add("--cp", type=at_least(1), help="context-parallel shards of each sequence (default: 1)")
+    kernel = "with --cp: ring attention by hand, or torch's with fused GPU kernels (default: ring)"
+    add("--cp-kernel", choices=("ring", "torch"), help=kernel)
     add("--tp", type=at_least(1), help="tensor-parallel shards of each layer (default: 1)")
     tokens = "with --tp: shard the tokens between the tensor-parallel layers"
     add("--sequence-parallel", action="store_true", help=tokens)

@@ -69,8 +69,8 @@ def take_step(
 
     The hidden states of the previous stage, and the gradients of the next one, are made up.
     """
-    tokens = torch.zeros(1, settings.block_size, dtype=torch.int64)
-    tokens_here = settings.block_size // (settings.tp if settings.sequence_parallel else 1)
+    tokens = torch.zeros(1, settings.block_size // settings.cp, dtype=torch.int64)
+    tokens_here = tokens.shape[1] // (settings.tp if settings.sequence_parallel else 1)
     hidden = torch.zeros(1, tokens_here, settings.dim, requires_grad=True)
     with loss_parallel() if settings.loss_parallel else nullcontext():
         out = model(tokens if model.is_first else hidden)
@@ -98,10 +98,10 @@ def formula(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> dict[str
     """The same bytes from the shapes of a GPT: float32, AdamW, the mesh of `settings`.
 
     pp chooses layers. tp divides the rows of a column-parallel weight (out, in), and the columns of
-    a row-parallel one. dp_shard divides the rows that are left: rounded up, so that the last ranks
-    may have fewer. dp_replicate divides nothing.
+    a row-parallel one. dp_shard x cp divides the rows that are left: rounded up, so that the last
+    ranks may have fewer. dp_replicate divides nothing.
     """
-    tp, shards, width = settings.tp, settings.dp_shard, config.dim
+    tp, shards, width = settings.tp, settings.dp_shard * settings.cp, config.dim
     queries, keys = config.heads * config.head_dim // tp, config.kv_heads * config.head_dim
     keys //= tp if config.kv_heads % tp == 0 else 1  # fewer heads than ranks: each has all
     mlp, is_llama = config.mlp_dim // tp, config.is_llama
@@ -123,7 +123,7 @@ def formula(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> dict[str
         tensors += [(width, 1)] * (1 if is_llama else 2)
         has_own = not config.tied or layers.start > 0  # a tied stage of its own has a copy
         tensors += [(config.vocab_size // tp, width)] * has_own
-    shard = mesh["dp_shard"].get_local_rank()
+    shard = mesh["dp_shard"].get_local_rank() * settings.cp + mesh["cp"].get_local_rank()
     numbers = 0
     for rows, columns in tensors:
         most = math.ceil(rows / shards)
@@ -149,8 +149,10 @@ def parse_args():
     add("--ranks", type=at_least(1), default=1024, help="ranks of the job (default: 1024)")
     add("--rank", type=at_least(0), default=0, help="the rank to compute (default: 0)")
     add("--pp", type=at_least(1), default=8, help="pipeline stages (default: 8)")
-    add("--dp-replicate", type=at_least(1), help="replicas (default: ranks / (pp x dp-shard x tp))")
+    replicas = "replicas (default: ranks / (pp x dp-shard x cp x tp))"
+    add("--dp-replicate", type=at_least(1), help=replicas)
     add("--dp-shard", type=at_least(1), default=8, help="FSDP shards per replica (default: 8)")
+    add("--cp", type=at_least(1), default=1, help="context-parallel shards (default: 1)")
     add("--tp", type=at_least(1), default=8, help="tensor-parallel shards (default: 8)")
     add("--preset", choices=PRESETS, help="the shape of this model; other flags override it")
     tied = "use the token embedding's weight in the head"

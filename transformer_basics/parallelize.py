@@ -1,8 +1,8 @@
 """Shard the GPT over a device mesh, without changes to the model: one function per technique.
 
-`spread_model` applies them in this order: a pipeline stage takes some layers, tensor parallelism
-shards these layers, activation checkpointing and compilation wrap blocks, and FSDP shards the
-parameters that a rank then holds.
+`spread_model` applies them in this order: a pipeline stage takes some layers, context parallelism
+shards the tokens, tensor parallelism shards the layers, activation checkpointing and compilation
+wrap blocks, and FSDP shards the parameters that a rank then holds.
 """
 
 import warnings
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from arguments import UserError
 from config import AXES, PRECISIONS, Settings
+from context_parallel import apply_context_parallel, fsdp_mesh
 from model import GPT, GPTConfig
 from pipeline import Pipeline, stage_layers
 from torch import Tensor, nn
@@ -39,12 +40,12 @@ def spread_model(
 
     The parameters have memory, but no values: load a checkpoint, or call `model.initialize`.
     """
-    # Every rank gets a coordinate on each axis: pp, dp_replicate, dp_shard, tp. Ranks that differ
-    # only in one coordinate form a group of that axis. Neighbours on the last axis have adjacent
-    # ranks, so they are on one node. That axis is tp, which communicates most.
+    # Every rank gets a coordinate on each axis: pp, dp_replicate, dp_shard, cp, tp. Ranks that
+    # differ only in one coordinate form a group of that axis. Neighbours on the last axis have
+    # adjacent ranks, so they are on one node. That axis is tp, which communicates most.
     mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
     if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, they wait 30 minutes (NCCL: 10)
-        for group in mesh.get_all_groups():
+        for group in [*mesh.get_all_groups(), *fsdp_mesh(mesh).get_all_groups()]:
             dist.set_timeout(timedelta(seconds=settings.timeout), group)
     model = shard_model(config, settings, mesh)
     materialize(model, device)  # memory for this rank's part only
@@ -56,6 +57,8 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> GPT:
     """This rank's part of the model on the mesh of all ranks; its parameters have no memory yet."""
     with parameters_without_memory():  # no rank needs room for the full model
         model = GPT(config, stage_layers(config.layers, mesh["pp"]))  # some layers
+    if settings.cp > 1:  # some tokens of each sequence
+        apply_context_parallel(model, mesh["cp"], settings.cp_kernel)
     if settings.tp > 1:  # some features of each layer
         apply_tensor_parallel(model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel)
     if settings.activation_checkpointing:
@@ -66,7 +69,7 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> GPT:
     # (A pipeline keeps gathered parameters: otherwise every micro-batch would gather them again.)
     apply_fsdp(
         model,
-        mesh["dp_replicate", "dp_shard"],
+        fsdp_mesh(mesh),
         PRECISIONS[settings.precision],
         reshard_after_forward=not settings.keep_gathered and settings.pp == 1,
     )
@@ -76,12 +79,13 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> GPT:
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
     """Seed torch's global generators, from which dropout, for example, draws.
 
-    The seed depends on the data-parallel coordinates and the stage: other sequences and other
-    layers get other numbers. Ranks that differ only in tp get the same numbers: between the layers
-    they hold copies of the same activations, and must drop the same ones. (Where they hold
-    different heads or, with --sequence-parallel, different tokens, all use one pattern.)
+    The seed depends on all coordinates but tp: other sequences, tokens, layers get other numbers.
+    Ranks that differ only in tp get the same numbers: between the layers they hold copies of the
+    same activations, and must drop the same ones. (Where they hold different heads or, with
+    --sequence-parallel, different tokens, all use one pattern.)
     """
-    coordinates = [mesh[axis].get_local_rank() for axis in ("pp", "dp_replicate", "dp_shard")]
+    axes = ("pp", "dp_replicate", "dp_shard", "cp")
+    coordinates = [mesh[axis].get_local_rank() for axis in axes]
     torch.manual_seed(zlib.crc32(f"{seed} {coordinates}".encode()))
 
 

@@ -13,6 +13,7 @@ from model import GPT, GPTConfig
 from pipeline import second_copy
 from runtime import Worker
 from sampling import generate
+from step import torch_regions
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -78,17 +79,21 @@ class Report:
         self.metrics.close()
 
 
-def write_sample(model, pipeline, corpus, settings: Settings, worker: Worker) -> None:
+def write_sample(
+    model, pipeline, corpus, mesh: DeviceMesh, settings: Settings, worker: Worker
+) -> None:
     """Rank 0 prints how the model continues --prompt; all ranks compute."""
     prompt = torch.tensor([corpus.encode(settings.prompt)], device=worker.device)
-    tokens = generate(
-        model,
-        pipeline,
-        prompt,
-        settings.sample,
-        seed=settings.seed,
-        length_multiple=settings.tp if settings.sequence_parallel else 1,
-    )
+    with torch_regions(settings, mesh):
+        tokens = generate(
+            model,
+            pipeline,
+            prompt,
+            settings.sample,
+            seed=settings.seed,
+            length_multiple=settings.length_multiple,
+            cp=mesh["cp"],
+        )
     if worker.is_main and settings.sample:
         print(f"---- {settings.sample} tokens after {settings.prompt!r}:")
         print(corpus.decode(tokens[0].tolist()))

@@ -1,9 +1,11 @@
 """Generate tokens that continue a text, with a model on any mesh."""
 
 import torch
+from context_parallel import logits_at, tokens_of_rank
 from model import GPT
 from pipeline import Pipeline
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -17,6 +19,7 @@ def generate(
     top_k: int = 40,
     seed: int = 0,
     length_multiple: int = 1,
+    cp: DeviceMesh | None = None,
 ) -> Tensor:
     """Continue each row of `tokens_BT`, int64, by `count` tokens; returns rows of T + count.
 
@@ -24,7 +27,8 @@ def generate(
     all draw the same random numbers. Each token costs a pass over the whole window.
     temperature: values below 1 make likely tokens likelier; 0 takes the likeliest (greedy).
     top_k: draw only from the top_k likeliest tokens; 0: from all.
-    length_multiple: pad the tokens of a pass to a multiple of it (sequence parallelism).
+    length_multiple: pad the tokens of a pass to a multiple of it (sequence or context parallelism).
+    cp: the context-parallel axis, if the tokens of a pass are sharded.
     """
     generator = torch.Generator(tokens_BT.device).manual_seed(seed)
     for _ in range(count):
@@ -32,13 +36,15 @@ def generate(
         length = window.shape[1]
         # Pad at the end: with causal attention, no earlier token sees the padding.
         window = torch.nn.functional.pad(window, (0, -length % length_multiple))
+        window = tokens_of_rank(cp, window) if cp else window
         logits = pipeline.forward(window) if pipeline else model(window)
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         if logits is None:  # the last stage has them
             chosen = tokens_BT.new_empty(len(tokens_BT), 1)
         else:
-            chosen = choose(logits[:, length - 1].float(), temperature, top_k, generator)
+            last = logits_at(length - 1, logits, cp) if cp else logits[:, length - 1]
+            chosen = choose(last.float(), temperature, top_k, generator)
         if pipeline:
             chosen = pipeline.broadcast_from_last(chosen)
         tokens_BT = torch.cat([tokens_BT, chosen], dim=1)

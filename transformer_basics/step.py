@@ -1,13 +1,14 @@
 """One training step on any mesh, and the norm of all gradients."""
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
 import torch.distributed as dist
 from config import Settings
+from context_parallel import tokens_of_rank, torch_attention
 from model import cross_entropy
 from pipeline import Pipeline, second_copy
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,9 +32,10 @@ def train_step(
     full model's gradients (of their mean over all ranks, before clipping).
     """
     optimizer.zero_grad(set_to_none=True)
-    adds_full_gradients = settings.dp_shard == 1 or settings.reduce_once
+    adds_full_gradients = settings.dp_shard * settings.cp == 1 or settings.reduce_once
+    x_BT, y_BT = (tokens_of_rank(mesh["cp"], tokens_BT) for tokens_BT in (x_BT, y_BT))
     loss_of = loss_function(settings.compile and not settings.loss_parallel)
-    with loss_parallel() if settings.loss_parallel else nullcontext():
+    with torch_regions(settings, mesh):
         if pipeline:
             loss = pipeline.train(x_BT, y_BT)
         else:
@@ -58,6 +60,14 @@ def train_step(
     grad_norm = clip_gradients(model, settings.clip or math.inf, mesh)
     optimizer.step()
     return full_tensor(loss), grad_norm
+
+
+@contextmanager
+def torch_regions(settings: Settings, mesh: DeviceMesh) -> Iterator[None]:
+    """Where torch replaces the loss (--loss-parallel) and attention (--cp-kernel torch)."""
+    replaced_loss = loss_parallel() if settings.loss_parallel else nullcontext()
+    with replaced_loss, torch_attention(settings, mesh):
+        yield
 
 
 @cache

@@ -91,7 +91,7 @@ def train(settings: Settings, worker: Worker) -> int:
     if stopped_by:
         goodbye(stopped_by, step, settings.steps, folder, worker)
         return stopped_by
-    write_sample(model, pipeline, corpus, settings, worker)
+    write_sample(model, pipeline, corpus, mesh, settings, worker)
     return 0
 
 

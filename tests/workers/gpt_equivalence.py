@@ -31,7 +31,7 @@ from step import train_step
 from torch.distributed.tensor import DTensor
 from workers.place import worker_of_test
 
-STEPS, BATCH, LENGTH, VOCABULARY, LR = 3, 16, 12, 44, 0.01
+STEPS, BATCH, LENGTH, VOCABULARY, LR = 3, 16, 16, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
 LLAMA = "--architecture llama --kv-heads 2 --mlp-dim 32"
 # What changes the result, and so has a reference of its own.
@@ -44,6 +44,7 @@ KINDS = {
     "bf16": ("--clip 0 --precision bf16", "sgd"),
     "llama": (f"--clip 0.1 {LLAMA} --window 5", "adamw"),
     "smollm": (f"--clip 0.1 {LLAMA} --tied --layers 5", "sgd"),
+    "grouped": (f"--clip 0.1 {LLAMA}", "sgd"),
     "qwen": (f"--clip 0.1 {LLAMA} --kv-heads 1 --head-dim 8 --qk-norm", "sgd"),
 }
 TP, SP, LP = "--tp {}", "--tp {} --sequence-parallel", "--tp {} --loss-parallel"
@@ -63,6 +64,10 @@ MESHES = {  # ranks -> flags -> kinds
         LP.format(2): ("clip",),
         ALL.format(2): ("adamw", "tied", "bf16", "llama", "qwen"),
         ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip", "qwen"),
+        "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen"),
+        "--cp 2 --accumulate 4 --reduce-once": ("clip",),
+        "--cp 2 --activation-checkpointing --accumulate 2": ("clip", "qwen"),
+        "--cp 2 --compile": ("clip", "qwen"),
         "--pp 2": ("sgd", "adamw", "clip", "tied", "bf16", "llama", "smollm"),
         "--pp 2 --accumulate 8": ("deep",),
         "--pp 2 --accumulate 4 --activation-checkpointing": ("clip",),
@@ -76,6 +81,12 @@ MESHES = {  # ranks -> flags -> kinds
         "--dp-shard 2 " + ALL.format(2): ("sgd", "tied", "llama", "qwen"),
         "--dp-replicate 2 " + TP.format(2): ("clip", "qwen"),
         "--dp-replicate 2 " + ALL.format(2): ("adamw",),
+        "--cp 4": ("clip", "grouped"),
+        "--dp-replicate 2 --cp 2": ("clip",),
+        "--dp-shard 2 --cp 2 --accumulate 4": ("adamw", "qwen"),
+        "--cp 2 " + TP.format(2): ("clip", "qwen"),
+        "--cp 2 " + ALL.format(2): ("clip", "tied", "grouped", "qwen"),
+        "--pp 2 --cp 2 --accumulate 4": ("clip", "tied", "qwen"),
         "--pp 4": ("deep", "smollm"),
         "--pp 2 --dp-shard 2": ("adamw", "tied"),
         "--pp 2 --accumulate 4 " + TP.format(2): ("tied",),
@@ -83,6 +94,10 @@ MESHES = {  # ranks -> flags -> kinds
     },
     8: {  # three_dimensions.py has it without sequence parallelism and clipping
         "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip", "tied", "llama", "qwen"),
+        "--cp 8": ("clip",),
+        "--dp-replicate 2 --dp-shard 2 --cp 2": ("adamw",),
+        "--dp-shard 2 --cp 2 " + ALL.format(2): ("clip", "grouped"),
+        "--pp 2 --cp 2 " + ALL.format(2): ("qwen",),
     },
 }
 # One of each strategy, for `make quick`.
@@ -91,6 +106,7 @@ QUICK = {
         "": ("adamw",),
         "--dp-shard 2 --accumulate 4": ("clip",),
         ALL.format(2): ("tied", "qwen"),
+        "--cp 2 --accumulate 2": ("clip", "grouped"),
         "--pp 2 --accumulate 4": ("clip", "tied"),
     }
 }

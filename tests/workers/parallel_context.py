@@ -18,12 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from model import GPT, GPTConfig, initialize
+from ring import Ring, own_tokens, ring_attention
 from ring_attention import (
-    Ring,
     apply_ring_attention,
     count_ring,
-    own_tokens,
-    ring_attention,
     sum_gradients,
 )
 from workers.place import worker_of_test
@@ -35,10 +33,12 @@ ATTENTION = {  # kind -> dtype, factor on the queries
     "double": ("double", 1.0),
     "float": ("float", 1.0),
     "large": ("float", 200.0),  # exp(score) alone would be infinite
+    "grouped": ("double", 1.0),  # three query heads share one key head
     "bf16": ("bf16", 1.0),
 }
 # float64 on all rings; other dtypes on rings whose size does not divide by two.
-ATTENTIONS = [(kind, size) for kind in ATTENTION for size in RINGS if kind == "double" or size == 3]
+DOUBLE = ("double", "grouped")
+ATTENTIONS = [(kind, size) for kind in ATTENTION for size in RINGS if kind in DOUBLE or size == 3]
 MODELS = {  # (ranks of a ring, balanced, what differs)
     (1, True, "sgd"),
     (2, True, "sgd"),
@@ -64,7 +64,8 @@ def qkv(kind: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     tensors = torch.randn(4, 2, 3, LENGTH, 5, generator=generator, dtype=torch.float64)
     tensors[0] *= factor
-    return list(tensors.to(FLOATS[dtype]))
+    q, k, v, dout = tensors.to(FLOATS[dtype])
+    return [q, k[:, :1], v[:, :1], dout] if kind == "grouped" else [q, k, v, dout]
 
 
 def attention(kind: str, ring: Ring, device) -> dict:
