@@ -31,6 +31,7 @@ COPIES = [
     ("checkpoint.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("sharded_state.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("model.py", "transformer_basics", ["parallel_basics"]),
+    ("head.py", "transformer_basics", ["parallel_basics"]),
     ("tiles.py", "transformer_basics", ["parallel_basics"]),
     ("comparing.py", "transformer_basics", ["parallel_basics"]),
     ("counting.py", "transformer_basics", ["parallel_basics"]),

@@ -150,7 +150,8 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
     if not found["compiled"]:
         assert found["tokens"] == LENGTH / (sizes["--tp"] if "--sequence-parallel" in words else 1)
         microbatches = sizes.get("--accumulate", sizes.get("--pp", 1))
-        computed = 2 if "--activation-checkpointing" in words else 1
+        every = sizes.get("--activation-checkpointing", 1)  # of 2: the second block, not the first
+        computed = 2 if "--activation-checkpointing" in words and every == 1 else 1
         # (A pipeline begins with one more, to learn the shapes that its stages send.)
         extra = found["mlp_calls"] - STEPS * microbatches * computed
         assert extra == 0 or (extra == 1 and "--pp" in words)
@@ -512,6 +513,9 @@ def test_bad_data(one_rank, tmp_path):
         ("--dim 30", 1, "--dim 30 does not divide by 4"),
         ("--tp 2 --sequence-parallel --block-size 33", 2, "--block-size 33 does not divide by 2"),
         ("--loss-parallel", 2, "need --tp"),
+        ("--tp 2 --loss-chunks 4", 2, "--loss-chunks with --tp needs --loss-parallel"),
+        ("--activation-checkpointing 0", 1, "must be full, selective, or an integer of at least 1"),
+        ("--activation-checkpointing some", 1, "must be full, selective, or an integer of at"),
         ("--steps 0", 1, "--steps: must be an integer of at least 1, not 0"),
         ("--lr nan", 1, "--lr: must be a number above 0, not nan"),
         ("--timeout 0", 1, "--timeout: must be a number above 0, not 0"),
@@ -528,6 +532,14 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys, flags, ranks, message
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_activation_checkpointing_without_a_value_is_full(monkeypatch):
+    modes = {"": None, " --seed 1": "full", " full": "full", " selective": "selective", " 3": 3}
+    for value, mode in modes.items():
+        flag = "--activation-checkpointing" if value else ""
+        monkeypatch.setattr(sys, "argv", ["train.py", *(flag + value).split()])
+        assert parse_args().activation_checkpointing == mode
 
 
 def test_learning_rate():

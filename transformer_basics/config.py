@@ -24,6 +24,7 @@ MAY_CHANGE = {
     "compile",
     "sequence_parallel",
     "loss_parallel",
+    "loss_chunks",
     "keep_gathered",
     "device",
     "backend",
@@ -73,7 +74,7 @@ class Settings:
     weight_decay: float = 0.1
     clip: float = 1.0
     precision: str = "fp32"
-    activation_checkpointing: bool = False
+    activation_checkpointing: str | int | None = None  # full, selective, every Nth block
     compile: bool = False
     seed: int = 0
     pp: int = 1
@@ -82,6 +83,7 @@ class Settings:
     tp: int = 1
     sequence_parallel: bool = False
     loss_parallel: bool = False
+    loss_chunks: int = 1
     keep_gathered: bool = False
     device: str = "auto"
     backend: str | None = None
@@ -166,5 +168,7 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
     if settings.layers < settings.pp:
         raise UserError(f"--layers {settings.layers} are too few for --pp {settings.pp} stages")
+    if settings.loss_chunks > 1 and settings.tp > 1 and not settings.loss_parallel:
+        raise UserError("--loss-chunks with --tp needs --loss-parallel, which gathers no logits")
     if settings.tp == 1 and (settings.sequence_parallel or settings.loss_parallel):
         raise UserError("--sequence-parallel and --loss-parallel need --tp")

@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from activation_checkpointing import CHECKPOINTING
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least, between
 from config import PRECISIONS, Settings
 from presets import PRESETS
@@ -62,7 +63,9 @@ def parse_args() -> Settings:
     add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.1)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--precision", choices=PRECISIONS, help="dtype of matmuls; parameters stay fp32")
-    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
+    add("--activation-checkpointing", **CHECKPOINTING)
+    chunks = "compute the logits and the loss in N chunks of the tokens (default: 1)"
+    add("--loss-chunks", type=at_least(1), help=chunks)
     add("--compile", action="store_true", help="torch.compile each block")
     add("--seed", type=int, help="seed of weights and data")
     add = parser.add_argument_group("parallelism").add_argument

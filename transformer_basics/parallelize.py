@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
 from config import AXES, PRECISIONS, Settings
 from model import GPT, GPTConfig
@@ -56,10 +57,12 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> GPT:
     """This rank's part of the model on the mesh of all ranks; its parameters have no memory yet."""
     with parameters_without_memory():  # no rank needs room for the full model
         model = GPT(config, stage_layers(config.layers, mesh["pp"]))  # some layers
+    if model.is_last:
+        model.head.chunks = settings.loss_chunks
     if settings.tp > 1:  # some features of each layer
         apply_tensor_parallel(model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel)
     if settings.activation_checkpointing:
-        apply_activation_checkpointing(model)
+        apply_activation_checkpointing(model, settings.activation_checkpointing)
     if settings.compile:
         apply_compile(model)
     # Some rows of the parameters that this rank still holds; FSDP averages the gradients.
@@ -186,10 +189,12 @@ def apply_tensor_parallel(
             plan.setdefault("token_embedding", RowwiseParallel())
         if sequence_parallel:
             plan["norm"] = SequenceParallel()
-        # Each rank computes the logits of some of the tokens of the vocabulary.
+        # Each rank computes the logits of some of the tokens of the vocabulary. With chunks, the
+        # head returns the loss of training, which is the same on all ranks.
+        returns_loss = model.head.chunks > 1
         plan["head"] = ColwiseParallel(
             input_layouts=between,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            output_layouts=Shard(-1) if loss_parallel and not returns_loss else Replicate(),
             use_local_output=not loss_parallel,
         )
     parallelize_module(model, mesh, plan)
@@ -218,17 +223,6 @@ def share_heads(linear: nn.Linear, mesh: DeviceMesh, config: GPTConfig) -> None:
         return y_BTC[..., first : first + config.head_dim]
 
     distribute_module(linear, mesh, output_fn=own_head)  # the same weight on all ranks
-
-
-def apply_activation_checkpointing(model: GPT) -> GPT:
-    """Each block keeps only its input, and recomputes its other activations in backward.
-
-    A third more computation saves the activations of all blocks but one (Chen et al., arXiv
-    1604.06174). Under tensor parallelism, the sum after attention is also communicated again.
-    """
-    for block in model.blocks.values():
-        block.recompute = True
-    return model
 
 
 def apply_compile(model: GPT) -> GPT:
