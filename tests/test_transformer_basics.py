@@ -542,6 +542,17 @@ def test_activation_checkpointing_without_a_value_is_full(monkeypatch):
         assert parse_args().activation_checkpointing == mode
 
 
+def test_lengths_in_tokens(monkeypatch, capsys):
+    flags = "--batch-size 4 --block-size 10 --tokens 1001 --eval-tokens 100"
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    settings = parse_args()
+    assert (settings.steps, settings.eval_every) == (26, 2)  # 1001 / 40, up; 100 / 40, rounded
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split(), "--steps", "3"])
+    with pytest.raises(SystemExit):
+        parse_args()
+    assert "--steps: not allowed with argument --tokens" in capsys.readouterr().err
+
+
 def test_learning_rate():
     settings = Settings(warmup=0.1, steps=100)
     factors = [schedule(step, settings) for step in range(100)]
@@ -694,7 +705,7 @@ def test_resumed_run_equals_the_straight_one(corpus, tmp_path):
 def test_speed_is_of_training_alone(corpus, tmp_path):
     """By a clock on which a step takes 1 s, an evaluation and a save 100 s each."""
     script = ROOT / "tests/workers/gpt_clock.py"
-    flags = ("--log-every", 3, "--eval-every", 2, "--checkpoint-every", 4)
+    flags = ("--log-every", 3, "--eval-every", 2, "--checkpoint-every", 4, "--gc-every", 3)
     args = (*TINY, *flags, "--output-dir", tmp_path, "--data", *corpus)
     output = pool.run(script, *args, ranks=2).check().output
     measured = [line for line in read_metrics(tmp_path) if "tokens_per_second" in line]
@@ -707,6 +718,16 @@ def test_speed_is_of_training_alone(corpus, tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path) if "validation_loss" in line] == [
         2, 4, 6, 8,
     ]  # fmt: skip
+    # Eight steps of 1 s, four evaluations and two saves of 100 s each, on two ranks.
+    (summary,) = (line for line in read_metrics(tmp_path) if "hours" in line)
+    assert (summary["step"], summary["tokens"]) == (8, 8 * 8 * 16)
+    assert summary["hours"] * 3600 == pytest.approx(608)
+    assert summary["rank_hours"] * 3600 == pytest.approx(2 * 608)
+    assert output.count("garbage collected after steps: 3 6 automatic: False\n") == 2
+    # Continued by one rank, it adds to the hours before the last save.
+    pool.run(TRAIN, *args, "--steps", 9).check()
+    summary = next(line for line in read_metrics(tmp_path) if line.get("tokens") == 9 * 8 * 16)
+    assert 2 * 508 < summary["rank_hours"] * 3600 < 2 * 508 + 100
     assert "matrix products: high" in output
     # Four times two batches of eight, of which each rank has a half.
     assert output.count(f"held-out windows of this rank: {4 * 2 * 8 // 2}\n") == 2

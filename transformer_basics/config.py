@@ -18,6 +18,7 @@ MAY_CHANGE = {
     "data",
     "init_from",
     "steps",
+    "tokens",
     "accumulate",
     "reduce_once",
     "activation_checkpointing",
@@ -29,11 +30,14 @@ MAY_CHANGE = {
     "device",
     "backend",
     "timeout",
+    "train_timeout",
+    "gc_every",
     "output_dir",
     "checkpoint_every",
     "keep",
     "log_every",
     "eval_every",
+    "eval_tokens",
     "eval_batches",
     "tensorboard",
     "profile",
@@ -66,6 +70,7 @@ class Settings:
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, ...] | None = None
     steps: int = 2000
+    tokens: int | None = None  # instead of steps
     batch_size: int = 16  # global: over all ranks
     accumulate: int | None = None
     reduce_once: bool = False
@@ -88,11 +93,14 @@ class Settings:
     device: str = "auto"
     backend: str | None = None
     timeout: float = 600
+    train_timeout: float | None = None  # after the first step
+    gc_every: int = 100
     output_dir: Path | None = None
     checkpoint_every: int = 250
     keep: int = 2
     log_every: int = 50
     eval_every: int = 250
+    eval_tokens: int | None = None  # instead of eval_every
     eval_batches: int = 16
     tensorboard: bool = False
     profile: bool = False
@@ -110,17 +118,28 @@ class Settings:
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.block_size
+
+    @property
     def microbatch_size(self) -> int:
         """Sequences that a rank computes at a time."""
         return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
 
     def on(self, ranks: int) -> "Settings":
-        """The settings with --dp-replicate and --accumulate filled in for this number of ranks.
+        """The settings with all that follows from others filled in for this number of ranks.
+
+        These are --dp-replicate, --accumulate, and the steps of --tokens and --eval-tokens.
 
         Raises `UserError` if the settings do not fit the number of ranks.
         """
         dp_replicate = self.dp_replicate or max(1, ranks // (self.pp * self.dp_shard * self.tp))
         settings = replace(self, dp_replicate=dp_replicate, accumulate=self.accumulate or self.pp)
+        if self.tokens:
+            settings = replace(settings, steps=math.ceil(self.tokens / self.tokens_per_step))
+        if self.eval_tokens:
+            eval_every = max(1, round(self.eval_tokens / self.tokens_per_step))
+            settings = replace(settings, eval_every=eval_every)
         check_mesh(settings, ranks)
         return settings
 

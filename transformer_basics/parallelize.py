@@ -9,16 +9,15 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
 from config import AXES, PRECISIONS, Settings
 from model import GPT, GPTConfig
 from pipeline import Pipeline, stage_layers
+from timeouts import set_timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -44,9 +43,7 @@ def spread_model(
     # only in one coordinate form a group of that axis. Neighbours on the last axis have adjacent
     # ranks, so they are on one node. That axis is tp, which communicates most.
     mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
-    if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, they wait 30 minutes (NCCL: 10)
-        for group in mesh.get_all_groups():
-            dist.set_timeout(timedelta(seconds=settings.timeout), group)
+    set_timeout(settings.timeout, mesh)
     model = shard_model(config, settings, mesh)
     materialize(model, device)  # memory for this rank's part only
     pipeline = Pipeline(model, mesh["pp"], settings, device) if settings.pp > 1 else None
