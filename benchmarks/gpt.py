@@ -85,7 +85,7 @@ def template(mesh: str, size: str, worker: Worker, batch: int, **more) -> Callab
     """train.py's own step on this mesh."""
     usual = {"size": size, "precision": "fp32", "compile": False, "batch_size": batch}
     usual |= {"keep_gathered": True, "sequence_parallel": False, "clip": 1.0}
-    usual |= {"activation_checkpointing": False}
+    usual |= {"activation_checkpointing": None}
     run = MeshRun(mesh, SimpleNamespace(**usual | more), worker)
     return lambda: run.tokens_per_second(STEPS)
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from head import Head
 from tiles import fill_normal, local_part
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class GPTConfig:
 class GPT(nn.Module):
     """Tokens (B, T), int64 -> logits (B, T, V); position t predicts token t + 1.
 
+    With targets (B, T), the last stage returns the mean loss: see `Head` for its chunks.
+
     A pipeline stage has a part of it, with the names of the full model: the blocks `layers`, on the
     first the embeddings, on the last the head (if tied, with a copy of the embedding). A middle
     stage maps (B, T, C) to (B, T, C).
@@ -90,7 +92,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in layers})
         if self.is_last:
             self.norm = make_norm(config)
-            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+            self.head = Head(config.dim, config.vocab_size, cross_entropy)
         self.tie()
 
     def tie(self) -> None:
@@ -98,7 +100,7 @@ class GPT(nn.Module):
         if self.config.tied and self.is_last:
             self.head.weight = self.token_embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if self.is_first:
             positions_T = self.positions(x.shape[1], device=x.device)
             x = self.token_embedding(x)
@@ -106,7 +108,7 @@ class GPT(nn.Module):
                 x = x + self.position_embedding(positions_T)
         for block in self.blocks.values():
             x = block(x)
-        return self.head(self.norm(x)) if self.is_last else x
+        return self.head(self.norm(x), targets_BT=targets_BT) if self.is_last else x
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -119,16 +121,10 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.recompute = False  # True: keep no activations, compute them again in backward
         self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
         self.attention, self.mlp = Attention(config), MLP(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.compute, x_BTC, use_reentrant=False)
-        return self.compute(x_BTC)
-
-    def compute(self, x_BTC: Tensor) -> Tensor:
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC))
         return x_BTC + self.mlp(self.mlp_norm(x_BTC))
 

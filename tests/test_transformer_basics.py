@@ -152,7 +152,8 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
         tokens = LENGTH / sizes.get("--cp", 1)
         assert found["tokens"] == tokens / (sizes["--tp"] if "--sequence-parallel" in words else 1)
         microbatches = sizes.get("--accumulate", sizes.get("--pp", 1))
-        computed = 2 if "--activation-checkpointing" in words else 1
+        every = sizes.get("--activation-checkpointing", 1)  # of 2: the second block, not the first
+        computed = 2 if "--activation-checkpointing" in words and every == 1 else 1
         # (A pipeline begins with one more, to learn the shapes that its stages send.)
         extra = found["mlp_calls"] - STEPS * microbatches * computed
         assert extra == 0 or (extra == 1 and "--pp" in words)
@@ -522,6 +523,9 @@ def test_bad_data(one_rank, tmp_path):
         ),
         ("--cp 2 --window 5", 2, "--cp does not work with --window"),
         ("--cp-kernel torch", 2, "--cp-kernel torch needs --cp"),
+        ("--tp 2 --loss-chunks 4", 2, "--loss-chunks with --tp needs --loss-parallel"),
+        ("--activation-checkpointing 0", 1, "must be full, selective, or an integer of at least 1"),
+        ("--activation-checkpointing some", 1, "must be full, selective, or an integer of at"),
         ("--steps 0", 1, "--steps: must be an integer of at least 1, not 0"),
         ("--lr nan", 1, "--lr: must be a number above 0, not nan"),
         ("--timeout 0", 1, "--timeout: must be a number above 0, not 0"),
@@ -538,6 +542,25 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys, flags, ranks, message
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_activation_checkpointing_without_a_value_is_full(monkeypatch):
+    modes = {"": None, " --seed 1": "full", " full": "full", " selective": "selective", " 3": 3}
+    for value, mode in modes.items():
+        flag = "--activation-checkpointing" if value else ""
+        monkeypatch.setattr(sys, "argv", ["train.py", *(flag + value).split()])
+        assert parse_args().activation_checkpointing == mode
+
+
+def test_lengths_in_tokens(monkeypatch, capsys):
+    flags = "--batch-size 4 --block-size 10 --tokens 1001 --eval-tokens 100"
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    settings = parse_args()
+    assert (settings.steps, settings.eval_every) == (26, 2)  # 1001 / 40, up; 100 / 40, rounded
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split(), "--steps", "3"])
+    with pytest.raises(SystemExit):
+        parse_args()
+    assert "--steps: not allowed with argument --tokens" in capsys.readouterr().err
 
 
 def test_learning_rate():
@@ -694,7 +717,7 @@ def test_resumed_run_equals_the_straight_one(corpus, tmp_path):
 def test_speed_is_of_training_alone(corpus, tmp_path):
     """By a clock on which a step takes 1 s, an evaluation and a save 100 s each."""
     script = ROOT / "tests/workers/gpt_clock.py"
-    flags = ("--log-every", 3, "--eval-every", 2, "--checkpoint-every", 4)
+    flags = ("--log-every", 3, "--eval-every", 2, "--checkpoint-every", 4, "--gc-every", 3)
     args = (*TINY, *flags, "--output-dir", tmp_path, "--data", *corpus)
     output = pool.run(script, *args, ranks=2).check().output
     measured = [line for line in read_metrics(tmp_path) if "tokens_per_second" in line]
@@ -707,6 +730,16 @@ def test_speed_is_of_training_alone(corpus, tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path) if "validation_loss" in line] == [
         2, 4, 6, 8,
     ]  # fmt: skip
+    # Eight steps of 1 s, four evaluations and two saves of 100 s each, on two ranks.
+    (summary,) = (line for line in read_metrics(tmp_path) if "hours" in line)
+    assert (summary["step"], summary["tokens"]) == (8, 8 * 8 * 16)
+    assert summary["hours"] * 3600 == pytest.approx(608)
+    assert summary["rank_hours"] * 3600 == pytest.approx(2 * 608)
+    assert output.count("garbage collected after steps: 3 6 automatic: False\n") == 2
+    # Continued by one rank, it adds to the hours before the last save.
+    pool.run(TRAIN, *args, "--steps", 9).check()
+    summary = next(line for line in read_metrics(tmp_path) if line.get("tokens") == 9 * 8 * 16)
+    assert 2 * 508 < summary["rank_hours"] * 3600 < 2 * 508 + 100
     assert "matrix products: high" in output
     # Four times two batches of eight, of which each rank has a half.
     assert output.count(f"held-out windows of this rank: {4 * 2 * 8 // 2}\n") == 2

@@ -39,6 +39,46 @@ def test_accumulated_gradients_are_shards(ranks):
         assert later == [start + 4 + all_gradients] * 3
 
 
+def test_logits_never_exist_whole(ranks):
+    """Peaks in training and in evaluation. A rank computes 16 x 16 tokens, or 64 x 16 with tp 4.
+
+    float32 numbers per logit: backward holds log-probabilities and two gradients; evaluation holds
+    logits and log-probabilities. --loss-parallel has one tensor more.
+    """
+    all_logits = 4 * 16 * 16 * 1024  # bytes, one number each
+    assert ranks[3]["logits"] == {
+        "in one chunk": (3 * all_logits, 2 * all_logits),
+        "in chunks": (3 * all_logits / 8, 2 * all_logits / 8),
+        "sharded, in chunks": (3 * all_logits / 8, 2 * all_logits / 8),
+        "tensor parallel, in chunks": (4 * all_logits / 8, 3 * all_logits / 8),
+        "pipeline, in chunks": (3 * all_logits / 8, 2 * all_logits / 8),
+        "bf16, in chunks": (3 * all_logits / 8, 2.5 * all_logits / 8),
+    }
+    nothing = ranks[0]["logits"]["pipeline, in chunks"]  # on the first stage
+    assert nothing == (0, 0)
+
+
+# Numbers per token that one block of GPT-2 keeps, of width 64 with 4 heads: one for each head is
+# attention's sum of exponentials, two belong to each norm.
+INPUT, HEADS, NORMS = 64, 4, 2 * 2
+KEPT = {
+    # input, its norm, query, key, value, attention, sum, its norm; expand and GELU are 4 x as wide
+    None: 16 * INPUT + HEADS + NORMS,
+    "full": INPUT,
+    # input, query, key, value, attention, out, contract; expand
+    "selective": 11 * INPUT + HEADS,
+}
+KEPT[2] = (KEPT[None] + KEPT["full"]) / 2
+
+
+@pytest.mark.parametrize("mode", KEPT)
+def test_activation_checkpointing_keeps_what_the_formula_says(ranks, mode):
+    """16 sequences of 16 tokens; two blocks more."""
+    for found in ranks.values():
+        kept = found["activations"]
+        assert kept[4, mode] - kept[2, mode] == 2 * 4 * 16 * 16 * KEPT[mode]
+
+
 def test_first_values_are_drawn_a_shard_at_a_time(ranks):
     """Of matrices of 1024 x 1024 numbers and more: no rank draws, or has, one of them whole."""
     for found in ranks.values():

@@ -297,6 +297,16 @@ def test_the_others_wait_for_a_text_that_takes_longer_than_the_timeout(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_rank_that_hangs_later_is_missed_sooner(tmp_path):
+    """--timeout would be ten minutes; pool.run ends what computes nothing for five."""
+    script = ROOT / "tests/workers/gpt_hang.py"
+    flags = ("--steps", 5, "--sample", 0, "--layers", 1, "--dim", 16, "--train-timeout", 4)
+    result = pool.run(script, *flags, ranks=2, cwd=tmp_path)
+    assert result.returncode not in (0, None)
+    assert "4000ms" in result.output
+
+
 def test_what_cannot_be_tokenised_is_an_error_on_every_rank(tmp_path):
     """A full disk, for example: no rank waits for tokens that never come."""
     text = tmp_path / "text.txt"

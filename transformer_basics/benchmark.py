@@ -19,6 +19,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from activation_checkpointing import CHECKPOINTING
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least, between
 from config import AXES, PRECISIONS, Settings
 from counting_by_axis import CountByAxis
@@ -182,7 +183,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
     add("--clip", type=between(0, math.inf), default=1.0, help="largest gradient norm (0: none)")
     add("--precision", choices=PRECISIONS, default="fp32", help="dtype of matmuls")
-    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
+    add("--activation-checkpointing", **CHECKPOINTING)
     add("--compile", action="store_true", help="torch.compile each block")
     add("--sequence-parallel", action="store_true", help="shard tokens between layers, if tp > 1")
     add("--keep-gathered", action="store_true", help="do not gather again in backward (ZeRO-2)")

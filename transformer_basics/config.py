@@ -19,21 +19,26 @@ MAY_CHANGE = {
     "data",
     "init_from",
     "steps",
+    "tokens",
     "accumulate",
     "reduce_once",
     "activation_checkpointing",
     "compile",
     "sequence_parallel",
     "loss_parallel",
+    "loss_chunks",
     "keep_gathered",
     "device",
     "backend",
     "timeout",
+    "train_timeout",
+    "gc_every",
     "output_dir",
     "checkpoint_every",
     "keep",
     "log_every",
     "eval_every",
+    "eval_tokens",
     "eval_batches",
     "tensorboard",
     "profile",
@@ -66,6 +71,7 @@ class Settings:
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, ...] | None = None
     steps: int = 2000
+    tokens: int | None = None  # instead of steps
     batch_size: int = 16  # global: over all ranks
     accumulate: int | None = None
     reduce_once: bool = False
@@ -74,7 +80,7 @@ class Settings:
     weight_decay: float = 0.1
     clip: float = 1.0
     precision: str = "fp32"
-    activation_checkpointing: bool = False
+    activation_checkpointing: str | int | None = None  # full, selective, every Nth block
     compile: bool = False
     seed: int = 0
     pp: int = 1
@@ -85,15 +91,19 @@ class Settings:
     tp: int = 1
     sequence_parallel: bool = False
     loss_parallel: bool = False
+    loss_chunks: int = 1
     keep_gathered: bool = False
     device: str = "auto"
     backend: str | None = None
     timeout: float = 600
+    train_timeout: float | None = None  # after the first step
+    gc_every: int = 100
     output_dir: Path | None = None
     checkpoint_every: int = 250
     keep: int = 2
     log_every: int = 50
     eval_every: int = 250
+    eval_tokens: int | None = None  # instead of eval_every
     eval_batches: int = 16
     tensorboard: bool = False
     profile: bool = False
@@ -111,6 +121,10 @@ class Settings:
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.block_size
+
+    @property
     def length_multiple(self) -> int:
         """A sequence must be a multiple: each cp rank has two chunks, which tp may shard."""
         tp = self.tp if self.sequence_parallel else 1
@@ -122,13 +136,20 @@ class Settings:
         return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
 
     def on(self, ranks: int) -> "Settings":
-        """The settings with --dp-replicate and --accumulate filled in for this number of ranks.
+        """The settings with all that follows from others filled in for this number of ranks.
+
+        These are --dp-replicate, --accumulate, and the steps of --tokens and --eval-tokens.
 
         Raises `UserError` if the settings do not fit the number of ranks.
         """
         model_ranks = self.pp * self.dp_shard * self.cp * self.tp
         dp_replicate = self.dp_replicate or max(1, ranks // model_ranks)
         settings = replace(self, dp_replicate=dp_replicate, accumulate=self.accumulate or self.pp)
+        if self.tokens:
+            settings = replace(settings, steps=math.ceil(self.tokens / self.tokens_per_step))
+        if self.eval_tokens:
+            eval_every = max(1, round(self.eval_tokens / self.tokens_per_step))
+            settings = replace(settings, eval_every=eval_every)
         check_mesh(settings, ranks)
         return settings
 
@@ -180,5 +201,7 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         raise UserError("--cp does not work with --window: the ring has only the causal mask")
     if settings.cp == 1 and settings.cp_kernel != "ring":
         raise UserError(f"--cp-kernel {settings.cp_kernel} needs --cp")
+    if settings.loss_chunks > 1 and settings.tp > 1 and not settings.loss_parallel:
+        raise UserError("--loss-chunks with --tp needs --loss-parallel, which gathers no logits")
     if settings.tp == 1 and (settings.sequence_parallel or settings.loss_parallel):
         raise UserError("--sequence-parallel and --loss-parallel need --tp")

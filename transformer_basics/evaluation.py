@@ -52,10 +52,12 @@ def evaluate(
 
 def loss_of(model, pipeline: Pipeline | None, x_BT, y_BT) -> torch.Tensor:
     """The mean loss of a micro-batch; 0 on all pipeline stages but the last."""
-    logits = pipeline.forward(x_BT) if pipeline else model(x_BT)
-    if logits is None:
+    in_chunks = model.is_last and model.head.chunks > 1
+    targets = (y_BT,) if in_chunks else ()  # with targets, the model returns the loss
+    out = pipeline.forward(x_BT, *targets) if pipeline else model(x_BT, *targets)
+    if out is None:
         return torch.zeros((), device=x_BT.device)
-    return full_tensor(cross_entropy(logits, y_BT))
+    return full_tensor(out if in_chunks else cross_entropy(out, y_BT))
 
 
 def mean_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:

@@ -6,6 +6,8 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+import torch.distributed as dist
+from activation_checkpointing import CHECKPOINTING
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least, between
 from config import PRECISIONS, Settings
 from presets import PRESETS
@@ -51,8 +53,10 @@ def parse_args() -> Settings:
         metavar=("FACTOR", "LOW", "HIGH", "LENGTH"),
         help="Llama 3's scaling of rotary positions",
     )
-    add = parser.add_argument_group("training").add_argument
-    add("--steps", type=at_least(1), help="steps of the run (default: 2000)")
+    group = parser.add_argument_group("training")
+    add, length = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    length("--steps", type=at_least(1), help="steps of the run (default: 2000)")
+    length("--tokens", type=at_least(1), help="train on N tokens, rounded up to a step")
     add("--batch-size", type=at_least(1), help="sequences per step over all ranks (default: 16)")
     add("--accumulate", type=at_least(1), help="micro-batches per rank and step (default: --pp)")
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
@@ -62,7 +66,9 @@ def parse_args() -> Settings:
     add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.1)")
     add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
     add("--precision", choices=PRECISIONS, help="dtype of matmuls; parameters stay fp32")
-    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
+    add("--activation-checkpointing", **CHECKPOINTING)
+    chunks = "compute the logits and the loss in N chunks of the tokens (default: 1)"
+    add("--loss-chunks", type=at_least(1), help=chunks)
     add("--compile", action="store_true", help="torch.compile each block")
     add("--seed", type=int, help="seed of weights and data")
     add = parser.add_argument_group("parallelism").add_argument
@@ -82,7 +88,12 @@ def parse_args() -> Settings:
     add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="backend of collectives (default: nccl on CUDA GPUs, gloo on CPUs)")
     add("--timeout", type=above(0), help="seconds to wait for a missing rank (default: 600)")
-    add = parser.add_argument_group("output").add_argument
+    shorter = "the same after the first step, which is the slowest (default: --timeout)"
+    add("--train-timeout", type=above(0), help=shorter)
+    collect = "collect Python's garbage every N steps, on all ranks at once (0: when Python likes)"
+    add("--gc-every", type=at_least(0), help=collect + " (default: 100)")
+    group = parser.add_argument_group("output")
+    add, evaluate = group.add_argument, group.add_mutually_exclusive_group().add_argument
     add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
     add(
         "--checkpoint-every",
@@ -91,11 +102,12 @@ def parse_args() -> Settings:
     )
     add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
     add("--log-every", type=at_least(1), help="log every N steps (default: 50)")
-    add(
+    evaluate(
         "--eval-every",
         type=at_least(1),
         help="evaluate every N steps and after the last (default: 250)",
     )
+    evaluate("--eval-tokens", type=at_least(1), help="evaluate every N tokens, rounded to steps")
     add("--eval-batches", type=at_least(1), help="held-out batches to evaluate (default: 16)")
     add("--tensorboard", action="store_true", help="also write OUTPUT_DIR/tensorboard")
     add("--profile", action="store_true", help="trace three steps to OUTPUT_DIR/trace_RANK.json")
@@ -110,6 +122,8 @@ def parse_args() -> Settings:
         parser.error(str(error))
     if (settings.tensorboard or settings.profile) and not settings.output_dir:
         parser.error("--tensorboard and --profile need an --output-dir to write to")
+    if settings.train_timeout and not hasattr(dist, "set_timeout"):
+        parser.error("--train-timeout needs torch 2.15 or later")
     if not settings.prompt:
         parser.error("--prompt is empty: the model continues at least one character")
     parser.make_folder("--output-dir", settings.output_dir)

@@ -9,16 +9,16 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
+from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
 from config import AXES, PRECISIONS, Settings
 from context_parallel import apply_context_parallel, fsdp_mesh
 from model import GPT, GPTConfig
 from pipeline import Pipeline, stage_layers
+from timeouts import set_timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -44,9 +44,7 @@ def spread_model(
     # differ only in one coordinate form a group of that axis. Neighbours on the last axis have
     # adjacent ranks, so they are on one node. That axis is tp, which communicates most.
     mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
-    if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, they wait 30 minutes (NCCL: 10)
-        for group in [*mesh.get_all_groups(), *fsdp_mesh(mesh).get_all_groups()]:
-            dist.set_timeout(timedelta(seconds=settings.timeout), group)
+    set_timeout(settings.timeout, mesh)
     model = shard_model(config, settings, mesh)
     materialize(model, device)  # memory for this rank's part only
     pipeline = Pipeline(model, mesh["pp"], settings, device) if settings.pp > 1 else None
@@ -59,10 +57,12 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> GPT:
         model = GPT(config, stage_layers(config.layers, mesh["pp"]))  # some layers
     if settings.cp > 1:  # some tokens of each sequence
         apply_context_parallel(model, mesh["cp"], settings.cp_kernel)
+    if model.is_last:
+        model.head.chunks = settings.loss_chunks
     if settings.tp > 1:  # some features of each layer
         apply_tensor_parallel(model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel)
     if settings.activation_checkpointing:
-        apply_activation_checkpointing(model)
+        apply_activation_checkpointing(model, settings.activation_checkpointing)
     if settings.compile:
         apply_compile(model)
     # Some rows of the parameters that this rank still holds; FSDP averages the gradients.
@@ -190,10 +190,12 @@ def apply_tensor_parallel(
             plan.setdefault("token_embedding", RowwiseParallel())
         if sequence_parallel:
             plan["norm"] = SequenceParallel()
-        # Each rank computes the logits of some of the tokens of the vocabulary.
+        # Each rank computes the logits of some of the tokens of the vocabulary. With chunks, the
+        # head returns the loss of training, which is the same on all ranks.
+        returns_loss = model.head.chunks > 1
         plan["head"] = ColwiseParallel(
             input_layouts=between,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            output_layouts=Shard(-1) if loss_parallel and not returns_loss else Replicate(),
             use_local_output=not loss_parallel,
         )
     parallelize_module(model, mesh, plan)
@@ -222,17 +224,6 @@ def share_heads(linear: nn.Linear, mesh: DeviceMesh, config: GPTConfig) -> None:
         return y_BTC[..., first : first + config.head_dim]
 
     distribute_module(linear, mesh, output_fn=own_head)  # the same weight on all ranks
-
-
-def apply_activation_checkpointing(model: GPT) -> GPT:
-    """Each block keeps only its input, and recomputes its other activations in backward.
-
-    A third more computation saves the activations of all blocks but one (Chen et al., arXiv
-    1604.06174). Under tensor parallelism, the sum after attention is also communicated again.
-    """
-    for block in model.blocks.values():
-        block.recompute = True
-    return model
 
 
 def apply_compile(model: GPT) -> GPT:

@@ -40,7 +40,10 @@ class Pipeline:
         self.group, self.stage, self.stages = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         stage = PipelineStage(model, self.stage, self.stages, device, group=self.group)
         # Divide gradients by the number of micro-batches: the mean over the batch.
-        self.schedule = Schedule1F1B(stage, settings.accumulate, cross_entropy, scale_grads=True)
+        # In chunks, the last stage itself computes the loss, which never has all logits at once.
+        self.in_chunks = model.is_last and settings.loss_chunks > 1
+        loss = (lambda loss, targets: loss) if self.in_chunks else cross_entropy
+        self.schedule = Schedule1F1B(stage, settings.accumulate, loss, scale_grads=True)
 
     def train(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss on the last stage, 0 elsewhere.
@@ -52,7 +55,9 @@ class Pipeline:
             # Up to torch 2.11 a stage refuses a view of another tensor, such as [:, :-1].
             self.schedule.step(x_BT.contiguous(), return_outputs=False)
         elif self.model.is_last:
-            self.schedule.step(target=y_BT.contiguous(), losses=losses, return_outputs=False)
+            y_BT = y_BT.contiguous()
+            more = {"targets_BT": y_BT} if self.in_chunks else {}
+            self.schedule.step(target=y_BT, losses=losses, return_outputs=False, **more)
         else:
             self.schedule.step()
         if not losses:
@@ -81,15 +86,18 @@ class Pipeline:
         own += other  # a + b here, b + a there: the same bits
 
     @torch.no_grad()
-    def forward(self, x_BT: Tensor) -> Tensor | None:
-        """The logits on the last stage, None on other stages: one rank computes at a time."""
+    def forward(self, x_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor | None:
+        """The logits on the last stage, None on other stages: one rank computes at a time.
+
+        With targets, the last stage returns the mean loss.
+        """
         hidden = x_BT
         if not self.model.is_first:
             tokens = x_BT.shape[1] // self.sequence_parts
             shape = (x_BT.shape[0], tokens, self.model.config.dim)
             hidden = torch.empty(shape, device=self.device, dtype=self.dtype)
             dist.recv(hidden, group=self.group, group_src=self.stage - 1)
-        out = self.model(hidden)
+        out = self.model(hidden, targets_BT)
         if self.model.is_last:
             return out
         dist.send(out.contiguous(), group=self.group, group_dst=self.stage + 1)

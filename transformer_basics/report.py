@@ -1,5 +1,6 @@
 """Print the mesh and the text of a run, log its metrics, and write a sample at the end."""
 
+import time
 from functools import partial
 
 import torch
@@ -39,16 +40,26 @@ def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> 
 class Report:
     """The log of a run: one line, and one JSON object, for each call."""
 
-    def __init__(self, settings: Settings, config: GPTConfig, step: int, worker: Worker):
-        """step: the steps done by the checkpoint that this run continues."""
+    def __init__(
+        self, settings: Settings, config: GPTConfig, step: int, saved_run: dict, worker: Worker
+    ):
+        """step: the steps done by the checkpoint that this run continues; saved_run: its run."""
         self.metrics = Metrics(
             settings.output_dir, step, settings.steps, worker, settings.tensorboard
         )
         self.throughput, self.device = Throughput(step), worker.device
-        self.tokens_per_step = settings.batch_size * settings.block_size
+        self.tokens_per_step = settings.tokens_per_step
         self.flops_per_token = config.flops_per_token(settings.block_size)
         peak_of_rank = matmul_peak(worker.device, PRECISIONS[settings.precision])
-        self.peak = worker.world_size * peak_of_rank
+        self.ranks, self.peak = worker.world_size, worker.world_size * peak_of_rank
+        if worker.is_main:
+            print(
+                "mfu: FLOP as PaLM counts them (no recomputation), over the measured "
+                f"{peak_of_rank / 1e12:.3g} TFLOP/s of a rank's matrix products",
+                flush=True,
+            )
+        self.started = time.perf_counter()
+        self.saved_cost = {name: saved_run.get(name, 0.0) for name in ("hours", "rank_hours")}
         if worker.device.type != "cpu":  # its matrices, 400 to 800 MB, are no memory of training
             torch.accelerator.empty_cache()
             torch.accelerator.reset_peak_memory_stats(worker.device)
@@ -74,6 +85,29 @@ class Report:
     def training_goes_on(self, step: int) -> None:
         """Restart the clock of tokens/s, which leaves out evaluation and saving."""
         self.throughput.start(step)
+
+    def cost(self) -> dict[str, float]:
+        """Hours of the run, and ranks x hours, from its first start to now.
+
+        A checkpoint keeps them. What a killed run did after its last checkpoint is not counted.
+        """
+        hours = (time.perf_counter() - self.started) / 3600
+        return {
+            "hours": self.saved_cost["hours"] + hours,
+            "rank_hours": self.saved_cost["rank_hours"] + self.ranks * hours,
+        }
+
+    def summary(self, step: int, epoch: int) -> None:
+        """All ranks call this at the end: log the tokens and the cost of the run.
+
+        Also the peak memory of the rank that needed most.
+        """
+        peaks = peak_memory(self.device)
+        largest = torch.tensor(list(peaks.values()), dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        of_ranks = {f"largest_{name}": x for name, x in zip(peaks, largest.tolist(), strict=True)}
+        tokens = step * self.tokens_per_step
+        self.metrics.log(step, epoch, tokens=tokens, **self.cost(), **of_ranks)
 
     def close(self) -> None:
         self.metrics.close()

@@ -28,8 +28,8 @@ def model_config(settings: Settings, corpus: Corpus, folder: Path | None) -> GPT
 
 def resume_or_initialize(
     folder: Path | None, parts: dict, run: dict, settings: Settings, worker: Worker
-) -> int:
-    """All ranks call this. Give the model its values; returns the steps done.
+) -> tuple[int, dict]:
+    """All ranks call this. Give the model its values; returns the steps done, and the saved run.
 
     Only if there is no checkpoint, it reads --init-from or draws initial values. A rank draws only
     its shards; no rank has the full model.
@@ -49,4 +49,4 @@ def resume_or_initialize(
         copy_weights(parts["model"], read_weights(settings, parts["model"].config))
     else:
         initialize(parts["model"], settings.seed)
-    return step
+    return step, saved_run

@@ -52,7 +52,9 @@ def train_step(
                 model.set_requires_gradient_sync(is_last or not adds_full_gradients)
                 model.set_requires_all_reduce(is_last)
                 # Divide, because backward() adds: the sum over micro-batches is the batch's mean.
-                part = loss_of(model(x), y) / settings.accumulate
+                # In chunks, the model computes the loss, which never has all logits at once.
+                part = model(x, y) if settings.loss_chunks > 1 else loss_of(model(x), y)
+                part = part / settings.accumulate
                 part.backward()
                 loss += full_tensor(part.detach())
     if pipeline:

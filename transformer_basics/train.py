@@ -10,6 +10,7 @@ r"""Train a GPT on source code, sharded over a mesh of devices: the template to 
 Look at the loss: it is the same for every mesh. minimal.py has only the distributed lines.
 """
 
+import gc
 import sys
 from datetime import timedelta
 
@@ -28,6 +29,7 @@ from runtime import Worker, distributed_worker
 from start import model_config, resume_or_initialize
 from step import train_step
 from stopping import StopRequests, goodbye
+from timeouts import shorten_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
@@ -57,8 +59,11 @@ def train(settings: Settings, worker: Worker) -> int:
     parts = {"model": model, "optimizer": optimizer}
     run = settings.identity() | {"vocab_size": config.vocab_size, "steps": settings.steps}
     run["data"] = f"text {corpus.checksum}"
-    step = resume_or_initialize(folder, parts, run, settings, worker)
-    report, stopped_by = Report(settings, config, step, worker), 0
+    first_step, saved_run = resume_or_initialize(folder, parts, run, settings, worker)
+    report = Report(settings, config, first_step, saved_run, worker)
+    step, stopped_by = first_step, 0
+    if settings.gc_every:
+        gc.disable()  # a rank that collects garbage while others compute makes all ranks wait
 
     with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
         for x_BT, y_BT in batches.from_step(step, settings.steps, mesh, worker.device):
@@ -67,6 +72,10 @@ def train(settings: Settings, worker: Worker) -> int:
             step += 1
             if profiler:
                 profiler.step()
+            if settings.gc_every and step % settings.gc_every == 0:
+                gc.collect()  # on all ranks after the same step
+            if settings.train_timeout and step == first_step + 1:
+                shorten_timeout(settings.train_timeout, mesh)
 
             at_end = step == settings.steps
             stopped_by = 0 if at_end else stop.agreed(step)
@@ -82,11 +91,13 @@ def train(settings: Settings, worker: Worker) -> int:
                 loss = evaluate(model, pipeline, held_out, mesh, settings)
                 report.validation(step, epoch, loss)
             if saving:
-                save_checkpoint(folder, parts, step, run, worker, settings.keep)
+                save_checkpoint(folder, parts, step, run | report.cost(), worker, settings.keep)
             if stopped_by:
                 break
             report.training_goes_on(step)
 
+    if step > first_step:
+        report.summary(step, epoch)
     report.close()
     if stopped_by:
         goodbye(stopped_by, step, settings.steps, folder, worker)

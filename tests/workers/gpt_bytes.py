@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 VOCABULARY, LENGTH, BATCH = 1024, 16, 64
+WIDTH = 48  # where it must not be a number of tokens
 SIZES = {"layers": 2, "heads": 4, "dim": 64, "block_size": LENGTH, "batch_size": BATCH}
 
 
@@ -103,6 +104,59 @@ def between_microbatches(worker, **flags) -> tuple[list[int], int]:
     return found, whole
 
 
+class WatchLogits(Watch):
+    """The peak of all tensors together that have `width` numbers for each of some tokens.
+
+    The transposed weight of the head, and its gradient, have WIDTH such rows.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width, self.logits, self.peak = width, [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if result is not NotImplemented:
+            self.made.clear()
+            self.logits += [
+                weakref.ref(tensor.untyped_storage())
+                for tensor in tree_leaves(result)
+                if isinstance(tensor, torch.Tensor)
+                and tensor.shape[-1:] == (self.width,)
+                and tensor.shape[0] != WIDTH
+            ]
+            self.logits = [made for made in self.logits if made() is not None]
+            living = {made()._cdata: made().nbytes() for made in self.logits}
+            self.peak = max(self.peak, sum(living.values()))
+        return result
+
+
+def logits(worker, **flags) -> tuple[int, int]:
+    """Peak bytes of logits, their gradients and copies in a training step, and in an evaluation."""
+    settings, mesh, model, pipeline = spread(worker, dim=WIDTH, **flags)
+    optimizer = make_optimizer(model, settings)
+    ranks = settings.dp_replicate * settings.dp_shard
+    held_out = [t.repeat(ranks, 1) for t in text(settings)]
+    with WatchLogits(VOCABULARY // settings.tp) as training:
+        train_step(model, pipeline, *text(settings), optimizer, mesh, settings)
+    with WatchLogits(VOCABULARY // settings.tp) as evaluating:
+        evaluate(model, pipeline, held_out, mesh, settings)
+    return training.peak, evaluating.peak
+
+
+def activations(worker, **flags) -> int:
+    """Bytes that wait for backward after a forward of 16 sequences."""
+    settings, _, model, _ = spread(worker, **flags)
+    x, _ = text(settings)
+    with Watch() as watch:
+        out = model(x)
+        gc.collect()
+        with_graph = watch.living()
+        del out
+        gc.collect()
+    return with_graph - watch.living()
+
+
 class CountDraws(Watch):
     """Also how many random numbers are drawn."""
 
@@ -138,6 +192,21 @@ def main() -> None:
                     "tensor parallel": {"tp": 4, "accumulate": 16, "loss_parallel": True},
                     "pipeline": {"pp": 4, "accumulate": 16, "layers": 4},
                 }.items()
+            },
+            "logits": {
+                "in one chunk": logits(worker),
+                "in chunks": logits(worker, loss_chunks=8),
+                "sharded, in chunks": logits(worker, dp_shard=4, loss_chunks=8),
+                "tensor parallel, in chunks": logits(
+                    worker, tp=4, loss_parallel=True, loss_chunks=8
+                ),
+                "pipeline, in chunks": logits(worker, pp=4, layers=4, loss_chunks=8),
+                "bf16, in chunks": logits(worker, loss_chunks=8, precision="bf16"),
+            },
+            "activations": {
+                (layers, mode): activations(worker, layers=layers, activation_checkpointing=mode)
+                for layers in (2, 4)
+                for mode in (None, "full", "selective", 2)
             },
             "first values": {
                 "dp_shard": first_values(worker, dp_shard=2),

@@ -58,6 +58,9 @@ MESHES = {  # ranks -> flags -> kinds
         "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
         "--dp-shard 2 --compile": ("clip",),
+        "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama"),
+        "--dp-shard 2 --activation-checkpointing 2 --loss-chunks 5": ("clip", "tied", "bf16"),
+        "--accumulate 2 --compile --activation-checkpointing selective --loss-chunks 7": ("qwen",),
         TP.format(2): ("sgd", "adamw", "clip", "tied", "bf16", "llama", "qwen"),
         SP.format(2): ("sgd",),
         TP.format(2) + " --compile": ("sgd", "qwen"),
@@ -68,6 +71,9 @@ MESHES = {  # ranks -> flags -> kinds
         "--cp 2 --accumulate 4 --reduce-once": ("clip",),
         "--cp 2 --activation-checkpointing --accumulate 2": ("clip", "qwen"),
         "--cp 2 --compile": ("clip", "qwen"),
+        ALL.format(2) + " --activation-checkpointing selective --loss-chunks 5": ("clip", "qwen"),
+        LP.format(2) + " --loss-chunks 3": ("tied",),
+        "--pp 2 --loss-chunks 5 --activation-checkpointing 2": ("clip", "tied"),
         "--pp 2": ("sgd", "adamw", "clip", "tied", "bf16", "llama", "smollm"),
         "--pp 2 --accumulate 8": ("deep",),
         "--pp 2 --accumulate 4 --activation-checkpointing": ("clip",),
@@ -98,16 +104,17 @@ MESHES = {  # ranks -> flags -> kinds
         "--dp-replicate 2 --dp-shard 2 --cp 2": ("adamw",),
         "--dp-shard 2 --cp 2 " + ALL.format(2): ("clip", "grouped"),
         "--pp 2 --cp 2 " + ALL.format(2): ("qwen",),
+        "--pp 2 --dp-shard 2 --loss-chunks 5 " + ALL.format(2): ("llama",),
     },
 }
 # One of each strategy, for `make quick`.
 QUICK = {
     2: {
         "": ("adamw",),
-        "--dp-shard 2 --accumulate 4": ("clip",),
-        ALL.format(2): ("tied", "qwen"),
+        "--dp-shard 2 --accumulate 4 --loss-chunks 5": ("clip",),
+        ALL.format(2) + " --activation-checkpointing selective": ("tied", "qwen"),
         "--cp 2 --accumulate 2": ("clip", "grouped"),
-        "--pp 2 --accumulate 4": ("clip", "tied"),
+        "--pp 2 --accumulate 4 --loss-chunks 5": ("clip", "tied"),
     }
 }
 CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]

@@ -1,0 +1,38 @@
+"""The output layer of the GPT, with its loss in chunks: the logits of all tokens never exist whole.
+
+A vocabulary of 128,256 tokens makes 513 kB of float32 logits per token, and the loss needs about
+three tensors of that size: 12 GB for one sequence of 8,192 tokens.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Head(nn.Linear):
+    """Hidden states (B, T, C) -> logits (B, T, V); with targets (B, T), int64, their mean loss.
+
+    loss: (logits, targets) -> the mean over the targets.
+
+    With targets it computes logits and loss in `chunks` chunks of the B T tokens, one after the
+    other. A chunk keeps only its hidden states: backward computes its logits again, which costs a
+    third more operations in this layer. So one chunk's logits exist at a time.
+    """
+
+    def __init__(self, width: int, vocab_size: int, loss: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__(width, vocab_size, bias=False)
+        self.loss, self.chunks = loss, 1
+
+    def forward(self, x_BTC: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        if targets_BT is None:
+            return super().forward(x_BTC)
+        x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
+        parts = list(zip(x_NC.chunk(self.chunks), targets_N.chunk(self.chunks), strict=True))
+        # The last chunk may be shorter: weigh each mean by its tokens.
+        losses = [checkpoint(self.loss_of, x, y, use_reentrant=False) * len(y) for x, y in parts]
+        return torch.stack(losses).sum() / targets_BT.numel()
+
+    def loss_of(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
+        return self.loss(super().forward(x_NC)[None], targets_N[None])
