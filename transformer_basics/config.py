@@ -11,10 +11,13 @@ from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the device mesh
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")  # of a pipeline
 # A run may continue with other values of these flags: they change how it runs, not its results.
 # (A checksum of the text is compared, not --data. Only a new run reads --init-from.)
 MAY_CHANGE = {
     *AXES,
+    "schedule",
+    "stages_per_rank",
     "data",
     "init_from",
     "steps",
@@ -77,6 +80,8 @@ class Settings:
     compile: bool = False
     seed: int = 0
     pp: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None  # None: 1 with 1f1b, else 2
     dp_replicate: int | None = None
     dp_shard: int = 1
     tp: int = 1
@@ -113,13 +118,16 @@ class Settings:
         return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
 
     def on(self, ranks: int) -> "Settings":
-        """The settings with --dp-replicate and --accumulate filled in for this number of ranks.
+        """The settings with all sizes filled in for this number of ranks.
 
         Raises `UserError` if the settings do not fit the number of ranks.
         """
         dp_replicate = self.dp_replicate or max(1, ranks // (self.pp * self.dp_shard * self.tp))
         settings = replace(self, dp_replicate=dp_replicate, accumulate=self.accumulate or self.pp)
+        per_rank = self.stages_per_rank or (1 if self.schedule == "1f1b" else 2)
+        settings = replace(settings, stages_per_rank=per_rank)
         check_mesh(settings, ranks)
+        check_pipeline(settings)
         return settings
 
 
@@ -138,11 +146,6 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         sizes = zip(AXES, settings.mesh_shape(), strict=True)
         product = " x ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in sizes)
         raise UserError(f"{product} do not multiply to the {ranks} rank(s) of this job")
-    if settings.accumulate < settings.pp:
-        raise UserError(
-            f"--accumulate {settings.accumulate} micro-batches do not fill --pp {settings.pp} "
-            "stages: give at least as many, better four times as many"
-        )
     parts = settings.dp_replicate * settings.dp_shard * settings.accumulate
     tokens_cut_by = settings.tp if settings.sequence_parallel else 1
     for flag, value, divisor, reason in (
@@ -164,7 +167,37 @@ def check_mesh(settings: Settings, ranks: int) -> None:
     head_dim = settings.head_dim or settings.dim // settings.heads
     if settings.architecture == "llama" and head_dim % 2:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
-    if settings.layers < settings.pp:
-        raise UserError(f"--layers {settings.layers} are too few for --pp {settings.pp} stages")
     if settings.tp == 1 and (settings.sequence_parallel or settings.loss_parallel):
         raise UserError("--sequence-parallel and --loss-parallel need --tp")
+
+
+def check_pipeline(settings: Settings) -> None:
+    """Raises `UserError`, with the flag to change, if the settings make no pipeline."""
+    pp, schedule, microbatches = settings.pp, settings.schedule, settings.accumulate
+    stages = pp * settings.stages_per_rank
+    if (settings.stages_per_rank == 1) != (schedule == "1f1b"):
+        raise UserError(
+            f"--schedule {schedule} and --stages-per-rank {settings.stages_per_rank} do not fit: "
+            "1f1b has one stage per rank, interleaved and zero-bubble have several"
+        )
+    if pp == 1 and schedule != "1f1b":
+        raise UserError(f"--schedule {schedule} needs --pp")
+    if schedule == "zero-bubble" and (settings.activation_checkpointing or settings.compile):
+        raise UserError(
+            "--schedule zero-bubble takes neither --activation-checkpointing nor --compile: it "
+            "splits a backward in two, which torch does for neither: --schedule interleaved does"
+        )
+    if microbatches < pp:
+        raise UserError(
+            f"--accumulate {microbatches} micro-batches do not fill --pp {pp} "
+            "stages: give at least as many, better four times as many"
+        )
+    if schedule != "1f1b" and microbatches % (microbatches // pp):
+        raise UserError(
+            f"--accumulate {microbatches} does not divide into {microbatches // pp} rounds, in "
+            f"which --schedule {schedule} takes micro-batches: give a multiple of --pp {pp}"
+        )
+    if settings.layers < stages:
+        raise UserError(
+            f"--layers {settings.layers} are too few for --pp {pp} with {stages} stages"
+        )

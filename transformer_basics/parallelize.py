@@ -17,7 +17,8 @@ import torch.distributed as dist
 from arguments import UserError
 from config import AXES, PRECISIONS, Settings
 from model import GPT, GPTConfig
-from pipeline import Pipeline, stage_layers
+from pipeline import Pipeline, numbers_of
+from stages import StagesOfRank, stage_layers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,16 +47,20 @@ def spread_model(
     if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, they wait 30 minutes (NCCL: 10)
         for group in mesh.get_all_groups():
             dist.set_timeout(timedelta(seconds=settings.timeout), group)
-    model = shard_model(config, settings, mesh)
-    materialize(model, device)  # memory for this rank's part only
+    numbers = numbers_of(settings, mesh["pp"].get_local_rank())
+    stages = [shard_model(config, settings, mesh, number) for number in numbers]
+    for stage in stages:
+        materialize(stage, device)  # memory for this rank's part only
+    model = StagesOfRank(stages) if len(stages) > 1 else stages[0]
     pipeline = Pipeline(model, mesh["pp"], settings, device) if settings.pp > 1 else None
     return mesh, model, pipeline
 
 
-def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> GPT:
-    """This rank's part of the model on the mesh of all ranks; its parameters have no memory yet."""
+def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh, stage: int) -> GPT:
+    """This rank's part of a stage on the mesh of all ranks; its parameters have no memory yet."""
+    stages = settings.pp * settings.stages_per_rank
     with parameters_without_memory():  # no rank needs room for the full model
-        model = GPT(config, stage_layers(config.layers, mesh["pp"]))  # some layers
+        model = GPT(config, stage_layers(config, stages)[stage])  # some layers
     if settings.tp > 1:  # some features of each layer
         apply_tensor_parallel(model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel)
     if settings.activation_checkpointing:

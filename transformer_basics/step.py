@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from config import Settings
 from model import cross_entropy
-from pipeline import Pipeline, second_copy
+from pipeline import Pipeline
+from stages import second_copy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
