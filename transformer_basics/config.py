@@ -11,11 +11,14 @@ from model import GPTConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the device mesh
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")  # of a pipeline
 # A run may continue with other values of these flags: they change how it runs, not its results.
 # (A checksum of the text is compared, not --data. Only a new run reads --init-from.)
 MAY_CHANGE = {
     *AXES,
     "cp_kernel",
+    "schedule",
+    "stages_per_rank",
     "data",
     "init_from",
     "steps",
@@ -84,6 +87,8 @@ class Settings:
     compile: bool = False
     seed: int = 0
     pp: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None  # None: 1 with 1f1b, else 2
     dp_replicate: int | None = None
     dp_shard: int = 1
     cp: int = 1
@@ -150,7 +155,10 @@ class Settings:
         if self.eval_tokens:
             eval_every = max(1, round(self.eval_tokens / self.tokens_per_step))
             settings = replace(settings, eval_every=eval_every)
+        per_rank = self.stages_per_rank or (1 if self.schedule == "1f1b" else 2)
+        settings = replace(settings, stages_per_rank=per_rank)
         check_mesh(settings, ranks)
+        check_pipeline(settings)
         return settings
 
 
@@ -169,11 +177,6 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         sizes = zip(AXES, settings.mesh_shape(), strict=True)
         product = " x ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in sizes)
         raise UserError(f"{product} do not multiply to the {ranks} rank(s) of this job")
-    if settings.accumulate < settings.pp:
-        raise UserError(
-            f"--accumulate {settings.accumulate} micro-batches do not fill --pp {settings.pp} "
-            "stages: give at least as many, better four times as many"
-        )
     parts = settings.dp_replicate * settings.dp_shard * settings.accumulate
     tokens = "--tp" if settings.cp == 1 else "two chunks per --cp rank, sharded by --tp"
     for flag, value, divisor, reason in (
@@ -195,8 +198,6 @@ def check_mesh(settings: Settings, ranks: int) -> None:
     head_dim = settings.head_dim or settings.dim // settings.heads
     if settings.architecture == "llama" and head_dim % 2:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
-    if settings.layers < settings.pp:
-        raise UserError(f"--layers {settings.layers} are too few for --pp {settings.pp} stages")
     if settings.cp > 1 and settings.window and settings.window < settings.block_size:
         raise UserError("--cp does not work with --window: the ring has only the causal mask")
     if settings.cp == 1 and settings.cp_kernel != "ring":
@@ -205,3 +206,35 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         raise UserError("--loss-chunks with --tp needs --loss-parallel, which gathers no logits")
     if settings.tp == 1 and (settings.sequence_parallel or settings.loss_parallel):
         raise UserError("--sequence-parallel and --loss-parallel need --tp")
+
+
+def check_pipeline(settings: Settings) -> None:
+    """Raises `UserError`, with the flag to change, if the settings make no pipeline."""
+    pp, schedule, microbatches = settings.pp, settings.schedule, settings.accumulate
+    stages = pp * settings.stages_per_rank
+    if (settings.stages_per_rank == 1) != (schedule == "1f1b"):
+        raise UserError(
+            f"--schedule {schedule} and --stages-per-rank {settings.stages_per_rank} do not fit: "
+            "1f1b has one stage per rank, interleaved and zero-bubble have several"
+        )
+    if pp == 1 and schedule != "1f1b":
+        raise UserError(f"--schedule {schedule} needs --pp")
+    if schedule == "zero-bubble" and (settings.activation_checkpointing or settings.compile):
+        raise UserError(
+            "--schedule zero-bubble takes neither --activation-checkpointing nor --compile: it "
+            "splits a backward in two, which torch does for neither: --schedule interleaved does"
+        )
+    if microbatches < pp:
+        raise UserError(
+            f"--accumulate {microbatches} micro-batches do not fill --pp {pp} "
+            "stages: give at least as many, better four times as many"
+        )
+    if schedule != "1f1b" and microbatches % (microbatches // pp):
+        raise UserError(
+            f"--accumulate {microbatches} does not divide into {microbatches // pp} rounds, in "
+            f"which --schedule {schedule} takes micro-batches: give a multiple of --pp {pp}"
+        )
+    if settings.layers < stages:
+        raise UserError(
+            f"--layers {settings.layers} are too few for --pp {pp} with {stages} stages"
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from activation_checkpointing import CHECKPOINTING
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least, between
-from config import PRECISIONS, Settings
+from config import PRECISIONS, SCHEDULES, Settings
 from presets import PRESETS
 
 
@@ -73,6 +73,10 @@ def parse_args() -> Settings:
     add("--seed", type=int, help="seed of weights and data")
     add = parser.add_argument_group("parallelism").add_argument
     add("--pp", type=at_least(1), help="pipeline stages (default: 1)")
+    order = "order of forward and backward in a pipeline (default: 1f1b)"
+    add("--schedule", choices=SCHEDULES, help=order)
+    several = "stages per rank (default: 1 with 1f1b, else 2)"
+    add("--stages-per-rank", type=at_least(1), help=several)
     replicas = "replicas (default: ranks / (pp x dp-shard x cp x tp))"
     add("--dp-replicate", type=at_least(1), help=replicas)
     add("--dp-shard", type=at_least(1), help="FSDP shards per replica (default: 1)")

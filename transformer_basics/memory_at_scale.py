@@ -27,8 +27,8 @@ from config import AXES, Settings
 from model import GPT, GPTConfig, cross_entropy
 from optimizer import make_optimizer
 from parallelize import materialize, shard_model
-from pipeline import stage_layers
 from presets import PRESETS, VOCABULARIES
+from stages import stage_layers
 from step import clip_gradients
 from torch._subclasses.fake_tensor import FakeTensorMode  # there is no public name for it
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,14 +49,15 @@ def main() -> None:
     config = settings.model(args.vocab_size)
     dist.init_process_group("fake", store=dist.HashStore(), rank=args.rank, world_size=args.ranks)
     mesh = init_device_mesh("cpu", settings.mesh_shape(), mesh_dim_names=AXES)
-    model = shard_model(config, settings, mesh)
+    stage = mesh["pp"].get_local_rank()
+    model = shard_model(config, settings, mesh, stage)
     # The mesh was made before: it keeps its table of ranks in a tensor, which must have numbers.
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
         optimizer = make_optimizer(model, settings)
         take_step(model, optimizer, mesh, settings)
     place = ", ".join(f"{axis} {i}" for axis, i in zip(AXES, mesh.get_coordinate(), strict=True))
-    layers = stage_layers(config.layers, mesh["pp"])
+    layers = stage_layers(config, settings.pp)[stage]
     print(f"rank {args.rank} of {args.ranks}: {place}; layers {layers.start} to {layers.stop - 1}")
     report(measure(model, optimizer), formula(config, settings, mesh))
     dist.destroy_process_group()
@@ -105,7 +106,7 @@ def formula(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> dict[str
     queries, keys = config.heads * config.head_dim // tp, config.kv_heads * config.head_dim
     keys //= tp if config.kv_heads % tp == 0 else 1  # fewer heads than ranks: each has all
     mlp, is_llama = config.mlp_dim // tp, config.is_llama
-    layers = stage_layers(config.layers, mesh["pp"])
+    layers = stage_layers(config, settings.pp)[mesh["pp"].get_local_rank()]
     # (rows, columns) on each tp rank
     block = [(queries, width), (keys, width), (keys, width), (mlp, width)]  # value, then expand
     block += [(width, queries), (width, mlp)]  # out, contract

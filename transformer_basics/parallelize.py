@@ -17,7 +17,8 @@ from arguments import UserError
 from config import AXES, PRECISIONS, Settings
 from context_parallel import apply_context_parallel, fsdp_mesh
 from model import GPT, GPTConfig
-from pipeline import Pipeline, stage_layers
+from pipeline import Pipeline, numbers_of
+from stages import StagesOfRank, stage_layers
 from timeouts import set_timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -45,16 +46,20 @@ def spread_model(
     # adjacent ranks, so they are on one node. That axis is tp, which communicates most.
     mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
     set_timeout(settings.timeout, mesh)
-    model = shard_model(config, settings, mesh)
-    materialize(model, device)  # memory for this rank's part only
+    numbers = numbers_of(settings, mesh["pp"].get_local_rank())
+    stages = [shard_model(config, settings, mesh, number) for number in numbers]
+    for stage in stages:
+        materialize(stage, device)  # memory for this rank's part only
+    model = StagesOfRank(stages) if len(stages) > 1 else stages[0]
     pipeline = Pipeline(model, mesh["pp"], settings, device) if settings.pp > 1 else None
     return mesh, model, pipeline
 
 
-def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> GPT:
-    """This rank's part of the model on the mesh of all ranks; its parameters have no memory yet."""
+def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh, stage: int) -> GPT:
+    """This rank's part of a stage on the mesh of all ranks; its parameters have no memory yet."""
+    stages = settings.pp * settings.stages_per_rank
     with parameters_without_memory():  # no rank needs room for the full model
-        model = GPT(config, stage_layers(config.layers, mesh["pp"]))  # some layers
+        model = GPT(config, stage_layers(config, stages)[stage])  # some layers
     if settings.cp > 1:  # some tokens of each sequence
         apply_context_parallel(model, mesh["cp"], settings.cp_kernel)
     if model.is_last:

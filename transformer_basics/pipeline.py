@@ -1,49 +1,55 @@
-"""Train and run a model that is split into pipeline stages, one per rank."""
+"""Train and run a model that is split into pipeline stages, one or several per rank."""
 
 import torch
 import torch.distributed as dist
 from config import PRECISIONS, Settings
 from model import GPT, cross_entropy
-from torch import Tensor, nn
+from stages import StagesOfRank
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
-
-def stage_layers(layers: int, mesh: DeviceMesh) -> range:
-    """The blocks of this rank's stage. If they do not divide, the first stages have one more.
-
-    mesh: its one axis has the ranks of one pipeline, in order.
-    """
-    stage, stage_count = mesh.get_local_rank(), mesh.size()
-    at_least, one_more = divmod(layers, stage_count)
-    first = stage * at_least + min(stage, one_more)
-    return range(first, first + at_least + (stage < one_more))
-
-
-def second_copy(model: GPT) -> nn.Parameter | None:
-    """The last stage's copy of a tied weight; None on other stages, and if nothing is tied."""
-    is_copy = model.config.tied and model.is_last and not model.is_first
-    return model.token_embedding.weight if is_copy else None
+SCHEDULES = {
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
 
 
 class Pipeline:
-    """model: this rank's stage. mesh: its one axis has the ranks of one pipeline, in order.
+    """model: this rank's stage, or its stages as one module. mesh: the ranks of one pipeline.
 
-    A batch passes through the stages in --accumulate micro-batches: at least one per stage.
+    Stage i of all stages is on rank i mod p. A batch passes through the stages in --accumulate
+    micro-batches, at least one per rank, in the order of --schedule.
     """
 
-    def __init__(self, model: GPT, mesh: DeviceMesh, settings: Settings, device: torch.device):
+    def __init__(
+        self, model: GPT | StagesOfRank, mesh: DeviceMesh, settings: Settings, device: torch.device
+    ):
         self.model, self.device = model, device
         self.dtype = PRECISIONS[settings.precision]  # of the hidden states that a stage sends
         # The number of shards of the tokens between blocks.
         self.sequence_parts = settings.tp if settings.sequence_parallel else 1
-        self.group, self.stage, self.stages = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        stage = PipelineStage(model, self.stage, self.stages, device, group=self.group)
-        # Divide gradients by the number of micro-batches: the mean over the batch.
+        self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.parts = model.stages if settings.stages_per_rank > 1 else (model,)
+        stages = [
+            PipelineStage(part, number, self.ranks * len(self.parts), device, group=self.group)
+            for number, part in zip(numbers_of(settings, self.rank), self.parts, strict=True)
+        ]
         # In chunks, the last stage itself computes the loss, which never has all logits at once.
         self.in_chunks = model.is_last and settings.loss_chunks > 1
-        loss = (lambda loss, targets: loss) if self.in_chunks else cross_entropy
-        self.schedule = Schedule1F1B(stage, settings.accumulate, loss, scale_grads=True)
+        # scale_grads divides gradients by the number of micro-batches: the mean over the batch.
+        self.schedule = SCHEDULES[settings.schedule](
+            stages if settings.schedule != "1f1b" else stages[0],
+            settings.accumulate,
+            (lambda loss, targets: loss) if self.in_chunks else cross_entropy,
+            scale_grads=True,
+        )
 
     def train(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss on the last stage, 0 elsewhere.
@@ -74,7 +80,7 @@ class Pipeline:
         """
         if not (self.model.config.tied and (self.model.is_first or self.model.is_last)):
             return
-        peer = self.stages - 1 if self.model.is_first else 0
+        peer = self.ranks - 1 if self.model.is_first else 0
         own = self.model.token_embedding.weight.grad.to_local()
         other = torch.empty_like(own)
         exchange = [
@@ -91,19 +97,25 @@ class Pipeline:
 
         With targets, the last stage returns the mean loss.
         """
-        hidden = x_BT
-        if not self.model.is_first:
-            tokens = x_BT.shape[1] // self.sequence_parts
-            shape = (x_BT.shape[0], tokens, self.model.config.dim)
-            hidden = torch.empty(shape, device=self.device, dtype=self.dtype)
-            dist.recv(hidden, group=self.group, group_src=self.stage - 1)
-        out = self.model(hidden, targets_BT)
-        if self.model.is_last:
-            return out
-        dist.send(out.contiguous(), group=self.group, group_dst=self.stage + 1)
+        for part in self.parts:
+            hidden = x_BT
+            if not part.is_first:
+                tokens = x_BT.shape[1] // self.sequence_parts
+                shape = (x_BT.shape[0], tokens, part.config.dim)
+                hidden = torch.empty(shape, device=self.device, dtype=self.dtype)
+                dist.recv(hidden, group=self.group, group_src=(self.rank - 1) % self.ranks)
+            out = part(hidden, targets_BT)
+            if part.is_last:
+                return out
+            dist.send(out.contiguous(), group=self.group, group_dst=(self.rank + 1) % self.ranks)
         return None
 
     def broadcast_from_last(self, tensor: Tensor) -> Tensor:
         """Send the last stage's `tensor` to all stages; returns it."""
-        dist.broadcast(tensor, group=self.group, group_src=self.stages - 1)
+        dist.broadcast(tensor, group=self.group, group_src=self.ranks - 1)
         return tensor
+
+
+def numbers_of(settings: Settings, rank: int) -> list[int]:
+    """The numbers of the stages of a rank: rank, rank + p, rank + 2 p, ..."""
+    return [rank + i * settings.pp for i in range(settings.stages_per_rank)]

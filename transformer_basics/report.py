@@ -11,9 +11,9 @@ from data import bigram_loss
 from flops import matmul_peak
 from metrics import Metrics, Throughput, check_finite, peak_memory
 from model import GPT, GPTConfig
-from pipeline import second_copy
 from runtime import Worker
 from sampling import generate
+from stages import second_copy
 from step import torch_regions
 from torch.distributed.device_mesh import DeviceMesh
 

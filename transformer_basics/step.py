@@ -10,7 +10,8 @@ import torch.distributed as dist
 from config import Settings
 from context_parallel import tokens_of_rank, torch_attention
 from model import cross_entropy
-from pipeline import Pipeline, second_copy
+from pipeline import Pipeline
+from stages import second_copy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel

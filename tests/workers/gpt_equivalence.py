@@ -77,6 +77,9 @@ MESHES = {  # ranks -> flags -> kinds
         "--pp 2": ("sgd", "adamw", "clip", "tied", "bf16", "llama", "smollm"),
         "--pp 2 --accumulate 8": ("deep",),
         "--pp 2 --accumulate 4 --activation-checkpointing": ("clip",),
+        "--pp 2 --schedule interleaved": ("smollm",),
+        "--pp 2 --accumulate 4 --schedule interleaved --activation-checkpointing": ("deep",),
+        "--pp 2 --accumulate 4 --schedule zero-bubble": ("deep", "smollm"),
     },
     4: {
         TP.format(4): ("clip", "llama"),
@@ -96,6 +99,10 @@ MESHES = {  # ranks -> flags -> kinds
         "--pp 4": ("deep", "smollm"),
         "--pp 2 --dp-shard 2": ("adamw", "tied"),
         "--pp 2 --accumulate 4 " + TP.format(2): ("tied",),
+        "--pp 2 --accumulate 4 --dp-shard 2 --schedule interleaved": ("smollm",),
+        "--pp 2 --accumulate 4 --dp-shard 2 --schedule zero-bubble": ("smollm",),
+        "--pp 2 --accumulate 4 --schedule interleaved " + ALL.format(2): ("smollm",),
+        "--pp 2 --accumulate 4 --schedule zero-bubble " + ALL.format(2): ("deep", "smollm"),
         "--pp 2 --accumulate 4 " + ALL.format(2): ("clip", "tied", "qwen"),
     },
     8: {  # three_dimensions.py has it without sequence parallelism and clipping
@@ -115,6 +122,7 @@ QUICK = {
         ALL.format(2) + " --activation-checkpointing selective": ("tied", "qwen"),
         "--cp 2 --accumulate 2": ("clip", "grouped"),
         "--pp 2 --accumulate 4 --loss-chunks 5": ("clip", "tied"),
+        "--pp 2 --accumulate 4 --schedule zero-bubble": ("smollm",),
     }
 }
 CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]
