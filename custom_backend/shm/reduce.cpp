@@ -70,18 +70,22 @@ template <class T, Op op>
 INLINE void reduce_blocks(const void* const* sources, int sources_count, void* const* targets,
                           int targets_count, size_t count, double factor) {
   using A = Accumulator<T>;
-  A sum[kBlock];
+  A sums[kBlock];
   float buffer[2][is_half<T> ? kBlock : 1];
   for (size_t begin = 0; begin < count; begin += kBlock) {
     const size_t n = std::min(kBlock, count - begin);
     const A* first = load<T>(sources[0], begin, n, buffer[0]);
     const A f = static_cast<A>(factor);
+    // Two sources: the sums go straight to the first target, which may be one of the sources.
+    const bool direct = !is_half<T> && op != Op::premul_sum && sources_count == 2;
+    A* sum = direct ? static_cast<A*>(targets[0]) + begin : sums;
     if constexpr (op == Op::premul_sum) {
       for (size_t i = 0; i < n; ++i) sum[i] = static_cast<A>(first[i]) * f;
     } else if (sources_count == 1) {
       std::memcpy(sum, first, n * sizeof(A));
     } else {
       const A* second = load<T>(sources[1], begin, n, buffer[1]);
+#pragma GCC ivdep
       for (size_t i = 0; i < n; ++i) sum[i] = combine<T, op>(first[i], second[i]);
     }
     for (int s = op == Op::premul_sum ? 1 : 2; s < sources_count; ++s) {
@@ -99,7 +103,7 @@ INLINE void reduce_blocks(const void* const* sources, int sources_count, void* c
       T* target = static_cast<T*>(targets[t]) + begin;
       if constexpr (is_half<T>) {
         blocks<T>().narrow(sum, target, n);
-      } else {
+      } else if (target != sum) {
         std::memcpy(target, sum, n * sizeof(T));
       }
     }
