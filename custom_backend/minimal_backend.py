@@ -6,18 +6,15 @@ The first run compiles (half a minute). Look at the last two lines: the gradient
 this backend equal those of DDP on Gloo.
 """
 
-import fcntl
-import os
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from arguments import ArgumentParser
+from compile_once import compile_once
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).resolve().parent / "minimal.cpp"
 
@@ -25,27 +22,7 @@ SOURCE = Path(__file__).resolve().parent / "minimal.cpp"
 def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta):
     """torch calls this on all ranks of a new group, with a store for this group alone."""
     store.set_timeout(timeout)
-    return compiled().create(store, rank, size)
-
-
-def compiled() -> ModuleType:
-    """Compile minimal.cpp, or load it if it is compiled; one rank at a time.
-
-    load() has a lock too: a file, which a killed build leaves behind before torch 2.15, so that the
-    next load() would wait for ever. Our lock is the kernel's and ends with its process. While we
-    hold it no other rank compiles, so a lock file that is there was left behind.
-    """
-    root = os.environ.get("TORCH_EXTENSIONS_DIR", cpp_extension.get_default_build_root())
-    folder = Path(root) / f"minimal_backend_{torch.__version__}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "ranks").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("waiting for another process to compile minimal.cpp", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
-        return cpp_extension.load("minimal_backend", [str(SOURCE)], build_directory=str(folder))
+    return compile_once("minimal_backend", SOURCE).create(store, rank, size)
 
 
 dist.Backend.register_backend("minimal", create_backend, devices=["cpu"])

@@ -181,7 +181,7 @@ def is_missing(command: str) -> bool:
         r"torchft": functools.partial(installed, "torchft"),
         r"\bshm\b|counting_backend": lambda: torch.__version__ >= "2.14",
         r"lab\.py|--lab\b": has_lab,
-        r"\bshm\b|minimal_backend": lambda: shutil.which("c++"),
+        r"\bshm\b|(minimal|pipe)_backend": lambda: shutil.which("c++"),
         r"\bping\b": lambda: shutil.which("ping"),
         r"^make demo": lambda: list(Path(sys.prefix).glob("installed-*")),
     }

@@ -1,22 +1,29 @@
 """custom_backend/minimal_backend.py: minimal.cpp compiles, and DDP trains on it."""
 
 import fcntl
-import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import torch
+from compile_once import build_folder
 from helpers import ROOT, torchrun
 
-FOLDER = f"minimal_backend_{torch.__version__}"
+SOURCE = ROOT / "custom_backend/minimal.cpp"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = build_folder("minimal_backend", SOURCE)
+    folder.mkdir()
+    (folder / "lock").touch()  # left behind by a killed build
+    return folder
 
 
 @pytest.mark.slow
-def test_ddp_on_the_smallest_backend_in_cpp(tmp_path):
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "lock").touch()  # left behind by a killed build
+def test_ddp_on_the_smallest_backend_in_cpp(tmp_path, folder):
     script = ROOT / "custom_backend/minimal_backend.py"
     output = torchrun(script, timeout=600, TORCH_EXTENSIONS_DIR=str(tmp_path)).check().output
     for rank in range(2):
@@ -27,7 +34,7 @@ def test_ddp_on_the_smallest_backend_in_cpp(tmp_path):
 
 # load() before torch 2.15: it waits while the file "lock" exists
 PROGRAM = """
-import time, minimal_backend
+import time, compile_once
 from pathlib import Path
 
 def load(name, sources, build_directory):
@@ -35,22 +42,18 @@ def load(name, sources, build_directory):
         time.sleep(0.01)
     print("compiled in", build_directory)
 
-minimal_backend.cpp_extension.load = load
-minimal_backend.compiled()
+compile_once.cpp_extension.load = load
+compile_once.compile_once("minimal_backend", Path("minimal.cpp").resolve())
 """
 
 
-def test_a_lock_that_a_killed_build_left_behind_blocks_no_rank(tmp_path):
+def test_a_lock_that_a_killed_build_left_behind_blocks_no_rank(folder):
     """A rank waits for another rank that holds the kernel's lock, says so, and removes the file."""
-    folder = tmp_path / FOLDER
-    folder.mkdir()
-    (folder / "lock").touch()
     with (folder / "ranks").open("w") as other_rank:
         fcntl.flock(other_rank, fcntl.LOCK_EX)
         rank = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
             cwd=ROOT / "custom_backend",
-            env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -1,0 +1,91 @@
+"""The backend "pipe": asynchronous, over shared memory, for ranks on one host. C++ in backend.cpp.
+
+    import pipe                             # registers it, without pip: compiled on first use
+    dist.init_process_group("pipe")
+
+After `pip install --no-build-isolation custom_backend/`, `import torch` registers it.
+"""
+
+import importlib.util
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import torch.distributed as dist
+
+HERE = Path(__file__).resolve().parent
+
+
+def register() -> None:
+    """Tell torch.distributed the name. pyproject.toml lets every `import torch` call this function.
+
+    So it has to be quick, and must not fail: an error here would be an error of `import torch`.
+    """
+    if dist.is_available() and "pipe" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("pipe", create_backend, devices=["cpu"])
+
+
+def compiled() -> ModuleType:
+    """The C++ part: built by pip, or compiled here if this folder is only on the path."""
+    if importlib.util.find_spec("pipe.compiled"):
+        return importlib.import_module("pipe.compiled")
+    from compile_once import compile_once  # next to this folder, if it is not installed
+
+    return compile_once("pipe_backend", HERE / "backend.cpp")
+
+
+def create_backend(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.distributed_c10d.Backend:
+    """torch calls this on all ranks of a new group, with a store for this group alone.
+
+    The memory of the group is a file without a name (memfd) of rank 0. The other ranks open it
+    through /proc, so nothing stays behind, however the processes end.
+
+    Raises RuntimeError, with one sentence, if the ranks cannot share memory or one does not come.
+    """
+    if sys.platform != "linux":
+        raise RuntimeError(f"pipe: needs Linux (memfd, pidfd), this is {sys.platform}: take gloo")
+    module = compiled()
+    if size > module.max_ranks:
+        raise RuntimeError(f"pipe: connects at most {module.max_ranks} ranks, not {size}")
+    store.set_timeout(timeout)
+
+    def of_all_ranks(key: str, value: object) -> list[str]:
+        store.set(f"{key}/{rank}", str(value))
+        return [ask(store, f"{key}/{r}", r) for r in range(size)]
+
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    hosts = of_all_ranks("host", boot + os.readlink("/proc/self/ns/pid"))
+    if other := [r for r in range(size) if hosts[r] != hosts[rank]]:
+        raise RuntimeError(
+            f"pipe: connects processes of one host and container: rank {other[0]} is in another "
+            f"one than rank {rank}. Take gloo"
+        )
+    memory = -1
+    if rank == 0:
+        memory = os.memfd_create("pipe")
+        os.ftruncate(memory, module.segment_bytes)
+    pids = [int(pid) for pid in of_all_ranks("pid", os.getpid())]
+    file = of_all_ranks("file", f"/proc/{os.getpid()}/fd/{memory}")[0]
+    if rank > 0:
+        memory = os.open(file, os.O_RDWR)
+    # The kernel may give the number of an ended process to a new one. A pidfd keeps its process.
+    left, right = (os.pidfd_open(pids[r % size]) for r in (rank - 1, rank + 1))
+    backend = module.create(memory, rank, size, left, right, timeout)
+    of_all_ranks("mapped", "yes")  # rank 0 may not close its file earlier
+    os.close(memory)
+    return backend
+
+
+def ask(store: dist.Store, key: str, rank: int) -> str:
+    """The value that this rank sets; waits for it."""
+    try:
+        return store.get(key).decode()
+    except RuntimeError as error:
+        raise RuntimeError(f"pipe: rank {rank} did not join the group: {error}") from None
+
+
+register()
