@@ -29,7 +29,7 @@ def data_parallel(indices: Sequence[Sequence[int]]) -> None:
             figures.arrow(ax, (x, start), (x, end))
     total = " + ".join(f"g_{rank}" for rank in range(len(indices)))
     figures.cell(ax, columns[0] - 1.8, 0.8, "", range(len(indices)), w=9, h=0.8)
-    text = rf"all_reduce: every rank receives  $({total})\, / \,{len(indices)}$"
+    text = rf"all_reduce, then divide: every rank has  $({total})\, / \,{len(indices)}$"
     ax.text(middle, 1.2, text, ha="center", va="center")
     figures.show(figure)
 
