@@ -699,6 +699,34 @@ def test_copies_of_a_tied_weight_that_drift_apart_are_seen(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_kill_during_an_asynchronous_save_leaves_the_save_before(corpus, tmp_path):
+    script = ROOT / "tests/workers/gpt_async_save.py"
+    args = (*TINY, "--steps", 12, "--log-every", 4, "--data", *corpus)
+    common = (*args, "--dp-shard", 2, "--async-save", "--output-dir", tmp_path / "killed")
+    killed = pool.run(script, "kill", *common, ranks=2)
+    assert killed.returncode != 0
+    assert "killed in step 11" in killed.output  # the save after step 8 was being written
+    assert [s.name for s in (tmp_path / "killed/checkpoints").glob("step*")] == ["step_00000004"]
+    said = pool.run(TRAIN, *common, ranks=2).check().output
+    assert "step_00000004 after step 4\n" in said
+    pool.run(TRAIN, *args, "--dp-shard", 2, "--output-dir", tmp_path / "whole", ranks=2).check()
+    states = [saved_parameters(tmp_path / name) for name in ("whole", "killed")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.slow
+def test_a_stop_waits_for_an_asynchronous_save(corpus, tmp_path):
+    script = ROOT / "tests/workers/gpt_async_save.py"
+    args = (*TINY, "--steps", 4000, "--checkpoint-every", 4000, "--data", *corpus)
+    common = (*args, "--async-save", "--output-dir", tmp_path)
+    said = pool.run(script, "stop", *common, ranks=2).check().output
+    stopped = int(re.search(r"stopped by SIGTERM after step (\d+) of 4000: saved", said)[1])
+    assert said.rindex(f"written after {stopped} steps") < said.index("stopped by SIGTERM")
+    names = {save.name for save in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step_{stopped:08}"}
+
+
+@pytest.mark.slow
 def test_resumed_run_equals_the_straight_one(corpus, tmp_path):
     """On one mesh, bit for bit: a Llama with one head of keys and values on two ranks."""
     flags, states = "--tp 2 --clip 0.2 --architecture llama --kv-heads 1 --qk-norm", []
