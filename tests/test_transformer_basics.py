@@ -16,6 +16,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
+from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
 from config import AXES, Settings
 from data import Batches, bigram_loss
@@ -550,6 +551,15 @@ def test_activation_checkpointing_without_a_value_is_full(monkeypatch):
         flag = "--activation-checkpointing" if value else ""
         monkeypatch.setattr(sys, "argv", ["train.py", *(flag + value).split()])
         assert parse_args().activation_checkpointing == mode
+
+
+def test_every_second_block_is_recomputed():
+    model = apply_activation_checkpointing(GPT(GPTConfig(layers=5, dim=8)), 2)
+    calls = []
+    for i, block in model.blocks.items():
+        block.mlp.register_forward_pre_hook(lambda *_, i=i: calls.append(i))
+    model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+    assert calls == [*"01234", *"31"]
 
 
 def test_lengths_in_tokens(monkeypatch, capsys):
