@@ -7,14 +7,17 @@ import json
 import re
 import tomllib
 
+import inputs
 import numpy as np
 import pool
 import pytest
+import report
 from fit import as_toml
 from fitting import FITS, Fit, fit_all, fitted
 from helpers import ROOT, python
 from published import PUBLISHED, UnreadableRow, measured, parse, read, stacked
 from score import cross_validated, regret, time_errors, usable
+from search import Job, evaluate, meshes
 from stacks import FILE, choose, load
 
 PLAN, SCORE = ROOT / "planner/plan.py", ROOT / "planner/score.py"
@@ -755,3 +758,38 @@ def test_what_chapter_21_says_of_its_tables():
     assert "the ladder, A100                   6.5" in shown
     assert "it loses 8 % on average" in said
     assert re.search(r"^as much DP as possible +8 ", shown, re.M)
+
+
+# The table of transformer_basics/running.md.
+
+SMALL = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "head_dim": 64}
+SMALL |= {"num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152}
+ONE_B = {"num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64}
+ONE_B |= {"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256}
+COMMON = {"tie_word_embeddings": True, "model_type": "llama", "hidden_act": "silu"}
+# name -> model, GPUs, kind, constants, tokens of a sequence, sequences of a step
+PREDICTED = {
+    "135 M": (SMALL | COMMON, 2, "laptop", "generic", 512, 8),
+    "1 B": (ONE_B | COMMON, 8, "H100", "torchtitan-h100", 8192, 64),
+    "8 B": ("llama-3-8b", 8, "H100", "torchtitan-h100", 8192, 64),
+    "8 B, 64": ("llama-3-8b", 64, "H100", "torchtitan-h100", 8192, 512),
+    "70 B": ("llama-3-70b", 64, "H100", "torchtitan-h100", 8192, 512),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_the_gpts_table_is_what_the_planner_predicts(name):
+    """The fastest mesh that fits, of those with FSDP, 1F1B, and no context parallelism."""
+    model, gpus, kind, constants, sequence, batch = PREDICTED[name]
+    shape = inputs.model(model) if isinstance(model, str) else inputs.from_hugging_face(model)
+    cluster, stack = inputs.cluster(kind)[0], inputs.stack(constants)[0]
+    job = Job(shape, cluster, stack, gpus, sequence, batch)
+    own = [m for m in meshes(job) if (m.zero_stage, m.virtual_stages, m.cp) == (3, 1, 1)]
+    best = min((p for p in evaluate(job, own) if p.fits), key=lambda plan: plan.step_s)
+    flags = report.flags(job, best).partition("--accumulate")
+    row = (
+        f"| {name.partition(',')[0]} | {gpus} x {kind} | {sequence:,} x {batch} "
+        f"| `{''.join(flags[1:])}` | {best.total_gib:.1f} "
+        f"| {report.tokens_per_second(job, best):,.0f} | {report.mfu(job, best):.0%} |"
+    )
+    assert row in (ROOT / "transformer_basics/running.md").read_text(), row

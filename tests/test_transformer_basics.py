@@ -16,6 +16,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
+from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
 from config import AXES, Settings
 from data import Batches, bigram_loss
@@ -570,6 +571,15 @@ def test_activation_checkpointing_without_a_value_is_full(monkeypatch):
         assert parse_args().activation_checkpointing == mode
 
 
+def test_every_second_block_is_recomputed():
+    model = apply_activation_checkpointing(GPT(GPTConfig(layers=5, dim=8)), 2)
+    calls = []
+    for i, block in model.blocks.items():
+        block.mlp.register_forward_pre_hook(lambda *_, i=i: calls.append(i))
+    model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+    assert calls == [*"01234", *"31"]
+
+
 def test_lengths_in_tokens(monkeypatch, capsys):
     flags = "--batch-size 4 --block-size 10 --tokens 1001 --eval-tokens 100"
     monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
@@ -718,6 +728,34 @@ def test_copies_of_a_tied_weight_that_drift_apart_are_seen(tmp_path):
     assert "step 2: ranks 0 and 1 no longer hold the same numbers, first in token_embedding" in (
         result.output
     )
+
+
+@pytest.mark.slow
+def test_a_kill_during_an_asynchronous_save_leaves_the_save_before(corpus, tmp_path):
+    script = ROOT / "tests/workers/gpt_async_save.py"
+    args = (*TINY, "--steps", 12, "--log-every", 4, "--data", *corpus)
+    common = (*args, "--dp-shard", 2, "--async-save", "--output-dir", tmp_path / "killed")
+    killed = pool.run(script, "kill", *common, ranks=2)
+    assert killed.returncode != 0
+    assert "killed in step 11" in killed.output  # the save after step 8 was being written
+    assert [s.name for s in (tmp_path / "killed/checkpoints").glob("step*")] == ["step_00000004"]
+    said = pool.run(TRAIN, *common, ranks=2).check().output
+    assert "step_00000004 after step 4\n" in said
+    pool.run(TRAIN, *args, "--dp-shard", 2, "--output-dir", tmp_path / "whole", ranks=2).check()
+    states = [saved_parameters(tmp_path / name) for name in ("whole", "killed")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.slow
+def test_a_stop_waits_for_an_asynchronous_save(corpus, tmp_path):
+    script = ROOT / "tests/workers/gpt_async_save.py"
+    args = (*TINY, "--steps", 4000, "--checkpoint-every", 4000, "--data", *corpus)
+    common = (*args, "--async-save", "--output-dir", tmp_path)
+    said = pool.run(script, "stop", *common, ranks=2).check().output
+    stopped = int(re.search(r"stopped by SIGTERM after step (\d+) of 4000: saved", said)[1])
+    assert said.rindex(f"written after {stopped} steps") < said.index("stopped by SIGTERM")
+    names = {save.name for save in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step_{stopped:08}"}
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ MAY_CHANGE = {
     "gc_every",
     "output_dir",
     "checkpoint_every",
+    "async_save",
     "keep",
     "log_every",
     "eval_every",
@@ -105,6 +106,7 @@ class Settings:
     gc_every: int = 100
     output_dir: Path | None = None
     checkpoint_every: int = 250
+    async_save: bool = False
     keep: int = 2
     log_every: int = 50
     eval_every: int = 250

@@ -104,6 +104,7 @@ def parse_args() -> Settings:
         type=at_least(1),
         help="save every N steps and after the last (default: 250)",
     )
+    add("--async-save", action="store_true", help="write checkpoints while training goes on")
     add("--keep", type=at_least(1), help="keep the newest N checkpoints (default: 2)")
     add("--log-every", type=at_least(1), help="log every N steps (default: 50)")
     evaluate(

@@ -15,7 +15,6 @@ import sys
 from datetime import timedelta
 
 import torch
-from checkpoint import save_checkpoint
 from config import Settings
 from data import Batches, load_corpus
 from evaluation import evaluate, held_out_windows, mean_over_ranks
@@ -26,6 +25,7 @@ from parallelize import seed_generators, spread_model
 from replicas import check_replicas
 from report import Report, describe, write_sample
 from runtime import Worker, distributed_worker
+from saving import CheckpointWriter
 from start import model_config, resume_or_initialize
 from step import train_step
 from stopping import StopRequests, goodbye
@@ -61,6 +61,7 @@ def train(settings: Settings, worker: Worker) -> int:
     run["data"] = f"text {corpus.checksum}"
     first_step, saved_run = resume_or_initialize(folder, parts, run, settings, worker)
     report = Report(settings, config, first_step, saved_run, worker)
+    writer = CheckpointWriter(folder, parts, settings, worker)
     step, stopped_by = first_step, 0
     if settings.gc_every:
         gc.disable()  # a rank that collects garbage while others compute makes all ranks wait
@@ -90,12 +91,14 @@ def train(settings: Settings, worker: Worker) -> int:
             if evaluating:
                 loss = evaluate(model, pipeline, held_out, mesh, settings)
                 report.validation(step, epoch, loss)
+            writer.finish()  # an asynchronous save from before; from here on it counts
             if saving:
-                save_checkpoint(folder, parts, step, run | report.cost(), worker, settings.keep)
+                writer.save(step, run | report.cost())
             if stopped_by:
                 break
             report.training_goes_on(step)
 
+    writer.finish()  # before anything says that the run is saved
     if step > first_step:
         report.summary(step, epoch)
     report.close()
