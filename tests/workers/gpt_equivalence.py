@@ -70,6 +70,7 @@ MESHES = {  # ranks -> flags -> kinds
         "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen"),
         "--cp 2 --accumulate 4 --reduce-once": ("clip",),
         "--cp 2 --activation-checkpointing --accumulate 2": ("clip", "qwen"),
+        "--cp 2 --loss-chunks 3 --activation-checkpointing": ("clip", "tied"),
         "--cp 2 --compile": ("clip", "qwen"),
         ALL.format(2) + " --activation-checkpointing selective --loss-chunks 5": ("clip", "qwen"),
         LP.format(2) + " --loss-chunks 3": ("tied",),
