@@ -97,6 +97,7 @@ MESHES = {  # ranks -> flags -> kinds
         "--cp 2 " + TP.format(2): ("clip", "qwen"),
         "--cp 2 " + ALL.format(2): ("clip", "tied", "grouped", "qwen"),
         "--pp 2 --cp 2 --accumulate 4": ("clip", "tied", "qwen"),
+        "--pp 2 --cp 2 --accumulate 4 --schedule zero-bubble": ("deep",),
         "--pp 4": ("deep", "smollm"),
         "--pp 2 --dp-shard 2": ("adamw", "tied"),
         "--pp 2 --accumulate 4 " + TP.format(2): ("tied",),
