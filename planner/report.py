@@ -184,9 +184,10 @@ def flags(job: Job, plan: Plan) -> str:
         "transformer_basics/train.py",
         f"--layers {model.layers} --dim {model.width} --heads {model.heads}",
         f"--block-size {job.sequence} --batch-size {job.batch} --accumulate {mesh.accumulation}",
-        f"--pp {mesh.pp} --dp-replicate {replicate} --dp-shard {shard} --cp {mesh.cp}",
-        f"--tp {mesh.tp}",
+        f"--pp {mesh.pp} --dp-replicate {replicate} --dp-shard {shard} --tp {mesh.tp}",
     ]
+    if mesh.cp > 1:
+        parts.append(f"--cp {mesh.cp}")
     if mesh.sequence_parallel:
         parts.append("--sequence-parallel")
     if mesh.full_checkpointing or mesh.selective_checkpointing:

@@ -36,6 +36,7 @@ TRAIN |= {
     "gpt": SHORT_GPT,
     "gpt_fsdp": f"{SHORT_GPT} --dp-shard 2",
     "gpt_tp": f"{SHORT_GPT} --tp 2 --sequence-parallel --loss-parallel",
+    "gpt_cp": f"{SHORT_GPT} --cp 2",
     "gpt_pp": f"{SHORT_GPT} --pp 2",
 }
 FOUR = {

@@ -541,6 +541,11 @@ def test_bad_data(one_rank, tmp_path):
             "--block-size 36 does not divide by 8 (two chunks per --cp rank, sharded by --tp)",
         ),
         ("--cp 2 --window 5", 2, "--cp does not work with --window"),
+        (
+            "--cp 2 --activation-checkpointing selective",
+            2,
+            "--activation-checkpointing selective does not work with --cp",
+        ),
         ("--cp-kernel torch", 2, "--cp-kernel torch needs --cp"),
         ("--tp 2 --loss-chunks 4", 2, "--loss-chunks with --tp needs --loss-parallel"),
         ("--activation-checkpointing 0", 1, "must be full, selective, or an integer of at least 1"),

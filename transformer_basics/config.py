@@ -202,6 +202,11 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
     if settings.cp > 1 and settings.window and settings.window < settings.block_size:
         raise UserError("--cp does not work with --window: the ring has only the causal mask")
+    if settings.cp > 1 and settings.activation_checkpointing == "selective":
+        raise UserError(
+            "--activation-checkpointing selective does not work with --cp: it would keep all "
+            "scores of the ring; leave out selective"
+        )
     if settings.cp == 1 and settings.cp_kernel != "ring":
         raise UserError(f"--cp-kernel {settings.cp_kernel} needs --cp")
     if settings.loss_chunks > 1 and settings.tp > 1 and not settings.loss_parallel:

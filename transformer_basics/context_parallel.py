@@ -103,6 +103,6 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """(dp_replicate, shards): FSDP shards over dp_shard and cp, flattened to one axis."""
     if mesh["cp"].size() == 1:
         return mesh["dp_replicate", "dp_shard"]
-    # There are no public names for these two. (fully_shard uses them, too.)
+    # There are no public names for these two methods; fully_shard calls them, too.
     shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])  # no public name
