@@ -23,7 +23,7 @@ from data import Batches, bigram_loss
 from flags import parse_args
 from helpers import ROOT, python, read_metrics, torchrun
 from hugging_face import from_hugging_face, to_hugging_face
-from model import GPT, GPTConfig, initialize
+from model import GPT, GPTConfig, cross_entropy, initialize
 from on_demand import OnDemand
 from optimizer import schedule, set_learning_rate
 from parallelize import apply_tensor_parallel
@@ -256,7 +256,35 @@ def test_init_from_has_the_same_logits(hugging_face, pretrained_folder):
     model = GPT(read_config(settings, token_count=50))
     copy_weights(model, read_weights(settings, model.config))
     expected = hugging_face(tokens).logits
-    torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+    logits = model(tokens)
+    torch.testing.assert_close(logits[..., :50], expected, atol=1e-5, rtol=0)
+    assert (logits[..., 50:] == -math.inf).all()  # 14 rows more, to divide by --tp
+    assert logits.shape == (3, 20, 64)
+    assert not model.token_embedding.weight[50:].any()
+
+
+@pytest.mark.parametrize(("asked", "tp", "rows"), [(None, 1, 320), (None, 3, 384), (258, 1, 258)])
+def test_a_vocabulary_is_padded_to_divide(asked, tp, rows):
+    config = Settings(pad_vocab_to=asked, tp=tp).padded_model(257)
+    assert (config.vocab_size, config.token_count) == (rows, 257)
+
+
+def test_rows_that_pad_the_vocabulary_have_no_loss_no_gradient_and_no_sample():
+    config = GPTConfig(40, 16, 1, 2, 16, token_count=37)
+    model, plain = GPT(config), GPT(GPTConfig(40, 16, 1, 2, 16))
+    plain.load_state_dict(model.state_dict())
+    tokens = torch.randint(37, (4, 16), generator=torch.Generator().manual_seed(1))
+    loss = cross_entropy(model(tokens), tokens)
+    expected = torch.nn.functional.cross_entropy(
+        plain(tokens)[..., :37].reshape(-1, 37), tokens.flatten()
+    )
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+    loss.backward()
+    assert torch.equal(model.head.weight.grad[37:], torch.zeros(3, 16))
+    with torch.no_grad():
+        model.head.weight[37:] = 1e3  # likelier than all tokens, or less likely
+    sample = generate(model, None, tokens[:, :4], count=30, temperature=50.0, top_k=0)
+    assert sample.max() < 37
 
 
 @pytest.mark.slow
@@ -273,7 +301,9 @@ def test_init_from_on_meshes(hugging_face, pretrained_folder, tmp_path):
     meshes = ("--tp 2", "--dp-shard 2", "--pp 2")
     assert on_meshes.keys() == {(model, mesh) for model in models for mesh in meshes}
     for (model, _), logits in on_meshes.items():
-        torch.testing.assert_close(logits, models[model](tokens).logits, atol=1e-5, rtol=0)
+        assert logits.shape[-1] == 64
+        expected = models[model](tokens).logits
+        torch.testing.assert_close(logits[..., :50], expected, atol=1e-5, rtol=0)
 
 
 def tiny_qwen3(folder):
@@ -383,7 +413,7 @@ def test_pipeline_takes_windows_of_other_tensors(is_first):
 
     pipeline = Pipeline.__new__(Pipeline)  # without the ranks that its stages need
     pipeline.model = SimpleNamespace(is_first=is_first, is_last=not is_first)
-    pipeline.schedule, pipeline.device = Schedule(), "cpu"
+    pipeline.schedule, pipeline.device, pipeline.in_chunks = Schedule(), "cpu", False
     tokens = torch.arange(20).view(2, 10)
     x, y = tokens[:, :-1], tokens[:, 1:]
     assert not x.is_contiguous()
@@ -519,10 +549,11 @@ def test_bad_data(one_rank, tmp_path):
         ("--tp 4 --heads 12 --kv-heads 6", 4, "--kv-heads 6 does not fit --tp 4: one must divide"),
         ("--tp 2 --mlp-dim 33", 2, "--mlp-dim 33 does not divide by 2 (--tp)"),
         ("--architecture llama --head-dim 3", 1, "--head-dim 3 is odd"),
+        ("--qkv-bias", 1, "--qkv-bias needs --architecture llama"),
         ("--pp 2 --accumulate 1", 2, "--accumulate 1 micro-batches do not fill --pp 2 stages"),
         ("--pp 4 --layers 3", 4, "--layers 3 are too few for --pp 4"),
         ("--pp 2 --schedule interleaved", 2, "--layers 3 are too few for --pp 2 with 4 stages"),
-        ("--pp 2 --layers 4 --schedule zero-bubble --compile", 2, "takes neither --activation-c"),
+        ("--pp 2 --layers 4 --schedule zero-bubble --compile", 2, "takes no --activation-checkpoi"),
         ("--schedule zero-bubble", 1, "--schedule zero-bubble needs --pp"),
         ("--pp 2 --stages-per-rank 2", 2, "1f1b and --stages-per-rank 2 do not fit"),
         (
@@ -624,7 +655,16 @@ def test_identity_is_all_that_changes_what_is_computed():
     assert fields - config.MAY_CHANGE == {
         *("tokenizer", "layers", "heads", "dim", "block_size", "tied", "batch_size", "lr"),
         *("warmup", "weight_decay", "clip", "precision", "seed", "architecture", "kv_heads"),
-        *("head_dim", "mlp_dim", "qk_norm", "window", "norm_eps", "rope_theta", "rope_scaling"),
+        *(
+            "head_dim",
+            "mlp_dim",
+            "qk_norm",
+            "qkv_bias",
+            "window",
+            "norm_eps",
+            "rope_theta",
+            "rope_scaling",
+        ),
     }
     assert Settings().identity().keys() == fields - config.MAY_CHANGE
 

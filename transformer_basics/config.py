@@ -21,6 +21,7 @@ MAY_CHANGE = {
     "stages_per_rank",
     "data",
     "init_from",
+    "pad_vocab_to",
     "steps",
     "tokens",
     "accumulate",
@@ -49,7 +50,8 @@ MAY_CHANGE = {
     "prompt",
     "sample",
 }
-SHAPE = [field.name for field in fields(GPTConfig) if field.name != "vocab_size"]  # of a model
+VOCABULARY = ("vocab_size", "token_count")  # of the text or of --init-from; SHAPE is of the flags
+SHAPE = [field.name for field in fields(GPTConfig) if field.name not in VOCABULARY]
 PROMPT = "import os\n\n\ndef "  # "def " alone could also begin English text
 
 
@@ -60,6 +62,7 @@ class Settings:
     data: Sequence[Path] = ()
     tokenizer: str | None = None
     init_from: str | None = None
+    pad_vocab_to: int | None = None
     layers: int = 3
     heads: int = 4
     dim: int = 96
@@ -69,6 +72,7 @@ class Settings:
     kv_heads: int | None = None
     head_dim: int | None = None
     mlp_dim: int | None = None
+    qkv_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
     norm_eps: float = 1e-5
@@ -121,8 +125,23 @@ class Settings:
         """All settings that a continued run must not change."""
         return {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
 
-    def model(self, vocab_size: int) -> GPTConfig:
-        return GPTConfig(vocab_size, **{name: getattr(self, name) for name in SHAPE})
+    def model(self, vocab_size: int, token_count: int | None = None) -> GPTConfig:
+        """token_count: how many of the rows of the embedding are tokens; None: all."""
+        shape = {name: getattr(self, name) for name in SHAPE}
+        return GPTConfig(vocab_size, token_count=token_count, **shape)
+
+    def padded_model(self, token_count: int) -> GPTConfig:
+        """The model for so many tokens; its rows are --pad-vocab-to, or divide by 64 and --tp.
+
+        Raises `UserError` if --pad-vocab-to is less than `token_count`.
+        """
+        step = math.lcm(64, self.tp)
+        rows = self.pad_vocab_to or -(-token_count // step) * step
+        if rows < token_count:
+            raise UserError(
+                f"--pad-vocab-to {rows} is less than the {token_count} tokens there are"
+            )
+        return self.model(rows, token_count)
 
     def mesh_shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
@@ -145,7 +164,8 @@ class Settings:
     def on(self, ranks: int) -> "Settings":
         """The settings with all that follows from others filled in for this number of ranks.
 
-        These are --dp-replicate, --accumulate, and the steps of --tokens and --eval-tokens.
+        These are --dp-replicate, --accumulate, --stages-per-rank, and the steps of --tokens and
+        --eval-tokens.
 
         Raises `UserError` if the settings do not fit the number of ranks.
         """
@@ -170,7 +190,7 @@ def saved_config(run: dict) -> GPTConfig:
     run: settings by name, and vocab_size. Raises KeyError if they are of another script.
     """
     shape = {name: run[name] for name in SHAPE if name in run}
-    return Settings(**shape).model(run["vocab_size"])
+    return Settings(**shape).model(run["vocab_size"], run.get("token_count"))
 
 
 def check_mesh(settings: Settings, ranks: int) -> None:
@@ -198,6 +218,8 @@ def check_mesh(settings: Settings, ranks: int) -> None:
             "that each rank has whole heads, or shares one with equally many"
         )
     head_dim = settings.head_dim or settings.dim // settings.heads
+    if settings.qkv_bias and settings.architecture != "llama":
+        raise UserError("--qkv-bias needs --architecture llama: a GPT-2 has biases of its own")
     if settings.architecture == "llama" and head_dim % 2:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
     if settings.cp > 1 and settings.window and settings.window < settings.block_size:
@@ -226,10 +248,11 @@ def check_pipeline(settings: Settings) -> None:
         )
     if pp == 1 and schedule != "1f1b":
         raise UserError(f"--schedule {schedule} needs --pp")
-    if schedule == "zero-bubble" and (settings.activation_checkpointing or settings.compile):
+    recomputes = settings.activation_checkpointing or settings.loss_chunks > 1
+    if schedule == "zero-bubble" and (recomputes or settings.compile):
         raise UserError(
-            "--schedule zero-bubble takes neither --activation-checkpointing nor --compile: it "
-            "splits a backward in two, which torch does for neither: --schedule interleaved does"
+            "--schedule zero-bubble takes no --activation-checkpointing, --loss-chunks or "
+            "--compile: torch cannot split their backward in two: take --schedule interleaved"
         )
     if microbatches < pp:
         raise UserError(

@@ -28,6 +28,8 @@ def parse_args() -> Settings:
     add("--data", nargs="+", type=Path, help="text files (default: Python's standard library)")
     add("--tokenizer", help="id on the Hugging Face hub or directory (default: bytes as tokens)")
     add("--init-from", help="start from the weights of a model: id on the hub or directory")
+    rows = "rows of the embedding, at least one per token (default: a multiple of 64 and --tp)"
+    add("--pad-vocab-to", type=at_least(1), help=rows)
     add = parser.add_argument_group("model").add_argument
     add("--layers", type=at_least(1), help="transformer blocks")
     add("--heads", type=at_least(1), help="attention heads")
@@ -41,6 +43,8 @@ def parse_args() -> Settings:
     add("--kv-heads", type=at_least(1), help="heads of keys and values (default: --heads)")
     add("--head-dim", type=at_least(1), help="width of a head (default: --dim / --heads)")
     add("--mlp-dim", type=at_least(1), help="width inside the MLP (default: 4 x --dim)")
+    biases = "add biases to queries, keys and values of a llama, as Qwen2.5"
+    add("--qkv-bias", action=argparse.BooleanOptionalAction, help=biases)
     normalized = "normalize each head of queries and keys, as Qwen3"
     add("--qk-norm", action=argparse.BooleanOptionalAction, help=normalized)
     add("--window", type=at_least(1), help="tokens that a token attends to (default: all)")

@@ -66,9 +66,11 @@ def from_hugging_face(name: str, read: Callable[[str], Tensor], config: GPTConfi
 
 
 def to_hugging_face(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Our full state dict -> theirs."""
+    """Our full state dict -> theirs, without the rows that pad the vocabulary."""
     new = {}
     for name, tensor in state.items():
+        if name in ("token_embedding.weight", "head.weight"):
+            tensor = tensor[: config.token_count]
         new.setdefault(their_name(name, config), []).append(tensor)
     for name, parts in new.items():
         if name.endswith("c_attn.bias"):  # query and value
@@ -100,8 +102,8 @@ def shape_of(theirs) -> dict:
             "block_size": theirs.n_positions,
             "tied": theirs.tie_word_embeddings,
         }
-    if theirs.model_type not in ("llama", "mistral", "qwen3"):
-        raise UserError(f"is a {theirs.model_type}: none of gpt2, llama, mistral and qwen3")
+    if theirs.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise UserError(f"is a {theirs.model_type}: none of gpt2, llama, mistral, qwen2 and qwen3")
     rope = theirs.rope_parameters
     kind = rope.get("rope_type", "default")
     refuse(
@@ -119,6 +121,7 @@ def shape_of(theirs) -> dict:
         "head_dim": getattr(theirs, "head_dim", None),
         "dim": theirs.hidden_size,
         "mlp_dim": theirs.intermediate_size,
+        "qkv_bias": theirs.model_type == "qwen2",  # of Qwen2.5, too
         "qk_norm": theirs.model_type == "qwen3",
         "window": theirs.sliding_window if theirs.model_type == "mistral" else None,
         "norm_eps": theirs.rms_norm_eps,
@@ -141,9 +144,10 @@ def their_config(config: GPTConfig, end: int):
 
     Raises `UserError` for a model that none of them computes.
     """
-    from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+    from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-    common = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied}
+    tokens = config.token_count or config.vocab_size
+    common = {"vocab_size": tokens, "tie_word_embeddings": config.tied}
     common |= {"bos_token_id": end, "eos_token_id": end}
     if not config.is_llama:
         if config.qk_norm or config.window or config.kv_heads < config.heads:
@@ -160,16 +164,18 @@ def their_config(config: GPTConfig, end: int):
             embd_pdrop=0.0,
             attn_pdrop=0.0,
         )
-    if config.qk_norm and config.window:
-        raise UserError("transformers has no model with both --qk-norm and --window on all layers")
+    makers = {"qkv_bias": Qwen2Config, "qk_norm": Qwen3Config, "window": MistralConfig}
+    wanted = [name for name in makers if getattr(config, name)]
+    if len(wanted) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in wanted)
+        raise UserError(f"transformers has no model with {flags} on all layers")
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling:
         *factors, length = config.rope_scaling
         rope |= {"rope_type": "llama3"}
         rope |= dict(zip(LLAMA3, [*factors, int(length)], strict=True))
     common |= {"sliding_window": config.window} if config.window else {}
-    make = Qwen3Config if config.qk_norm else MistralConfig if config.window else LlamaConfig
-    return make(
+    return (makers[wanted[0]] if wanted else LlamaConfig)(
         **common,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,

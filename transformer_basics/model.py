@@ -29,16 +29,18 @@ class GPTConfig:
     dim: int = 128  # C
     tied: bool = False  # the head's weight is the token embedding's, as in GPT-2
     # gpt2: LayerNorm, a table of positions, GELU, biases.
-    # llama: RMSNorm, rotary positions, SwiGLU, no biases; Mistral, SmolLM2 and Qwen3, too.
+    # llama: RMSNorm, rotary positions, SwiGLU, no biases; Mistral, SmolLM2 and Qwen, too.
     architecture: str = "gpt2"
     kv_heads: int | None = None  # K: each serves H / K query heads; None: H
     head_dim: int | None = None  # D; None: C / H
     mlp_dim: int | None = None  # None: 4 C
+    qkv_bias: bool = False  # a Llama with biases on query, key and value, as Qwen2.5
     qk_norm: bool = False  # RMSNorm of each query and key head, as in Qwen3
     window: int | None = None  # a token sees itself and the window - 1 tokens before it; None: all
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, ...] | None = None  # Llama 3's factor, low, high, length: `rotary`
+    token_count: int | None = None  # rows of the vocabulary from here on are padding; None: none
 
     def __post_init__(self):
         if self.head_dim is None and self.dim % self.heads:
@@ -92,7 +94,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config) for i in layers})
         if self.is_last:
             self.norm = make_norm(config)
-            self.head = Head(config.dim, config.vocab_size, cross_entropy)
+            self.head = Head(config.dim, config.vocab_size, cross_entropy, config.token_count)
         self.tie()
 
     def tie(self) -> None:
@@ -137,11 +139,13 @@ class Attention(nn.Module):
         self.config, self.head_dim, has_bias = config, config.head_dim, not config.is_llama
         self.attend, self.positions = attend, torch.arange  # others, if tokens are sharded
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = nn.Linear(config.dim, queries, bias=has_bias)
+        qkv_bias = has_bias or config.qkv_bias
+        self.query = nn.Linear(config.dim, queries, bias=qkv_bias)
         # GPT-2 has a bias here. It adds one number to all scores of a query, which softmax ignores:
-        # its gradient is zero but for rounding, which AdamW would blow up to full steps.
-        self.key = nn.Linear(config.dim, keys, bias=False)
-        self.value = nn.Linear(config.dim, keys, bias=has_bias)
+        # its gradient is zero but for rounding, which AdamW would blow up to full steps. (Rotated,
+        # as in Qwen2.5, it adds another number to each score.)
+        self.key = nn.Linear(config.dim, keys, bias=config.qkv_bias)
+        self.value = nn.Linear(config.dim, keys, bias=qkv_bias)
         self.out = nn.Linear(queries, config.dim, bias=has_bias)
         if config.qk_norm:
             self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)

@@ -1,4 +1,4 @@
-"""Start from pretrained weights in Hugging Face's format: GPT-2, Llama, Mistral, SmolLM2, Qwen3."""
+"""Start from pretrained weights in Hugging Face's format: GPT-2, Llama, Mistral, SmolLM2, Qwen."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def read_config(settings: Settings, token_count: int) -> GPTConfig:
             f"--init-from {name} knows {theirs.vocab_size} tokens, the text has {token_count}: "
             f"give --tokenizer {name}"
         )
-    return settings.model(theirs.vocab_size)
+    return settings.padded_model(theirs.vocab_size)
 
 
 def loaded(name: str, load: Callable):
@@ -116,8 +116,13 @@ class Weights:
 
 @torch.no_grad()
 def copy_weights(model: GPT, weights: Weights) -> None:
-    """Each rank copies its shards from the files: none holds a full weight of a sharded model."""
+    """Each rank copies its shards from the files: none holds a full weight of a sharded model.
+
+    Rows that pad the vocabulary are 0: the files do not have them.
+    """
     for name, parameter in model.named_parameters():
         here = [indices_here(parameter, dim) for dim in range(parameter.dim())]
         part = weights[name][tuple(slice(indices.start, indices.stop) for indices in here)]
-        local_part(parameter).copy_(part)
+        local = local_part(parameter)
+        local[: len(part)] = part
+        local[len(part) :] = 0

@@ -57,11 +57,6 @@ class StagesOfRank(nn.Module):
             stage.train(mode)
         return self
 
-    def state_dict(self, *args, **kwargs) -> dict:
-        for stage in self.stages:
-            stage.reshard()  # an evaluation leaves its parameters gathered
-        return super().state_dict(*args, **kwargs)
-
 
 def second_copy(model: GPT | StagesOfRank) -> nn.Parameter | None:
     """The last stage's copy of a tied weight; None on other stages, and if nothing is tied."""

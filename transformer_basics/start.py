@@ -18,12 +18,13 @@ def model_config(settings: Settings, corpus: Corpus, folder: Path | None) -> GPT
     """
     for save in reversed(saves(folder) if folder else []):
         try:
-            return settings.model(read_run(save)["run"]["vocab_size"])
+            run = read_run(save)["run"]
+            return settings.model(run["vocab_size"], run.get("token_count"))
         except (UserError, KeyError):  # broken or foreign: `resume` says so
             continue
     if settings.init_from:
         return read_config(settings, corpus.token_count)
-    return settings.model(corpus.vocab_size)
+    return settings.padded_model(corpus.token_count)
 
 
 def resume_or_initialize(

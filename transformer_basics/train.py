@@ -57,8 +57,8 @@ def train(settings: Settings, worker: Worker) -> int:
     seed_generators(settings.seed, mesh)
     describe(corpus, held_out, model, mesh, worker)
     parts = {"model": model, "optimizer": optimizer}
-    run = settings.identity() | {"vocab_size": config.vocab_size, "steps": settings.steps}
-    run["data"] = f"text {corpus.checksum}"
+    run = settings.identity() | {"vocab_size": config.vocab_size, "token_count": config.token_count}
+    run |= {"steps": settings.steps, "data": f"text {corpus.checksum}"}
     first_step, saved_run = resume_or_initialize(folder, parts, run, settings, worker)
     report = Report(settings, config, first_step, saved_run, worker)
     writer = CheckpointWriter(folder, parts, settings, worker)

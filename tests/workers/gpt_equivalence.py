@@ -43,8 +43,10 @@ KINDS = {
     "deep": ("--clip 0.1 --layers 5", "sgd"),
     "bf16": ("--clip 0 --precision bf16", "sgd"),
     "llama": (f"--clip 0.1 {LLAMA} --window 5", "adamw"),
+    "padded": ("--clip 0.1 --tied --pad-vocab-to 48", "adamw"),
     "smollm": (f"--clip 0.1 {LLAMA} --tied --layers 5", "sgd"),
     "grouped": (f"--clip 0.1 {LLAMA}", "sgd"),
+    "qwen2": (f"--clip 0.1 {LLAMA} --qkv-bias", "sgd"),
     "qwen": (f"--clip 0.1 {LLAMA} --kv-heads 1 --head-dim 8 --qk-norm", "sgd"),
 }
 TP, SP, LP = "--tp {}", "--tp {} --sequence-parallel", "--tp {} --loss-parallel"
@@ -53,7 +55,7 @@ MESHES = {  # ranks -> flags -> kinds
     2: {
         "": ("sgd", "adamw", "tied", "bf16", "llama"),
         "--activation-checkpointing --accumulate 4": ("sgd",),
-        "--dp-shard 2": ("adamw", "clip", "tied", "bf16", "llama", "qwen"),
+        "--dp-shard 2": ("adamw", "clip", "tied", "padded", "bf16", "llama", "qwen"),
         "--dp-shard 2 --accumulate 4": ("clip", "tied"),
         "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
@@ -61,11 +63,11 @@ MESHES = {  # ranks -> flags -> kinds
         "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama"),
         "--dp-shard 2 --activation-checkpointing 2 --loss-chunks 5": ("clip", "tied", "bf16"),
         "--accumulate 2 --compile --activation-checkpointing selective --loss-chunks 7": ("qwen",),
-        TP.format(2): ("sgd", "adamw", "clip", "tied", "bf16", "llama", "qwen"),
+        TP.format(2): ("sgd", "adamw", "clip", "tied", "padded", "bf16", "llama", "qwen"),
         SP.format(2): ("sgd",),
         TP.format(2) + " --compile": ("sgd", "qwen"),
         LP.format(2): ("clip",),
-        ALL.format(2): ("adamw", "tied", "bf16", "llama", "qwen"),
+        ALL.format(2): ("adamw", "tied", "padded", "bf16", "llama", "qwen", "qwen2"),
         ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip", "qwen"),
         "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen"),
         "--cp 2 --accumulate 4 --reduce-once": ("clip",),
@@ -84,7 +86,7 @@ MESHES = {  # ranks -> flags -> kinds
     },
     4: {
         TP.format(4): ("clip", "llama"),
-        ALL.format(4): ("tied", "qwen"),
+        ALL.format(4): ("tied", "qwen", "qwen2"),
         "--dp-replicate 2 --dp-shard 2": ("adamw", "clip"),
         "--dp-replicate 2 --dp-shard 2 --accumulate 4": ("clip",),
         "--dp-shard 2 " + TP.format(2): ("adamw", "clip"),
@@ -102,10 +104,11 @@ MESHES = {  # ranks -> flags -> kinds
         "--pp 2 --dp-shard 2": ("adamw", "tied"),
         "--pp 2 --accumulate 4 " + TP.format(2): ("tied",),
         "--pp 2 --accumulate 4 --dp-shard 2 --schedule interleaved": ("smollm",),
+        "--pp 2 --accumulate 4 --cp 2 --schedule zero-bubble": ("smollm",),
         "--pp 2 --accumulate 4 --dp-shard 2 --schedule zero-bubble": ("smollm",),
         "--pp 2 --accumulate 4 --schedule interleaved " + ALL.format(2): ("smollm",),
         "--pp 2 --accumulate 4 --schedule zero-bubble " + ALL.format(2): ("deep", "smollm"),
-        "--pp 2 --accumulate 4 " + ALL.format(2): ("clip", "tied", "qwen"),
+        "--pp 2 --accumulate 4 " + ALL.format(2): ("clip", "tied", "padded", "qwen"),
     },
     8: {  # three_dimensions.py has it without sequence parallelism and clipping
         "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip", "tied", "llama", "qwen"),
@@ -181,13 +184,15 @@ def plain_optimizer(kind: str, model) -> torch.optim.Optimizer:
 def one_process(kind: str) -> dict:
     flags, name = KINDS[kind]
     settings = settings_of(flags.replace("bf16", "fp32"))
-    model = GPT(settings.model(VOCABULARY))
+    # Rows that pad the vocabulary are no part of this loss, as its logits are cut.
+    model = GPT(settings.model(settings.pad_vocab_to or VOCABULARY))
     first_values(model)
     optimizer = plain_optimizer(name, model)
     found = {"loss": [], "norm": [], "gradients": []}
     for x, y in batches():
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x).reshape(-1, VOCABULARY), y.reshape(-1))
+        logits = model(x)[..., :VOCABULARY]
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), y.reshape(-1))
         loss.backward()
         norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
         if settings.clip and norm > settings.clip:
@@ -205,7 +210,10 @@ materialize, compiled_or_not = parallelize.materialize, one_step.loss_function
 
 
 def spread(settings, worker):
-    mesh, model, pipeline = spread_model(settings.model(VOCABULARY), settings, worker.device)
+    config = settings.model(VOCABULARY)
+    if settings.pad_vocab_to:
+        config = settings.padded_model(VOCABULARY)
+    mesh, model, pipeline = spread_model(config, settings, worker.device)
     return mesh, initialize(model, seed=0), pipeline
 
 
