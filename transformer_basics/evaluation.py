@@ -5,27 +5,27 @@ import torch.distributed as dist
 from arguments import UserError
 from config import Settings
 from context_parallel import tokens_of_rank
-from data import batch_part, windows
+from data import Windows, batch_part
 from model import cross_entropy
 from pipeline import Pipeline
 from step import full_tensor, torch_regions
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def held_out_windows(tokens, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+def held_out_windows(shards, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of --eval-batches global batches, spread evenly over the held-out text.
 
     Raises `UserError` if the text is too short for one batch.
     """
-    available = (len(tokens) - 1) // settings.block_size
-    batches = min(settings.eval_batches, available // settings.batch_size)
+    windows = Windows(shards, settings.block_size)
+    batches = min(settings.eval_batches, windows.count // settings.batch_size)
     if not batches:
         raise UserError(
-            f"the held-out text is too short: {len(tokens):,} tokens are no batch of "
+            f"the held-out text is too short: {windows.tokens:,} tokens are no batch of "
             f"{settings.batch_size} windows of {settings.block_size} tokens"
         )
     count = batches * settings.batch_size
-    return windows(tokens, torch.arange(count) * available // count, settings.block_size)
+    return windows.read(torch.arange(count) * windows.count // count)
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ def model_config(settings: Settings, corpus: Corpus, folder: Path | None) -> GPT
         except (UserError, KeyError):  # broken or foreign: `resume` says so
             continue
     if settings.init_from:
-        return read_config(settings, corpus.token_count)
-    return settings.model(corpus.vocab_size)
+        return read_config(settings, corpus.tokenizer.token_count)
+    return settings.model(corpus.tokenizer.vocab_size)
 
 
 def resume_or_initialize(

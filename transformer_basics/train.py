@@ -58,7 +58,7 @@ def train(settings: Settings, worker: Worker) -> int:
     describe(corpus, held_out, model, mesh, worker)
     parts = {"model": model, "optimizer": optimizer}
     run = settings.identity() | {"vocab_size": config.vocab_size, "steps": settings.steps}
-    run["data"] = f"text {corpus.checksum}"
+    run["data"] = f"tokens {corpus.checksum}"
     first_step, saved_run = resume_or_initialize(folder, parts, run, settings, worker)
     report = Report(settings, config, first_step, saved_run, worker)
     writer = CheckpointWriter(folder, parts, settings, worker)
