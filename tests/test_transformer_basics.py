@@ -386,11 +386,11 @@ def test_pipeline_takes_windows_of_other_tensors(is_first):
 
     pipeline = Pipeline.__new__(Pipeline)  # without the ranks that its stages need
     pipeline.model = SimpleNamespace(is_first=is_first, is_last=not is_first)
-    pipeline.schedule, pipeline.device = Schedule(), "cpu"
+    pipeline.schedule, pipeline.device, pipeline.in_chunks = Schedule(), "cpu", False
     tokens = torch.arange(20).view(2, 10)
     x, y = tokens[:, :-1], tokens[:, 1:]
     assert not x.is_contiguous()
-    pipeline.train(x, y)
+    pipeline.train(x, y, y.numel())
     (used,) = (tensor for tensor in passed if tensor is not None)
     assert used.is_contiguous()
     assert torch.equal(used, x if is_first else y)
@@ -553,6 +553,7 @@ def test_bad_data(one_rank, tmp_path):
         ("--dim 30", 1, "--dim 30 does not divide by 4"),
         ("--tp 2 --sequence-parallel --block-size 33", 2, "--block-size 33 does not divide by 2"),
         ("--loss-parallel", 2, "need --tp"),
+        ("--cp 2 --document-masks", 2, "--cp does not work with --document-masks"),
         ("--cp 2 --block-size 34", 2, "--block-size 34 does not divide by 4 (two chunks per --cp"),
         (
             "--cp 2 --tp 4 --sequence-parallel --block-size 36",
@@ -636,7 +637,17 @@ def test_identity_is_all_that_changes_what_is_computed():
     fields = set(vars(Settings()))
     assert fields >= config.MAY_CHANGE
     assert fields - config.MAY_CHANGE == {
-        *("tokenizer", "layers", "heads", "dim", "block_size", "tied", "batch_size", "lr"),
+        *(
+            "tokenizer",
+            "document_masks",
+            "layers",
+            "heads",
+            "dim",
+            "block_size",
+            "tied",
+            "batch_size",
+            "lr",
+        ),
         *("warmup", "weight_decay", "clip", "precision", "seed", "architecture", "kv_heads"),
         *("head_dim", "mlp_dim", "qk_norm", "window", "norm_eps", "rope_theta", "rope_scaling"),
     }

@@ -59,6 +59,7 @@ class Settings:
 
     data: Sequence[Path] = ()
     tokenizer: str | None = None
+    document_masks: bool = False
     init_from: str | None = None
     layers: int = 3
     heads: int = 4
@@ -202,6 +203,8 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
     if settings.cp > 1 and settings.window and settings.window < settings.block_size:
         raise UserError("--cp does not work with --window: the ring has only the causal mask")
+    if settings.cp > 1 and settings.document_masks:
+        raise UserError("--cp does not work with --document-masks: the ring has no document masks")
     if settings.cp == 1 and settings.cp_kernel != "ring":
         raise UserError(f"--cp-kernel {settings.cp_kernel} needs --cp")
     if settings.loss_chunks > 1 and settings.tp > 1 and not settings.loss_parallel:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from arguments import UserError
 from checkpoint import together
 from order import shuffled
+from packing import IGNORED
 from runtime import Worker
 from shards import (
     PARTS,
@@ -112,22 +113,32 @@ def check_same_text(checksum: str, worker: Worker) -> None:
 class Windows:
     """The windows of `length` tokens of all shards, by number; a window lies in one shard."""
 
-    def __init__(self, shards: list[Shard], length: int):
-        self.shards, self.length = shards, length
+    def __init__(self, shards: list[Shard], length: int, document_masks: bool = False):
+        self.shards, self.length, self.document_masks = shards, length, document_masks
         self.tokens = sum(len(shard.tokens) for shard in shards)
         counts = [max(0, len(shard.tokens) - 1) // length for shard in shards]
         self.first = np.cumsum([0, *counts])  # the number of each shard's first window
         self.count = int(self.first[-1])
 
     def read(self, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The windows with these numbers, and the windows one token later (the targets)."""
-        rows = []
+        """The windows with these numbers, and the windows one token later (the targets).
+
+        With document masks, a target that begins another document is `IGNORED`.
+        """
+        rows, borders = [], []
         for number in np.asarray(numbers, np.int64):
             shard = np.searchsorted(self.first, number, "right") - 1
             start = (number - self.first[shard]) * self.length
-            rows.append(self.shards[shard].tokens[start : start + self.length + 1])
+            tokens, starts = self.shards[shard].tokens, self.shards[shard].starts
+            rows.append(tokens[start : start + self.length + 1])
+            first, stop = np.searchsorted(starts, [start + 1, start + 1 + self.length])
+            borders.append(starts[first:stop] - (start + 1))
         rows = torch.from_numpy(np.stack(rows).astype(np.int64))
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        x_BT, y_BT = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if self.document_masks:
+            for y_T, places in zip(y_BT, borders, strict=True):
+                y_T[torch.from_numpy(places)] = IGNORED
+        return x_BT, y_BT
 
 
 class Batches:
@@ -138,12 +149,21 @@ class Batches:
     and not stored: order.py.
     """
 
-    def __init__(self, shards: list[Shard], length: int, batch_size: int, seed: int):
+    def __init__(
+        self,
+        shards: list[Shard],
+        length: int,
+        batch_size: int,
+        seed: int,
+        document_masks: bool = False,
+    ):
         """length: tokens of a window. batch_size: windows per optimizer step, over all ranks.
 
+        document_masks: no target crosses the border of a document: packing.py.
         Raises `UserError` if the text is too short for one batch.
         """
-        self.windows, self.batch_size, self.seed = Windows(shards, length), batch_size, seed
+        self.windows = Windows(shards, length, document_masks)
+        self.batch_size, self.seed = batch_size, seed
         self.per_epoch = self.windows.count // batch_size
         if not self.per_epoch:
             raise UserError(
@@ -201,4 +221,6 @@ def bigram_loss(
             counts += torch.bincount(pairs, minlength=vocab_size**2)
     counts = counts.view(vocab_size, vocab_size)
     probability = counts / counts.sum(1, keepdim=True)
-    return -probability[inputs_BT, targets_BT].log().mean().item()
+    counts_in_loss = targets_BT != IGNORED
+    losses = -probability[inputs_BT[counts_in_loss], targets_BT[counts_in_loss]].log()
+    return losses.mean().item()

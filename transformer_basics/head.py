@@ -14,14 +14,16 @@ from torch.utils.checkpoint import checkpoint
 class Head(nn.Linear):
     """Hidden states (B, T, C) -> logits (B, T, V); with targets (B, T), int64, their mean loss.
 
-    loss: (logits, targets) -> the mean over the targets.
+    (A target that is left out, -100, adds 0 to the sum of losses, and 1 to the count.)
+
+    loss: (logits, targets, "sum") -> the sum over the targets.
 
     With targets it computes logits and loss in `chunks` chunks of the B T tokens, one after the
     other. A chunk keeps only its hidden states: backward computes its logits again, which costs a
     third more operations in this layer. So one chunk's logits exist at a time.
     """
 
-    def __init__(self, width: int, vocab_size: int, loss: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(self, width: int, vocab_size: int, loss: Callable[..., Tensor]):
         super().__init__(width, vocab_size, bias=False)
         self.loss, self.chunks = loss, 1
 
@@ -30,9 +32,8 @@ class Head(nn.Linear):
             return super().forward(x_BTC)
         x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
         parts = list(zip(x_NC.chunk(self.chunks), targets_N.chunk(self.chunks), strict=True))
-        # The last chunk may be shorter: weigh each mean by its tokens.
-        losses = [checkpoint(self.loss_of, x, y, use_reentrant=False) * len(y) for x, y in parts]
+        losses = [checkpoint(self.loss_of, x, y, use_reentrant=False) for x, y in parts]
         return torch.stack(losses).sum() / targets_BT.numel()
 
     def loss_of(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
-        return self.loss(super().forward(x_NC)[None], targets_N[None])
+        return self.loss(super().forward(x_NC)[None], targets_N[None], "sum")

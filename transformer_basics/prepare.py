@@ -1,8 +1,8 @@
 """Tokenise text of any size into shards for train.py, with all processors of a machine.
 
-    python transformer_basics/prepare.py runs/tokens docs/*.md
-    python transformer_basics/prepare.py runs/tokens FILE.jsonl --field text --tokenizer gpt2
-    python transformer_basics/train.py --data runs/tokens --steps 100
+    python transformer_basics/prepare.py runs/tokens */*.md
+    python transformer_basics/prepare.py FOLDER FILE.jsonl --field text --tokenizer gpt2
+    python transformer_basics/train.py --data runs/tokens --steps 100 --document-masks
     python transformer_basics/prepare.py runs/tokens --verify        # reads every byte
 
 The input is text files (each one document), JSON lines or Parquet files. Each piece of the input
