@@ -60,9 +60,8 @@ class GPTConfig:
         """Floating-point operations per token of a training step on sequences of `length` tokens.
 
         6 for each weight that is multiplied with (2 in forward, 4 in backward), and 12 T H D per
-        layer for attention, counted without the causal mask: Chowdhery et al., PaLM, appendix B
-        (arXiv 2204.02311); with a window shorter than T, the window takes the place of T.
-        Recomputed activations are not counted: they are no progress.
+        layer for attention, without causal or document mask: Chowdhery et al., PaLM, appendix B
+        (arXiv 2204.02311). A shorter window replaces T. Recomputed activations are not counted.
         """
         attention = 2 * self.dim * (self.heads + self.kv_heads) * self.head_dim
         mlp = (3 if self.is_llama else 2) * self.dim * self.mlp_dim
@@ -102,14 +101,17 @@ class GPT(nn.Module):
         if self.config.tied and self.is_last:
             self.head.weight = self.token_embedding.weight
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets_BT: Tensor | None = None, starts_BT: Tensor | None = None
+    ) -> Tensor:
         if self.is_first:
-            positions_T = self.positions(x.shape[1], device=x.device)
+            positions = self.positions(x.shape[1], device=x.device)  # (T), or (B, T):
+            positions = positions if starts_BT is None else positions - starts_BT
             x = self.token_embedding(x)
             if not self.config.is_llama:  # a Llama's attention rotates queries and keys
-                x = x + self.position_embedding(positions_T)
+                x = x + self.position_embedding(positions)
         for block in self.blocks.values():
-            x = block(x)
+            x = block(x, starts_BT)
         return self.head(self.norm(x), targets_BT=targets_BT) if self.is_last else x
 
 
@@ -126,8 +128,9 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
         self.attention, self.mlp = Attention(config), MLP(config)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC))
+    def forward(self, x_BTC: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+        documents = {} if starts_BT is None else {"starts_BT": starts_BT}
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), **documents)
         return x_BTC + self.mlp(self.mlp_norm(x_BTC))
 
 
@@ -141,9 +144,8 @@ class Attention(nn.Module):
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         qkv_bias = has_bias or config.qkv_bias
         self.query = nn.Linear(config.dim, queries, bias=qkv_bias)
-        # GPT-2 has a bias here. It adds one number to all scores of a query, which softmax ignores:
-        # its gradient is zero but for rounding, which AdamW would blow up to full steps. (Rotated,
-        # as in Qwen2.5, it adds another number to each score.)
+        # Softmax ignores GPT-2's bias here: AdamW would make full steps of its rounding errors.
+        # (Rotated, as in Qwen2.5, a bias adds another number to each score.)
         self.key = nn.Linear(config.dim, keys, bias=config.qkv_bias)
         self.value = nn.Linear(config.dim, keys, bias=qkv_bias)
         self.out = nn.Linear(queries, config.dim, bias=has_bias)
@@ -151,9 +153,8 @@ class Attention(nn.Module):
             self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
             self.key_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         q_BHTD, k_BKTD, v_BKTD = (
-            # The heads on this rank: all of them without tensor parallelism.
             y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
             for y in (self.query(x_BTC), self.key(x_BTC), self.value(x_BTC))
         )
@@ -163,20 +164,23 @@ class Attention(nn.Module):
             positions_T = self.positions(x_BTC.shape[1], device=x_BTC.device)
             cos_TD, sin_TD = rotary(self.config, positions_T)
             q_BHTD, k_BKTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BKTD, cos_TD, sin_TD)
-        seen_BHTD = self.attend(q_BHTD, k_BKTD, v_BKTD, self.config.window)
+        documents = () if starts_BT is None else (starts_BT,)
+        seen_BHTD = self.attend(q_BHTD, k_BKTD, v_BKTD, self.config.window, *documents)
         return self.out(seen_BHTD.transpose(1, 2).flatten(2))
 
 
-def attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None) -> Tensor:
-    """Each token takes from itself and earlier ones; query head i uses key head i // (H / K)."""
+def attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window, starts_BT=None) -> Tensor:
+    """A token sees earlier ones of its window and document; query head i has key i // (H / K)."""
     grouped, length = q_BHTD.shape[1] != k_BKTD.shape[1], q_BHTD.shape[2]
     qkv, attention = (q_BHTD, k_BKTD, v_BKTD), F.scaled_dot_product_attention
-    if window is None or window >= length:
+    if starts_BT is None and (window is None or window >= length):
         return attention(*qkv, is_causal=True, enable_gqa=grouped)
     positions_T = torch.arange(length, device=q_BHTD.device)
     back_TT = positions_T[:, None] - positions_T  # how far before the query a key is
-    mask_TT = (back_TT >= 0) & (back_TT < window)  # all T x T scores are computed, then masked
-    return attention(*qkv, mask_TT, enable_gqa=grouped)
+    mask = (back_TT >= 0) & (back_TT < (window or length))
+    if starts_BT is not None:
+        mask = mask & (positions_T >= starts_BT[:, None, :, None])  # (B, 1, T, T)
+    return attention(*qkv, mask, enable_gqa=grouped)  # all T x T scores are computed, then masked
 
 
 def rotary(config: GPTConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,9 +222,10 @@ class MLP(nn.Module):
         return self.contract(F.gelu(expanded, approximate="tanh"))
 
 
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The mean over all tokens, in nats; computed in float32."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
+    """Over all tokens with a target that is not -100, in nats; computed in float32."""
+    logits = logits_BTV.flatten(0, 1).float()
+    return F.cross_entropy(logits, targets_BT.flatten(), reduction=reduction)
 
 
 @torch.no_grad()
@@ -237,8 +242,8 @@ def initialize(model: GPT, seed: int) -> GPT:
         elif "norm" in name:
             local_part(parameter).fill_(1)
         else:
-            # Radford et al. (2019), section 2.3: each block adds twice to the same sum; smaller
-            # values in the last layer of what is added keep its variance independent of the depth.
+            # Radford et al. (2019), section 2.3: each block adds twice to one sum; small values in
+            # the last layer of what is added keep its variance independent of the depth.
             adds = name.endswith(("attention.out.weight", "mlp.contract.weight"))
             depth = (2 * model.config.layers) ** 0.5
             std = 0.02 / depth if adds else 0.02

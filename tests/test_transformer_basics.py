@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ import data
 import numpy as np
 import pool
 import pytest
+import text_files
 import torch
 import torch.distributed as dist
 from activation_checkpointing import apply_activation_checkpointing
@@ -31,6 +33,7 @@ from pipeline import Pipeline
 from pretrained import copy_weights, read_config, read_weights
 from runtime import Worker
 from sampling import generate
+from shards import Shard
 from stages import head_in_blocks, stage_layers
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -417,7 +420,7 @@ def test_pipeline_takes_windows_of_other_tensors(is_first):
     tokens = torch.arange(20).view(2, 10)
     x, y = tokens[:, :-1], tokens[:, 1:]
     assert not x.is_contiguous()
-    pipeline.train(x, y)
+    pipeline.train(x, y, y.numel())
     (used,) = (tensor for tensor in passed if tensor is not None)
     assert used.is_contiguous()
     assert torch.equal(used, x if is_first else y)
@@ -426,8 +429,12 @@ def test_pipeline_takes_windows_of_other_tensors(is_first):
 # ---- the data
 
 
+def one_document(tokens: np.ndarray) -> list[Shard]:
+    return [Shard(tokens, np.zeros(1, np.int64))]
+
+
 def test_ranks_share_the_batches_of_one_process():
-    tokens = np.arange(1000, dtype=np.uint16)
+    tokens = one_document(np.arange(1000, dtype=np.uint16))
     one, ranks = Batches(tokens, 9, 6, seed=0), [Batches(tokens, 9, 6, seed=0) for _ in range(3)]
     seen = []
     for step in range(2 * one.per_epoch):
@@ -458,7 +465,7 @@ class Mesh(dict):
 
 
 def test_batches_from_a_step_on():
-    batches = Batches(np.arange(1000, dtype=np.uint16), 9, 6, seed=0)
+    batches = Batches(one_document(np.arange(1000, dtype=np.uint16)), 9, 6, seed=0)
     found = list(batches.from_step(15, 21, Mesh(1, 2), torch.device("cpu")))
     assert len(found) == 6  # from the end of one epoch into the next
     for step, (x, y) in enumerate(found, start=15):
@@ -474,17 +481,17 @@ def test_batches_for_gpus_are_pinned(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "to", lambda t, _, non_blocking=False: calls.append(non_blocking) or t
     )
-    batches = Batches(np.arange(1000, dtype=np.uint16), 9, 6, seed=0)
+    batches = Batches(one_document(np.arange(1000, dtype=np.uint16)), 9, 6, seed=0)
     list(batches.from_step(0, 1, Mesh(0, 1), SimpleNamespace(type="cuda")))
     assert calls == ["pinned", "pinned", True, True]
 
 
 def test_split_by_document():
     documents = [(f"{i}.py", b"x" * i) for i in range(1, 50)]
-    train, held_out = data.split(documents)
+    train, held_out = text_files.split(documents)
     assert len(held_out) == 3
     assert sorted(map(len, train + held_out)) == list(range(1, 50))
-    (train,), (held_out,) = data.split([("one", b"a line\n" * 100)])
+    (train,), (held_out,) = text_files.split([("one", b"a line\n" * 100)])
     assert train + held_out == b"a line\n" * 100
     assert train.endswith(b"\n")
     assert 30 <= len(held_out) < 50
@@ -495,13 +502,14 @@ def test_bigram_loss_by_hand():
     x, y = torch.tensor([[0, 1]]), torch.tensor([[1, 0]])
     # After 0: 1 twice and 2 once, and one for each of three: 3/6. After 1: 0 twice: 3/5.
     expected = -(np.log(3 / 6) + np.log(3 / 5)) / 2
-    assert bigram_loss(tokens, x, y, 3) == pytest.approx(expected)
+    assert bigram_loss(one_document(tokens), x, y, 3) == pytest.approx(expected)
 
 
 @pytest.fixture
 def one_rank(monkeypatch, tmp_path):
-    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(data, "once_per_node", lambda action, worker: action())
+    monkeypatch.setattr(text_files, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(text_files, "once_per_node", lambda action, worker: action())
+    monkeypatch.setattr(data, "together", lambda action: action())
     monkeypatch.setattr(data, "check_same_text", lambda checksum, worker: None)
     return Worker(0, 0, 1, torch.device("cpu"))
 
@@ -511,17 +519,24 @@ def test_tokens_are_mapped_and_written_once(one_rank, tmp_path):
     for file in files:
         file.write_text(f"text of {file.name}: \u00e4")
     corpus = data.load_corpus(files, None, one_rank)
-    assert isinstance(corpus.train, np.memmap)
-    both = bytes(corpus.train) + bytes(corpus.validation)
-    assert sorted(both.split(b"\0")[:2]) == [file.read_bytes() for file in files]
-    assert corpus.decode(corpus.encode("x \u00e4")) == "x \u00e4"
-    before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "cache").iterdir())]
+    assert all(isinstance(shard.tokens, np.memmap) for shard in corpus.train + corpus.validation)
+    assert sorted(texts_of(corpus).split(b"\0")[:2]) == [file.read_bytes() for file in files]
+    assert corpus.tokenizer.decode(corpus.tokenizer.encode("x \u00e4")) == "x \u00e4"
+    before = written(tmp_path / "cache")
+    assert len(before) == 5  # tokens and borders of two shards, and the index
     data.load_corpus(files, None, one_rank)
-    assert before == [path.stat().st_mtime_ns for path in sorted((tmp_path / "cache").iterdir())]
+    assert before == written(tmp_path / "cache")
     files[0].write_text("another text")
-    assert b"another" in bytes((again := data.load_corpus(files, None, one_rank)).train) + bytes(
-        again.validation
-    )
+    assert b"another" in texts_of(data.load_corpus(files, None, one_rank))
+
+
+def texts_of(corpus: data.Corpus) -> bytes:
+    shards = corpus.train + corpus.validation
+    return b"".join(shard.tokens.astype(np.uint8).tobytes() for shard in shards)
+
+
+def written(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*/*")}
 
 
 def test_bad_data(one_rank, tmp_path):
@@ -532,7 +547,11 @@ def test_bad_data(one_rank, tmp_path):
     with pytest.raises(UserError, match="cannot load --tokenizer"):
         data.load_tokenizer(str(tmp_path / "no tokenizer"))
     with pytest.raises(UserError, match="too short: 100 tokens are no batch of 8"):
-        Batches(np.zeros(100, np.uint8), 16, 8, 0)
+        Batches(one_document(np.zeros(100, np.uint16)), 16, 8, 0)
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 200_000_001)  # sparse
+    with pytest.raises(UserError, match=r"for more than 200 MB run `python prepare\.py"):
+        data.load_corpus([tmp_path / "large"], None, one_rank)
 
 
 # ---- the arguments
@@ -565,6 +584,7 @@ def test_bad_data(one_rank, tmp_path):
         ("--dim 30", 1, "--dim 30 does not divide by 4"),
         ("--tp 2 --sequence-parallel --block-size 33", 2, "--block-size 33 does not divide by 2"),
         ("--loss-parallel", 2, "need --tp"),
+        ("--cp 2 --document-masks", 2, "--cp does not work with --document-masks"),
         ("--cp 2 --block-size 34", 2, "--block-size 34 does not divide by 4 (two chunks per --cp"),
         (
             "--cp 2 --tp 4 --sequence-parallel --block-size 36",
@@ -653,7 +673,17 @@ def test_identity_is_all_that_changes_what_is_computed():
     fields = set(vars(Settings()))
     assert fields >= config.MAY_CHANGE
     assert fields - config.MAY_CHANGE == {
-        *("tokenizer", "layers", "heads", "dim", "block_size", "tied", "batch_size", "lr"),
+        *(
+            "tokenizer",
+            "document_masks",
+            "layers",
+            "heads",
+            "dim",
+            "block_size",
+            "tied",
+            "batch_size",
+            "lr",
+        ),
         *("warmup", "weight_decay", "clip", "precision", "seed", "architecture", "kv_heads"),
         *(
             "head_dim",

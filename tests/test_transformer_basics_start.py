@@ -25,6 +25,7 @@ from model import GPT, GPTConfig, initialize
 from optimizer import make_optimizer
 from parallelize import materialize, parameters_without_memory, spread_model
 from sampling import choose
+from shards import Shard
 from step import clip_gradients
 from torch import nn
 from workers.gpt_equivalence import first_values
@@ -355,8 +356,9 @@ def test_nothing_holds_the_group_that_a_process_leaves(tmp_path):
 
 def test_each_window_has_the_token_after_its_last():
     """Of 1,000 tokens the last ten are no window: the target of the last one is missing."""
-    batches = Batches(np.arange(1000, dtype=np.uint16), 10, 99, seed=0)
-    assert (batches.windows, batches.per_epoch) == (99, 1)
+    shard = Shard(np.arange(1000, dtype=np.uint16), np.zeros(1, np.int64))
+    batches = Batches([shard], 10, 99, seed=0)
+    assert (batches.windows.count, batches.per_epoch) == (99, 1)
     x, y = batches.get(0, 0, 1)
     assert sorted(x[:, 0].tolist()) == list(range(0, 990, 10))
     assert torch.equal(y, x + 1)

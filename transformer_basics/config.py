@@ -61,6 +61,7 @@ class Settings:
 
     data: Sequence[Path] = ()
     tokenizer: str | None = None
+    document_masks: bool = False
     init_from: str | None = None
     pad_vocab_to: int | None = None
     layers: int = 3
@@ -229,6 +230,8 @@ def check_mesh(settings: Settings, ranks: int) -> None:
             "--activation-checkpointing selective does not work with --cp: it would keep all "
             "scores of the ring; leave out selective"
         )
+    if settings.cp > 1 and settings.document_masks:
+        raise UserError("--cp does not work with --document-masks: the ring has no document masks")
     if settings.cp == 1 and settings.cp_kernel != "ring":
         raise UserError(f"--cp-kernel {settings.cp_kernel} needs --cp")
     if settings.loss_chunks > 1 and settings.tp > 1 and not settings.loss_parallel:

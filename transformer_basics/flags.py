@@ -25,8 +25,11 @@ def with_preset(parser: ArgumentParser) -> dict:
 def parse_args() -> Settings:
     parser = ArgumentParser(description="Train a GPT on a mesh of devices.")
     add = parser.add_argument_group("data").add_argument
-    add("--data", nargs="+", type=Path, help="text files (default: Python's standard library)")
+    sources = "text files, or a folder of prepare.py (default: Python's standard library)"
+    add("--data", nargs="+", type=Path, help=sources)
     add("--tokenizer", help="id on the Hugging Face hub or directory (default: bytes as tokens)")
+    masks = "keep attention and loss within each document of a window"
+    add("--document-masks", action="store_true", help=masks)
     add("--init-from", help="start from the weights of a model: id on the hub or directory")
     rows = "rows of the embedding, at least one per token (default: a multiple of 64 and --tp)"
     add("--pad-vocab-to", type=at_least(1), help=rows)

@@ -15,11 +15,11 @@ import torch
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least, between
 from checkpoint import load_model
 from config import PROMPT, SHAPE, Settings, saved_config
-from data import load_tokenizer
 from model import GPT, GPTConfig
 from parallelize import spread_model
 from runtime import Worker, distributed_worker
 from sampling import generate
+from tokenizing import load_tokenizer
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
@@ -42,12 +42,12 @@ def write(args, worker: Worker) -> None:
 
     model, run = load_model(args.run / "checkpoints", make)
     model.eval()
-    encode, decode, _, _ = load_tokenizer(run["tokenizer"])
-    prompt = torch.tensor([encode(args.prompt)], device=worker.device)
+    tokenizer = load_tokenizer(run["tokenizer"])
+    prompt = torch.tensor([tokenizer.encode(args.prompt)], device=worker.device)
     options = (args.tokens, args.temperature, args.top_k, args.seed)
     tokens = generate(model, pipelines[0], prompt, *options)
     if worker.is_main:
-        print(decode(tokens[0].tolist()))
+        print(tokenizer.decode(tokens[0].tolist()))
 
 
 def settings_of(config: GPTConfig, args, worker: Worker) -> Settings:

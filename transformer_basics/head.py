@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 class Head(nn.Linear):
     """Hidden states (B, T, C) -> logits (B, T, V); with targets (B, T), int64, their mean loss.
 
-    loss: (logits, targets) -> the mean over the targets.
+    (A target that is left out, -100, adds 0 to the sum of losses, and 1 to the count.)
+
+    loss: (logits, targets, "sum") -> the sum over the targets.
     token_count: rows from this one on pad the vocabulary: their logits are -inf, so that they add
         nothing to the loss, have gradients of exactly 0, and are never drawn. None: no such rows.
 
@@ -28,7 +30,7 @@ class Head(nn.Linear):
         self,
         width: int,
         vocab_size: int,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Callable[..., Tensor],
         token_count: int | None = None,
     ):
         super().__init__(width, vocab_size, bias=False)
@@ -44,12 +46,11 @@ class Head(nn.Linear):
             return self.logits(x_BTC)
         x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
         parts = list(zip(x_NC.chunk(self.chunks), targets_N.chunk(self.chunks), strict=True))
-        # The last chunk may be shorter: weigh each mean by its tokens.
-        losses = [checkpoint(self.loss_of, x, y, use_reentrant=False) * len(y) for x, y in parts]
+        losses = [checkpoint(self.loss_of, x, y, use_reentrant=False) for x, y in parts]
         return torch.stack(losses).sum() / targets_BT.numel()
 
     def loss_of(self, x_NC: Tensor, targets_N: Tensor) -> Tensor:
-        return self.loss(self.logits(x_NC)[None], targets_N[None])
+        return self.loss(self.logits(x_NC)[None], targets_N[None], "sum")
 
     def logits(self, x: Tensor) -> Tensor:
         bias = None if self.padding is None else self.padding.to(x.dtype)

@@ -168,9 +168,9 @@ def apply_tensor_parallel(
         # all other tokens. The sum over ranks is the embedding.
         plan["token_embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         if sequence_parallel and not config.is_llama:
-            # dim 0 of the positions is dim 1 of the sum with the tokens
+            # (T, C), or (B, T, C) where documents begin at other positions: tokens are dim -2
             plan["position_embedding"] = RowwiseParallel(
-                input_layouts=Replicate(), output_layouts=Shard(0)
+                input_layouts=Replicate(), output_layouts=Shard(-2)
             )
     for i in model.blocks:
         block = f"blocks.{i}."

@@ -43,29 +43,35 @@ class Pipeline:
         ]
         # In chunks, the last stage itself computes the loss, which never has all logits at once.
         self.in_chunks = model.is_last and settings.loss_chunks > 1
+        self.microbatches = settings.accumulate
         # scale_grads divides gradients by the number of micro-batches: the mean over the batch.
         self.schedule = SCHEDULES[settings.schedule](
             stages if settings.schedule != "1f1b" else stages[0],
             settings.accumulate,
-            (lambda loss, targets: loss) if self.in_chunks else cross_entropy,
+            self.loss_of,
             scale_grads=True,
         )
 
-    def train(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+    def train(
+        self, x_BT: Tensor, y_BT: Tensor, tokens: Tensor | int, starts_BT: Tensor | None = None
+    ) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss on the last stage, 0 elsewhere.
 
-        Every rank passes the full batch: the first stage uses the inputs, the last the targets.
+        Every rank passes the full batch: the first stage uses the inputs, the last the targets, and
+        each stage the starts of the documents, if any.
+        tokens: what the sum of losses is divided by.
         """
-        losses = []
+        losses, self.tokens = [], tokens
+        starts = {} if starts_BT is None else {"starts_BT": starts_BT}
         if self.model.is_first:
             # Up to torch 2.11 a stage refuses a view of another tensor, such as [:, :-1].
-            self.schedule.step(x_BT.contiguous(), return_outputs=False)
+            self.schedule.step(x_BT.contiguous(), return_outputs=False, **starts)
         elif self.model.is_last:
             y_BT = y_BT.contiguous()
-            more = {"targets_BT": y_BT} if self.in_chunks else {}
-            self.schedule.step(target=y_BT, losses=losses, return_outputs=False, **more)
+            starts |= {"targets_BT": y_BT} if self.in_chunks else {}
+            self.schedule.step(target=y_BT, losses=losses, return_outputs=False, **starts)
         else:
-            self.schedule.step()
+            self.schedule.step(**starts)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).mean()
@@ -91,8 +97,18 @@ class Pipeline:
             work.wait()
         own += other  # a + b here, b + a there: the same bits
 
+    def loss_of(self, out: Tensor, targets_BT: Tensor) -> Tensor:
+        """The loss of a micro-batch: the mean over micro-batches is the loss of the batch."""
+        if self.in_chunks:
+            loss_sum = out * targets_BT.numel()
+        else:
+            loss_sum = cross_entropy(out, targets_BT, "sum")
+        return loss_sum * self.microbatches / self.tokens
+
     @torch.no_grad()
-    def forward(self, x_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor | None:
+    def forward(
+        self, x_BT: Tensor, targets_BT: Tensor | None = None, starts_BT: Tensor | None = None
+    ) -> Tensor | None:
         """The logits on the last stage, None on other stages: one rank computes at a time.
 
         With targets, the last stage returns the mean loss.
@@ -104,7 +120,7 @@ class Pipeline:
                 shape = (x_BT.shape[0], tokens, part.config.dim)
                 hidden = torch.empty(shape, device=self.device, dtype=self.dtype)
                 dist.recv(hidden, group=self.group, group_src=(self.rank - 1) % self.ranks)
-            out = part(hidden, targets_BT)
+            out = part(hidden, targets_BT, starts_BT)
             if part.is_last:
                 return out
             dist.send(out.contiguous(), group=self.group, group_dst=(self.rank + 1) % self.ranks)

@@ -17,6 +17,8 @@ from stages import second_copy
 from step import torch_regions
 from torch.distributed.device_mesh import DeviceMesh
 
+MOST_COUNTED = 200_000_000  # tokens that rank 0 reads for a bigram model, while the others wait
+
 
 def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> None:
     """Rank 0 prints the mesh, the parameters that it holds, and the loss of a bigram model."""
@@ -25,13 +27,15 @@ def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> 
     numbers_held = sum(p.to_local().numel() for p in model.parameters())
     stages = [None] * worker.world_size
     dist.all_gather_object(stages, (mesh["pp"].get_local_rank(), numbers_of_stage))
+    tokens = sum(len(shard.tokens) for shard in corpus.train)
     if worker.is_main:
         axes = "   ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
         print(f"{axes}   {sum(dict(stages).values()):,} parameters, {numbers_held:,} on this rank")
-        print(f"{len(corpus.train):,} tokens to train on", end=", ")
-        print(f"{len(corpus.validation):,} held out", flush=True)
-    if corpus.vocab_size <= 4096:  # pairs of tokens are counted in a table
-        count = partial(bigram_loss, corpus.train, *held_out, corpus.vocab_size)
+        print(f"{tokens:,} tokens to train on", end=", ")
+        print(f"{sum(len(shard.tokens) for shard in corpus.validation):,} held out", flush=True)
+    vocab_size = corpus.tokenizer.vocab_size
+    if vocab_size <= 4096 and tokens <= MOST_COUNTED:  # pairs of tokens are counted in a table
+        count = partial(bigram_loss, corpus.train, *held_out, vocab_size)
         loss = on_rank_0(count, worker, "counting pairs of tokens, for the loss of a bigram model")
         if worker.is_main:
             print(f"a bigram model has a loss of {loss:.3f} on the held-out windows", flush=True)
@@ -117,7 +121,7 @@ def write_sample(
     model, pipeline, corpus, mesh: DeviceMesh, settings: Settings, worker: Worker
 ) -> None:
     """Rank 0 prints how the model continues --prompt; all ranks compute."""
-    prompt = torch.tensor([corpus.encode(settings.prompt)], device=worker.device)
+    prompt = torch.tensor([corpus.tokenizer.encode(settings.prompt)], device=worker.device)
     with torch_regions(settings, mesh):
         tokens = generate(
             model,
@@ -130,4 +134,4 @@ def write_sample(
         )
     if worker.is_main and settings.sample:
         print(f"---- {settings.sample} tokens after {settings.prompt!r}:")
-        print(corpus.decode(tokens[0].tolist()))
+        print(corpus.tokenizer.decode(tokens[0].tolist()))

@@ -23,8 +23,8 @@ def model_config(settings: Settings, corpus: Corpus, folder: Path | None) -> GPT
         except (UserError, KeyError):  # broken or foreign: `resume` says so
             continue
     if settings.init_from:
-        return read_config(settings, corpus.token_count)
-    return settings.padded_model(corpus.token_count)
+        return read_config(settings, corpus.tokenizer.token_count)
+    return settings.padded_model(corpus.tokenizer.token_count)
 
 
 def resume_or_initialize(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from config import Settings
 from context_parallel import tokens_of_rank, torch_attention
 from model import cross_entropy
+from packing import document_starts, tokens_per_rank
 from pipeline import Pipeline
 from stages import second_copy
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,16 +30,18 @@ def train_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimizer step on this rank's part of the global batch.
 
-    Returns the mean loss of this part (0 on all pipeline stages but the last), and the norm of the
-    full model's gradients (of their mean over all ranks, before clipping).
+    Returns this rank's summand of the mean loss (0 on all pipeline stages but the last): the mean
+    over ranks is the mean over all tokens. And the norm of the full model's gradients (of their
+    mean over all ranks, before clipping).
     """
     optimizer.zero_grad(set_to_none=True)
     adds_full_gradients = settings.dp_shard * settings.cp == 1 or settings.reduce_once
     x_BT, y_BT = (tokens_of_rank(mesh["cp"], tokens_BT) for tokens_BT in (x_BT, y_BT))
+    tokens = tokens_per_rank(y_BT, settings)
     loss_of = loss_function(settings.compile and not settings.loss_parallel)
     with torch_regions(settings, mesh):
         if pipeline:
-            loss = pipeline.train(x_BT, y_BT)
+            loss = pipeline.train(x_BT, y_BT, tokens, document_starts(y_BT, settings))
         else:
             loss = torch.zeros((), device=x_BT.device)
             microbatches = zip(
@@ -52,10 +55,14 @@ def train_step(
                 is_last = i == settings.accumulate - 1
                 model.set_requires_gradient_sync(is_last or not adds_full_gradients)
                 model.set_requires_all_reduce(is_last)
-                # Divide, because backward() adds: the sum over micro-batches is the batch's mean.
+                # A sum, because backward() adds: over all micro-batches it is the batch's mean.
                 # In chunks, the model computes the loss, which never has all logits at once.
-                part = model(x, y) if settings.loss_chunks > 1 else loss_of(model(x), y)
-                part = part / settings.accumulate
+                starts_BT = document_starts(y, settings)
+                if settings.loss_chunks > 1:
+                    loss_sum = model(x, y, starts_BT) * y.numel()
+                else:
+                    loss_sum = loss_of(model(x, None, starts_BT), y, "sum")
+                part = loss_sum / tokens
                 part.backward()
                 loss += full_tensor(part.detach())
     if pipeline:

@@ -48,7 +48,8 @@ def train(settings: Settings, worker: Worker) -> int:
     torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
     corpus = load_corpus(settings.data, settings.tokenizer, worker)
     held_out = held_out_windows(corpus.validation, settings)
-    batches = Batches(corpus.train, settings.block_size, settings.batch_size, settings.seed)
+    sizes = (settings.block_size, settings.batch_size)
+    batches = Batches(corpus.train, *sizes, settings.seed, settings.document_masks)
     folder = settings.output_dir / "checkpoints" if settings.output_dir else None
     config = model_config(settings, corpus, folder)
     # Each rank holds its shards of the parameters, the gradients and the optimizer state.
@@ -58,7 +59,7 @@ def train(settings: Settings, worker: Worker) -> int:
     describe(corpus, held_out, model, mesh, worker)
     parts = {"model": model, "optimizer": optimizer}
     run = settings.identity() | {"vocab_size": config.vocab_size, "token_count": config.token_count}
-    run |= {"steps": settings.steps, "data": f"text {corpus.checksum}"}
+    run |= {"steps": settings.steps, "data": f"tokens {corpus.checksum}"}
     first_step, saved_run = resume_or_initialize(folder, parts, run, settings, worker)
     report = Report(settings, config, first_step, saved_run, worker)
     writer = CheckpointWriter(folder, parts, settings, worker)

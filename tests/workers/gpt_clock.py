@@ -32,9 +32,9 @@ def lasting(seconds: float, function):
 held_out, cross_entropy = [], evaluation.cross_entropy
 
 
-def count_windows(logits, targets):
+def count_windows(logits, targets, reduction):
     held_out.extend(targets)
-    return cross_entropy(logits, targets)
+    return cross_entropy(logits, targets, reduction)
 
 
 metrics.time = report.time = SimpleNamespace(perf_counter=lambda: now)

@@ -47,39 +47,51 @@ KINDS = {
     "smollm": (f"--clip 0.1 {LLAMA} --tied --layers 5", "sgd"),
     "grouped": (f"--clip 0.1 {LLAMA}", "sgd"),
     "qwen2": (f"--clip 0.1 {LLAMA} --qkv-bias", "sgd"),
+    # Borders of documents at random, in one half of the batch more than in the other.
+    "documents": ("--clip 0.1 --document-masks", "sgd"),
+    "llama documents": (f"--clip 0.1 {LLAMA} --window 5 --document-masks", "sgd"),
     "qwen": (f"--clip 0.1 {LLAMA} --kv-heads 1 --head-dim 8 --qk-norm", "sgd"),
 }
 TP, SP, LP = "--tp {}", "--tp {} --sequence-parallel", "--tp {} --loss-parallel"
 ALL = SP + " --loss-parallel"
 MESHES = {  # ranks -> flags -> kinds
     2: {
-        "": ("sgd", "adamw", "tied", "bf16", "llama"),
+        "": ("sgd", "adamw", "tied", "bf16", "llama", "documents"),
         "--activation-checkpointing --accumulate 4": ("sgd",),
         "--dp-shard 2": ("adamw", "clip", "tied", "padded", "bf16", "llama", "qwen"),
-        "--dp-shard 2 --accumulate 4": ("clip", "tied"),
+        "--dp-shard 2 --accumulate 4": ("clip", "tied", "documents", "llama documents"),
         "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
-        "--dp-shard 2 --compile": ("clip",),
+        "--dp-shard 2 --compile": ("clip", "documents"),
         "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama"),
-        "--dp-shard 2 --activation-checkpointing 2 --loss-chunks 5": ("clip", "tied", "bf16"),
+        "--dp-shard 2 --activation-checkpointing 2 --loss-chunks 5": (
+            "clip",
+            "tied",
+            "bf16",
+            "documents",
+        ),
         "--accumulate 2 --compile --activation-checkpointing selective --loss-chunks 7": ("qwen",),
         TP.format(2): ("sgd", "adamw", "clip", "tied", "padded", "bf16", "llama", "qwen"),
-        SP.format(2): ("sgd",),
+        SP.format(2): ("sgd", "documents"),
         TP.format(2) + " --compile": ("sgd", "qwen"),
         LP.format(2): ("clip",),
         ALL.format(2): ("adamw", "tied", "padded", "bf16", "llama", "qwen", "qwen2"),
-        ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip", "qwen"),
+        ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip", "qwen", "documents"),
         "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen"),
         "--cp 2 --accumulate 4 --reduce-once": ("clip",),
         "--cp 2 --activation-checkpointing --accumulate 2": ("clip", "qwen"),
         "--cp 2 --loss-chunks 3 --activation-checkpointing": ("clip", "tied"),
         "--cp 2 --compile": ("clip", "qwen"),
-        ALL.format(2) + " --activation-checkpointing selective --loss-chunks 5": ("clip", "qwen"),
+        ALL.format(2) + " --activation-checkpointing selective --loss-chunks 5": (
+            "clip",
+            "qwen",
+            "documents",
+        ),
         LP.format(2) + " --loss-chunks 3": ("tied",),
-        "--pp 2 --loss-chunks 5 --activation-checkpointing 2": ("clip", "tied"),
+        "--pp 2 --loss-chunks 5 --activation-checkpointing 2": ("clip", "tied", "documents"),
         "--pp 2": ("sgd", "adamw", "clip", "tied", "bf16", "llama", "smollm"),
         "--pp 2 --accumulate 8": ("deep",),
-        "--pp 2 --accumulate 4 --activation-checkpointing": ("clip",),
+        "--pp 2 --accumulate 4 --activation-checkpointing": ("clip", "documents"),
         "--pp 2 --schedule interleaved": ("smollm",),
         "--pp 2 --accumulate 4 --schedule interleaved --activation-checkpointing": ("deep",),
         "--pp 2 --accumulate 4 --schedule zero-bubble": ("deep", "smollm"),
@@ -101,14 +113,20 @@ MESHES = {  # ranks -> flags -> kinds
         "--pp 2 --cp 2 --accumulate 4": ("clip", "tied", "qwen"),
         "--pp 2 --cp 2 --accumulate 4 --schedule zero-bubble": ("deep",),
         "--pp 4": ("deep", "smollm"),
-        "--pp 2 --dp-shard 2": ("adamw", "tied"),
+        "--pp 2 --dp-shard 2": ("adamw", "tied", "documents"),
         "--pp 2 --accumulate 4 " + TP.format(2): ("tied",),
         "--pp 2 --accumulate 4 --dp-shard 2 --schedule interleaved": ("smollm",),
         "--pp 2 --accumulate 4 --cp 2 --schedule zero-bubble": ("smollm",),
         "--pp 2 --accumulate 4 --dp-shard 2 --schedule zero-bubble": ("smollm",),
         "--pp 2 --accumulate 4 --schedule interleaved " + ALL.format(2): ("smollm",),
         "--pp 2 --accumulate 4 --schedule zero-bubble " + ALL.format(2): ("deep", "smollm"),
-        "--pp 2 --accumulate 4 " + ALL.format(2): ("clip", "tied", "padded", "qwen"),
+        "--pp 2 --accumulate 4 " + ALL.format(2): (
+            "clip",
+            "tied",
+            "padded",
+            "qwen",
+            "llama documents",
+        ),
     },
     8: {  # three_dimensions.py has it without sequence parallelism and clipping
         "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip", "tied", "llama", "qwen"),
@@ -123,7 +141,7 @@ MESHES = {  # ranks -> flags -> kinds
 QUICK = {
     2: {
         "": ("adamw",),
-        "--dp-shard 2 --accumulate 4 --loss-chunks 5": ("clip",),
+        "--dp-shard 2 --accumulate 4 --loss-chunks 5": ("clip", "documents"),
         ALL.format(2) + " --activation-checkpointing selective": ("tied", "qwen"),
         "--cp 2 --accumulate 2": ("clip", "grouped"),
         "--pp 2 --accumulate 4 --loss-chunks 5": ("clip", "tied"),
@@ -133,11 +151,15 @@ QUICK = {
 CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]
 
 
-def batches():
+def batches(kind: str = ""):
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-        yield tokens[:, :-1], tokens[:, 1:]
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        if "documents" in kind:  # rank i of 2 has the rows i, i + 2, ...: unequal counts
+            frequent = torch.tensor([0.6, 0.1, 0.3, 0.0]).repeat(BATCH // 4)[:, None]
+            y = y.masked_fill(torch.rand(y.shape, generator=generator) < frequent, -100)
+        yield x, y
 
 
 def settings_of(flags: str) -> Settings:
@@ -189,10 +211,13 @@ def one_process(kind: str) -> dict:
     first_values(model)
     optimizer = plain_optimizer(name, model)
     found = {"loss": [], "norm": [], "gradients": []}
-    for x, y in batches():
+    for x, y in batches(kind):
         optimizer.zero_grad()
-        logits = model(x)[..., :VOCABULARY]
-        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), y.reshape(-1))
+        if "documents" in kind:
+            loss = of_each_document(model, x, y)
+        else:
+            logits = model(x)[..., :VOCABULARY]
+            loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), y.reshape(-1))
         loss.backward()
         norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
         if settings.clip and norm > settings.clip:
@@ -204,6 +229,20 @@ def one_process(kind: str) -> dict:
         optimizer.step()
     found["gradients"] = found["gradients"][:: STEPS - 1]
     return found | {"parameters": [{name: p.detach() for name, p in model.named_parameters()}]}
+
+
+def of_each_document(model, x, y) -> torch.Tensor:
+    """The mean loss of all tokens; the model sees one document at a time, from position 0 on."""
+    losses = []
+    for inputs, targets in zip(x.tolist(), y.tolist(), strict=True):
+        begin = 0
+        for i, target in enumerate(targets):
+            if target == -100 or i == LENGTH - 1:
+                logits = model(torch.tensor([inputs[begin : i + 1]]))[0].log_softmax(-1)
+                known = [t for t in targets[begin : i + 1] if t != -100]
+                losses += [-logits[j, t] for j, t in enumerate(known)]
+                begin = i + 1
+    return sum(losses) / len(losses)
 
 
 materialize, compiled_or_not = parallelize.materialize, one_step.loss_function
@@ -253,7 +292,7 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
         first_block.mlp.register_forward_pre_hook(count)
         first_block.register_forward_pre_hook(note_tokens)
     model.register_forward_hook(note_output)
-    for step, (x, y) in enumerate(batches()):
+    for step, (x, y) in enumerate(batches(kind)):
         x, y = (tensor[part::parts].to(worker.device) for tensor in (x, y))
         loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings)
         found["loss"].append(mean_over_ranks(loss, mesh))

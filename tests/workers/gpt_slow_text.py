@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
 
-import data
 import report
+import text_files
 import train
 
 how = sys.argv.pop(1)
@@ -31,7 +31,8 @@ def full(*args):
 
 
 if how == "full":
-    data.replace_file = full
+    text_files.ShardWriter = full
 else:
-    data.ids, report.bigram_loss = slow(data.ids), slow(report.bigram_loss)
+    text_files.ids = slow(text_files.ids)
+    report.bigram_loss = slow(report.bigram_loss)
 train.main()

@@ -1,0 +1,367 @@
+"""transformer_basics/prepare.py and its shards: what they hold, kills, broken files, and size.
+
+The expected tokens are written out here: bytes of the documents, each with a 0 at its end.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import tracemalloc
+import zlib
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import data
+import numpy as np
+import prepare
+import psutil
+import pytest
+import torch
+from arguments import UserError
+from data import Batches, Windows
+from documents import documents_of, pieces_of
+from helpers import ROOT, Job, python
+from order import shuffled
+from runtime import Worker
+from shards import Shard, open_shards, read_index, write_json
+
+PREPARE = ROOT / "transformer_basics/prepare.py"
+KILLED = ROOT / "tests/workers/prepare_killed.py"
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [f"{i}: " + "w\u00f6rd " * draw.randint(0, 30) for i in range(count)]
+
+
+def json_lines(file: Path, documents: list[str]) -> Path:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return file
+
+
+def arguments(folder: Path, *files: Path, **changes) -> SimpleNamespace:
+    options = {"field": "text", "tokenizer": None, "held_out_every": 5, "shard_mb": 0.002}
+    return SimpleNamespace(folder=folder, files=files, processes=1, **(options | changes))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def prepared(tmp_path) -> Path:
+    folder = tmp_path / "tokens"
+    prepare.prepare(arguments(folder, json_lines(tmp_path / "a.jsonl", texts(150))))
+    return folder
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(data, "check_same_text", lambda checksum, worker: None)
+    monkeypatch.setattr(data, "together", lambda action: action())
+    return Worker(0, 0, 1, torch.device("cpu"))
+
+
+# ---- the order
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1000])
+def test_the_order_has_each_number_once(count):
+    orders = [shuffled(np.arange(count), count, *key).tolist() for key in ((0, 0), (0, 1), (1, 0))]
+    for order in orders:
+        assert sorted(order) == list(range(count))
+    if count > 100:
+        assert orders[0] != orders[1] != orders[2] != orders[0]
+        assert orders[0] != sorted(orders[0])
+    backwards = [int(shuffled(np.array([i]), count, 0, 0)[0]) for i in reversed(range(count))]
+    assert backwards[::-1] == orders[0]  # a place alone says which number it has
+
+
+def test_the_order_is_even():
+    """Over 3,000 epochs each of 10 windows comes first, and follows each other one, equally often.
+
+    Of n draws with probability p, all counts lie within 5 standard deviations of n p.
+    """
+    orders = [shuffled(np.arange(10), 10, 7, epoch).tolist() for epoch in range(3000)]
+    first, pairs = Counter(order[0] for order in orders), Counter()
+    for order in orders:
+        pairs.update(pairwise(order))
+    for found, draws, kinds in ((first, 3000, 10), (pairs, 27_000, 90)):
+        mean = draws / kinds
+        assert len(found) == kinds
+        assert all(abs(count - mean) < 5 * mean**0.5 for count in found.values())
+
+
+def test_the_order_of_many_windows():
+    count = 5_000_000_000
+    found = shuffled(np.arange(100_000), count, 0, 0)
+    assert len(np.unique(found)) == 100_000
+    assert found.max() < count
+    assert np.bincount((found * 10 // count).astype(int)).min() > 9500  # from all over the text
+
+
+def test_windows_of_all_shards_by_hand():
+    """Two windows of 3 in a shard of 8 tokens, none in one of 3, three in one of 10."""
+    rows = np.arange(8), np.arange(100, 103), np.arange(200, 210)
+    windows = Windows([Shard(row.astype(np.uint16), np.zeros(1, np.int64)) for row in rows], 3)
+    assert windows.count == 5
+    x, y = windows.read(np.array([4, 1, 2, 0, 3]))
+    assert x[:, 0].tolist() == [206, 3, 200, 0, 203]
+    assert torch.equal(x, x[:, :1] + torch.arange(3))
+    assert torch.equal(y, x + 1)
+
+
+# ---- what prepare.py writes
+
+
+def test_shards_hold_the_documents(prepared):
+    index = read_index(prepared)
+    assert index["dtype"] == "uint16"
+    found = {}
+    for part in ("train", "validation"):
+        found[part] = []
+        for entry in index[part]:
+            tokens = np.fromfile(prepared / f"{entry['name']}.bin", np.uint16)
+            starts = np.fromfile(prepared / f"{entry['name']}.starts", np.int64)
+            assert (len(tokens), len(starts)) == (entry["tokens"], entry["documents"])
+            found[part] += [bytes(t.astype(np.uint8)) for t in np.split(tokens, starts[1:])]
+    documents = [text.encode() for text in texts(150)]
+    held_out = [text for text in documents if zlib.crc32(text) % 5 == 0]
+    assert found["validation"] == [text + b"\0" for text in held_out]
+    assert found["train"] == [text + b"\0" for text in documents if text not in held_out]
+    assert len(index["train"]) > 3
+    assert not [name for name in content(prepared) if "piece" in name or "tmp" in name]
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 1000, 10**6])
+def test_every_line_is_in_one_piece(tmp_path, most):
+    documents = ["x" * n for n in (1, 30, 2, 300, 0, 5, 88, 89, 90, 1000)]
+    file = json_lines(tmp_path / "a.jsonl", documents)
+    pieces = pieces_of([file], most)
+    assert len(pieces) == -(-file.stat().st_size // most)
+    found = [text.decode() for piece in pieces for text in documents_of(piece, "text")]
+    assert found == [text for text in documents if text]
+
+
+def test_text_files_are_documents(tmp_path):
+    files = [tmp_path / f"{n}.txt" for n in range(10)]
+    for n, file in enumerate(files):
+        file.write_bytes(b"\xff" * n)
+    files.insert(4, json_lines(tmp_path / "a.jsonl", ["between"]))
+    pieces = pieces_of(files, 12)
+    assert [piece.kind for piece in pieces] == ["text", "jsonl", "jsonl", "text", "text", "text"]
+    found = [len(text) for piece in pieces for text in documents_of(piece, "text")]
+    assert found == [1, 2, 3, len("between"), 4, 5, 6, 7, 8, 9]
+
+
+def test_parquet_gives_the_tokens_of_json_lines(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    documents = texts(60)
+    table = pyarrow.table({"body": documents, "n": list(range(60))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    prepare.prepare(arguments(tmp_path / "rows", tmp_path / "a.parquet", field="body"))
+    lines = json_lines(tmp_path / "a.jsonl", documents)
+    prepare.prepare(arguments(tmp_path / "lines", lines))
+    for part in ("train", "validation"):
+        rows, expected = (
+            np.concatenate([s.tokens for s in open_shards(folder, read_index(folder), part)])
+            for folder in (tmp_path / "rows", tmp_path / "lines")
+        )
+        assert np.array_equal(rows, expected)
+    for field, says in (("text", "no column 'text'"), ("n", "column 'n' of .* has no texts")):
+        with pytest.raises(UserError, match=says):
+            prepare.prepare(arguments(tmp_path / field, tmp_path / "a.parquet", field=field))
+    (tmp_path / "b.parquet").write_bytes(b"text")
+    with pytest.raises(UserError, match=r"b.parquet is no Parquet file"):
+        prepare.prepare(arguments(tmp_path / "no", tmp_path / "b.parquet"))
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match="Parquet files need pyarrow: pip install pyarrow"):
+        prepare.prepare(arguments(tmp_path / "no", tmp_path / "a.parquet"))
+
+
+# ---- kills
+
+
+def test_killed_and_continued_it_writes_the_same_bytes(prepared, tmp_path, capsys):
+    lines, folder = tmp_path / "a.jsonl", tmp_path / "killed"
+    flags = (folder, lines, "--held-out-every", 5, "--shard-mb", 0.002, "--processes", 1)
+    for document in (37, 60):  # of each of two runs
+        result = python(KILLED, document, *flags)
+        assert result.returncode == -signal.SIGKILL
+        left = content(folder)
+        assert not (folder / "index.json").exists()
+        assert any("tmp" in name for name in left)  # it was in the middle of a shard
+        undisturbed = content(prepared)  # a shard that has its name is whole
+        shards = [name for name in left if name.endswith((".bin", ".starts"))]
+        assert shards
+        assert all(left[name] == undisturbed[name] for name in shards)
+    capsys.readouterr()
+    prepare.prepare(arguments(folder, lines))
+    said = capsys.readouterr().out
+    assert "continuing: " in said
+    assert "10 of 10" not in said  # not all again
+    assert content(folder) == content(prepared)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    prepare.prepare(arguments(folder, lines))  # nothing is left to do
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_killed_one(tmp_path):
+    lines = json_lines(tmp_path / "a.jsonl", texts(20_000))
+    folder, alone = tmp_path / "killed", tmp_path / "alone"
+    flags = (lines, "--held-out-every", 5, "--shard-mb", 0.005, "--processes", 2)
+    with Job([sys.executable, PREPARE, folder, *flags]) as job:
+        job.wait_until(lambda: any(folder.glob("piece_*.json")))
+        children = psutil.Process(job.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        os.kill(job.process.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+    assert not (folder / "index.json").exists()
+    said = python(PREPARE, folder, *flags, cold=True).check().output
+    assert "continuing: " in said
+    assert "\r" not in said  # lines, where the output is no terminal
+    prepare.prepare(arguments(alone, lines, shard_mb=0.005))
+    assert content(folder) == content(alone)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (b'{"text": "a"}\nno json\n', "the line from byte 14 of .* is no JSON"),
+        (b'{"text": "a"}\n{"body": "b"}\n', "the line from byte 14 of .* has no text in a field"),
+        (b'{"text": 3}\n', "has no text in a field 'text': --field names"),
+        (b"[]\n", "has no text in a field 'text'"),
+        (b'{"text": "a"}\n', "of all documents none is for validation"),
+    ],
+)
+def test_bad_lines(tmp_path, lines, message):
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    with pytest.raises(UserError, match=message):
+        prepare.prepare(arguments(tmp_path / "tokens", tmp_path / "a.jsonl"))
+
+
+def test_bad_folders(prepared, tmp_path):
+    with pytest.raises(UserError, match=r"was begun with other input \(held_out_every differ\)"):
+        prepare.prepare(arguments(prepared, tmp_path / "a.jsonl", held_out_every=6))
+    with pytest.raises(UserError, match=r"has files that prepare.py did not write"):
+        prepare.prepare(arguments(tmp_path, tmp_path / "a.jsonl"))
+    with pytest.raises(UserError, match="there is no file"):
+        prepare.prepare(arguments(prepared, tmp_path / "nowhere"))
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "train_00001.bin", 10)
+
+
+def flip_a_bit(folder: Path, name: str = "train_00001.bin") -> None:
+    changed = bytearray((folder / name).read_bytes())
+    changed[11] ^= 4
+    (folder / name).write_bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        (truncate, r"train_00001.bin has 10 bytes, not [\d,]+ as index.json says: delete"),
+        (lambda f: (f / "train_00002.starts").unlink(), r"train_00002.starts cannot be read"),
+        (flip_a_bit, "shard train_00001 of .* is broken"),
+        (lambda f: flip_a_bit(f, "validation_00001.starts"), "shard validation_00001 of .* is bro"),
+        (lambda f: (f / "index.json").unlink(), r"has no index.json: prepare.py writes it last"),
+        (lambda f: (f / "index.json").write_text("{"), r"index.json is no index of prepare.py"),
+        (lambda f: write_json(f / "index.json", {"format": 2}), r"is no index of prepare.py"),
+    ],
+)
+def test_broken_folders(prepared, one_rank, breakage, message):
+    data.load_corpus([prepared], None, one_rank)
+    prepare.verify(prepared)
+    breakage(prepared)
+    for look in (
+        lambda: data.load_corpus([prepared], None, one_rank),
+        lambda: prepare.verify(prepared),
+    ):
+        with pytest.raises(UserError, match=message):
+            look()
+
+
+def test_another_tokenizer(prepared, one_rank, tmp_path):
+    name = str(word_tokenizer(tmp_path / "words", ["w\u00f6rd", "other"]))
+    with pytest.raises(UserError, match=r"was prepared with --tokenizer none \(bytes\), not "):
+        data.load_corpus([prepared], name, one_rank)
+    folder, lines = tmp_path / "of words", tmp_path / "a.jsonl"
+    prepare.prepare(arguments(folder, lines, tokenizer=name))
+    with pytest.raises(UserError, match=r"not none \(bytes\): give train.py the --tokenizer"):
+        data.load_corpus([folder], None, one_rank)
+    corpus = data.load_corpus([folder], name, one_rank)
+    first = corpus.train[0].tokens[: corpus.train[0].starts[1]]
+    assert set(first[1:-1].tolist()) <= {2}  # after the number, which is unknown: one word
+    assert first[-1] == 1  # the end of the document
+    word_tokenizer(tmp_path / "words", ["other", "w\u00f6rd"])  # the same name, other numbers
+    with pytest.raises(UserError, match="was prepared with another vocabulary than"):
+        data.load_corpus([folder], name, one_rank)
+
+
+def word_tokenizer(folder: Path, words: list[str]) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["[?]", "[end]", *words])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[?]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[?]", eos_token="[end]")
+    fast.save_pretrained(folder)
+    prepare.tokenizer_of_process.cache_clear()
+    return folder
+
+
+# ---- size
+
+
+def sparse(folder: Path, shards: int, tokens: int) -> Path:
+    """Shards of zeros, each one document, which take no room on the disk."""
+    folder.mkdir()
+    entry, entries = {"tokens": tokens, "documents": 1, "crc32": 0}, []
+    for number in range(shards):
+        entries.append({"name": f"train_{number:05}", **entry})
+        (folder / f"train_{number:05}.starts").write_bytes(bytes(8))
+        (folder / f"train_{number:05}.bin").touch()
+        os.truncate(folder / f"train_{number:05}.bin", 2 * tokens)
+    index = {"format": 1, "tokenizer": None, "vocabulary": "bytes", "token_count": 256}
+    index |= {"dtype": "uint16", "train": entries, "validation": []}
+    write_json(folder / "index.json", index)
+    return folder
+
+
+def test_20_billion_tokens_start_as_20_million(tmp_path, one_rank, monkeypatch):
+    """Neither memory nor the processor's time grows: 200 shards of 100 M tokens, 40 GB."""
+    monkeypatch.setattr(data, "MOST_CHECKED", 0)  # of zeros the checksum would be wrong
+    found = []
+    for shards, tokens in ((2, 10_000_000), (200, 100_000_000)):
+        folder = sparse(tmp_path / str(shards), shards, tokens)
+        resident = psutil.Process().memory_info().rss
+        tracemalloc.start()
+        corpus = data.load_corpus([folder], None, one_rank)
+        batches = Batches(corpus.train, 2048, 16, seed=0)
+        for step in (0, 1, 3 * batches.per_epoch):
+            assert batches.get(step, 0, 1)[0].shape == (16, 2048)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        found.append((batches.windows.count, peak, psutil.Process().memory_info().rss - resident))
+    (few, small, _), (many, large, grown) = found
+    assert many > 990 * few
+    assert large < small + 1e6
+    assert grown < 20e6

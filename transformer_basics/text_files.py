@@ -1,0 +1,118 @@
+"""Text files given to train.py directly, and its default text: one process per node tokenises them.
+
+The documents become two shards: every twentieth document is for validation, the remaining ones for
+training. They are kept for the next run. prepare.py is for more text, and uses all processors.
+"""
+
+import hashlib
+import json
+import sysconfig
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from arguments import UserError
+from runtime import Worker
+from shards import PARTS, ShardWriter, vocabulary_of, write_index
+from tokenizing import Tokenizer, ids
+
+CACHE = Path(tempfile.gettempdir()) / "gpt_tokens"
+MOST_TEXT = 200_000_000  # bytes that train.py tokenises itself, while the other ranks wait
+
+
+def tokenise_files(files: list[Path], tokenizer: Tokenizer, worker: Worker) -> Path:
+    """All ranks call this. The folder of the shards of these files: each node writes them once.
+
+    The ranks wait meanwhile; MOST_TEXT bounds how long.
+    """
+    documents = [Path(file) for file in files] or standard_library()
+    for file in documents:
+        if not file.is_file():
+            kinds = "text files, or one folder that prepare.py has written"
+            raise UserError(f"there is no file {file}: --data takes {kinds}")
+        if files and not file.stat().st_size:
+            raise UserError(f"{file} is empty: --data takes text files")
+    size = sum(file.stat().st_size for file in documents)
+    if files and size > MOST_TEXT:
+        raise UserError(
+            f"--data has {size / 1e6:,.0f} MB of text: for more than {MOST_TEXT / 1e6:,.0f} MB run "
+            "`python prepare.py FOLDER FILES...` once, and train with --data FOLDER"
+        )
+    seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in documents]
+    key = json.dumps([vocabulary_of(tokenizer), seen])
+    folder = CACHE / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = split([(file.name, file.read_bytes()) for file in documents])
+        entries = {}
+        for part, texts in zip(PARTS, parts, strict=True):
+            shard = ShardWriter(folder, f"{part}_00000")
+            for text in telling(texts):
+                shard.add(ids(text, tokenizer))
+            entries[part] = shard.close()
+        write_index(folder, tokenizer, entries)  # last: if it exists, the shards are complete
+
+    once_per_node(lambda: None if (folder / "index.json").exists() else write(), worker)
+    return folder
+
+
+def once_per_node(action: Callable[[], None], worker: Worker) -> None:
+    """All ranks call this. One rank per node runs `action`; all ranks wait until all have finished.
+
+    They wait in the store, not in a collective, which would fail after --timeout: a long text takes
+    long. (If a rank dies, the launcher ends the job.)
+    Raises `UserError` on all ranks if the action raises `UserError` or `OSError` on any rank.
+    """
+    local_ranks = [None] * worker.world_size
+    dist.all_gather_object(local_ranks, worker.local_rank)
+    first_of_nodes = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]
+    if worker.local_rank == 0:
+        error = ""
+        try:
+            action()
+        except (UserError, OSError) as failure:
+            error = str(failure)
+        worker.store.set(f"rank {worker.rank} has its tokens", error)
+    keys = [f"rank {rank} has its tokens" for rank in first_of_nodes]
+    while not worker.store.check(keys):
+        time.sleep(0.1)
+    for error in filter(None, map(worker.store.get, keys)):
+        raise UserError(error.decode())
+
+
+def telling(texts: list[bytes]) -> Iterator[bytes]:
+    """Yield the texts one after another, and print the progress every ten seconds."""
+    total, done, last = sum(map(len, texts)), 0, time.monotonic()
+    print(f"tokenising {total / 1e6:,.1f} MB of text, once per node", flush=True)
+    for text in texts:
+        yield text
+        done += len(text)
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            print(f"tokenising: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", flush=True)
+
+
+def standard_library() -> list[Path]:
+    """The source files of this Python's standard library, its tests too: tens of MB."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (file for file in root.rglob("*.py") if file.stat().st_size)
+    return sorted(f for f in files if "site-packages" not in f.relative_to(root).parts)
+
+
+def split(documents: list[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
+    """Split documents (name, text) into texts for training, and one in twenty for validation.
+
+    A checksum of the name chooses full documents: half a document in training would make the other
+    half a poor test. A single document gives its last part.
+    """
+    if len(documents) == 1:
+        text = documents[0][1]
+        cut = text.rfind(b"\n", 0, len(text) * 19 // 20) + 1 or len(text) * 19 // 20
+        return [text[:cut]], [text[cut:]]
+    ordered = sorted(documents, key=lambda d: zlib.crc32(d[0].encode()))
+    held_out = -(-len(ordered) // 20)
+    return [text for _, text in ordered[held_out:]], [text for _, text in ordered[:held_out]]
