@@ -5,8 +5,7 @@ Names end in the shape of the tensor:
     B  sequences in the batch     C  width of the model ("channels")    V  size of the vocabulary
     T  tokens of a sequence       H  heads, each of D numbers           K  heads of key and value
 
-A rank of a tensor-parallel group computes some of the heads only. `view(B, T, -1, D)` then finds
-out how many: nothing in this file knows about ranks.
+A tensor-parallel rank has some of the heads, and `view(B, T, -1, D)` finds out how many.
 """
 
 import math
@@ -73,8 +72,8 @@ class GPTConfig:
 class GPT(nn.Module):
     """Tokens (B, T), int64 -> logits (B, T, V); position t predicts token t + 1.
 
-    With targets (B, T), the last stage returns the mean loss: see `Head` for its chunks.
-
+    With targets (B, T), the last stage returns the mean loss (see `Head`). starts_BT: the index of
+    the first token of each token's document, which attention does not leave; None: one document.
     A pipeline stage has a part of it, with the names of the full model: the blocks `layers`, on the
     first the embeddings, on the last the head (if tied, with a copy of the embedding). A middle
     stage maps (B, T, C) to (B, T, C).
@@ -144,8 +143,7 @@ class Attention(nn.Module):
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         qkv_bias = has_bias or config.qkv_bias
         self.query = nn.Linear(config.dim, queries, bias=qkv_bias)
-        # Softmax ignores GPT-2's bias here: AdamW would make full steps of its rounding errors.
-        # (Rotated, as in Qwen2.5, a bias adds another number to each score.)
+        # Softmax ignores GPT-2's bias here (not Qwen2.5's, rotated): AdamW would enlarge rounding.
         self.key = nn.Linear(config.dim, keys, bias=config.qkv_bias)
         self.value = nn.Linear(config.dim, keys, bias=qkv_bias)
         self.out = nn.Linear(queries, config.dim, bias=has_bias)
