@@ -53,7 +53,7 @@ def test_gradients_of_means_are_added(copy):
     wrong = log(copy, *flags, "--pp", 2, ranks=2)
     assert wrong["loss"][0] == pytest.approx(alone["loss"][0], rel=1e-5)
     assert wrong["grad_norm"][0] == pytest.approx(4 * alone["grad_norm"][0], rel=1e-3)
-    copy.edit("step.py", "part = loss_sum / tokens", "part = loss_sum / y.numel()")
+    copy.edit("step.py", "part = part / tokens", "part = part / y.numel()")
     wrong = log(copy, *flags, ranks=1)
     assert wrong["grad_norm"][0] == pytest.approx(4 * alone["grad_norm"][0], rel=1e-3)
 

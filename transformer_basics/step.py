@@ -59,10 +59,10 @@ def train_step(
                 # In chunks, the model computes the loss, which never has all logits at once.
                 starts_BT = document_starts(y, settings)
                 if settings.loss_chunks > 1:
-                    loss_sum = model(x, y, starts_BT) * y.numel()
+                    part = model(x, y, starts_BT) * y.numel()
                 else:
-                    loss_sum = loss_of(model(x, None, starts_BT), y, "sum")
-                part = loss_sum / tokens
+                    part = loss_of(model(x, None, starts_BT), y, "sum")
+                part = part / tokens
                 part.backward()
                 loss += full_tensor(part.detach())
     if pipeline:
