@@ -43,6 +43,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from arguments import UserError
+from attention_ring import Ring, own_tokens, ring_attention
 from compare_ring_attention import (
     build,
     count_one_process,
@@ -55,7 +56,6 @@ from compare_ring_attention import (
 )
 from context_parallel_model import spread_tokens, sum_gradients
 from model import GPT
-from ring import Ring, own_tokens, ring_attention
 from runtime import Worker, distributed_worker
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -30,7 +30,7 @@ COPIES = [
     ("saves.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("checkpoint.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("sharded_state.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
-    ("ring.py", "parallel_basics", ["transformer_basics"]),
+    ("attention_ring.py", "parallel_basics", ["transformer_basics"]),
     ("model.py", "transformer_basics", ["parallel_basics"]),
     ("head.py", "transformer_basics", ["parallel_basics"]),
     ("tiles.py", "transformer_basics", ["parallel_basics"]),

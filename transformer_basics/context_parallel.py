@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import UserError
+from attention_ring import Ring, own_tokens, ring_attention
 from config import Settings
 from model import GPT
-from ring import Ring, own_tokens, ring_attention
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -30,7 +30,7 @@ def apply_context_parallel(model: GPT, mesh: DeviceMesh, kernel: str = "ring") -
     """Change and return `model`: it then maps this rank's tokens (B, S) to their logits (B, S, V).
 
     mesh: its one axis has the ranks that share a sequence. Give the model `tokens_of_rank`.
-    kernel: "ring", by hand (ring.py): it computes scores block by block, on any device. "torch":
+    kernel: "ring", by hand: it computes scores block by block, on any device. "torch":
         torch's own, with the fused kernels of GPUs; run forward and backward in `torch_attention`.
     Raises `UserError` if the kernel needs GPUs.
     """

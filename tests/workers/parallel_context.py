@@ -18,8 +18,8 @@ import compare_ring_attention as harness
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attention_ring import Ring, own_tokens, ring_attention
 from model import GPT, GPTConfig, initialize
-from ring import Ring, own_tokens, ring_attention
 from ring_attention import (
     apply_ring_attention,
     count_ring,
