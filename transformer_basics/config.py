@@ -158,6 +158,11 @@ class Settings:
         return tp if self.cp == 1 else self.cp * math.lcm(2, tp)
 
     @property
+    def local_stages(self) -> int:
+        """Stages of a pipeline on one rank."""
+        return self.stages_per_rank or (1 if self.schedule == "1f1b" else 2)
+
+    @property
     def microbatch_size(self) -> int:
         """Sequences that a rank computes at a time."""
         return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
@@ -165,8 +170,7 @@ class Settings:
     def on(self, ranks: int) -> "Settings":
         """The settings with all that follows from others filled in for this number of ranks.
 
-        These are --dp-replicate, --accumulate, --stages-per-rank, and the steps of --tokens and
-        --eval-tokens.
+        These are --dp-replicate, --accumulate, and the steps of --tokens and --eval-tokens.
 
         Raises `UserError` if the settings do not fit the number of ranks.
         """
@@ -178,8 +182,6 @@ class Settings:
         if self.eval_tokens:
             eval_every = max(1, round(self.eval_tokens / self.tokens_per_step))
             settings = replace(settings, eval_every=eval_every)
-        per_rank = self.stages_per_rank or (1 if self.schedule == "1f1b" else 2)
-        settings = replace(settings, stages_per_rank=per_rank)
         check_mesh(settings, ranks)
         check_pipeline(settings)
         return settings
@@ -243,10 +245,10 @@ def check_mesh(settings: Settings, ranks: int) -> None:
 def check_pipeline(settings: Settings) -> None:
     """Raises `UserError`, with the flag to change, if the settings make no pipeline."""
     pp, schedule, microbatches = settings.pp, settings.schedule, settings.accumulate
-    stages = pp * settings.stages_per_rank
-    if (settings.stages_per_rank == 1) != (schedule == "1f1b"):
+    stages = pp * settings.local_stages
+    if (settings.local_stages == 1) != (schedule == "1f1b"):
         raise UserError(
-            f"--schedule {schedule} and --stages-per-rank {settings.stages_per_rank} do not fit: "
+            f"--schedule {schedule} and --stages-per-rank {settings.local_stages} do not fit: "
             "1f1b has one stage per rank, interleaved and zero-bubble have several"
         )
     if pp == 1 and schedule != "1f1b":

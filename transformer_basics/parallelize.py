@@ -57,7 +57,7 @@ def spread_model(
 
 def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh, stage: int) -> GPT:
     """This rank's part of a stage on the mesh of all ranks; its parameters have no memory yet."""
-    stages = settings.pp * settings.stages_per_rank
+    stages = settings.pp * settings.local_stages
     with parameters_without_memory():  # no rank needs room for the full model
         model = GPT(config, stage_layers(config, stages)[stage])  # some layers
     if settings.cp > 1:  # some tokens of each sequence

@@ -36,7 +36,7 @@ class Pipeline:
         # The number of shards of the tokens between blocks.
         self.sequence_parts = settings.tp if settings.sequence_parallel else 1
         self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        self.parts = model.stages if settings.stages_per_rank > 1 else (model,)
+        self.parts = model.stages if settings.local_stages > 1 else (model,)
         stages = [
             PipelineStage(part, number, self.ranks * len(self.parts), device, group=self.group)
             for number, part in zip(numbers_of(settings, self.rank), self.parts, strict=True)
@@ -134,4 +134,4 @@ class Pipeline:
 
 def numbers_of(settings: Settings, rank: int) -> list[int]:
     """The numbers of the stages of a rank: rank, rank + p, rank + 2 p, ..."""
-    return [rank + i * settings.pp for i in range(settings.stages_per_rank)]
+    return [rank + i * settings.pp for i in range(settings.local_stages)]
