@@ -25,7 +25,7 @@ class CountByAxis(TorchDispatchMode):
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
         self.calls, self.nbytes = Counter(), Counter()
-        meshes = (mesh, fsdp_mesh(mesh))
+        meshes = [mesh, fsdp_mesh(mesh)] if "cp" in mesh.mesh_dim_names else [mesh]
         groups = {axis: each.get_group(axis) for each in meshes for axis in each.mesh_dim_names}
         self.axes = {group.group_name: axis for axis, group in groups.items()}
         self.sizes = {axis: group.size() for axis, group in groups.items()}
