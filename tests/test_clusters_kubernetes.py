@@ -280,7 +280,7 @@ def test_how_long_pods_wait_for_one_that_finds_no_node():
     attempts = 1 + documents("jobset.yaml")["JobSet"]["spec"]["failurePolicy"]["maxRestarts"]
     page = " ".join((ROOT / "clusters/kubernetes.md").read_text().split())
     assert f"torchrun gives up after {minutes:.0f} minutes" in page
-    assert f"after seven of them ({attempts * minutes:.0f} minutes)" in page
+    assert f"after seven failures ({attempts * minutes:.0f} minutes)" in page
 
 
 @each_manifest

@@ -419,7 +419,7 @@ def test_cuda_with_too_few_gpus_is_refused():
     gpus = torch.cuda.device_count()
     result = pool.run(TRAIN, "--device", "cuda", ranks=gpus + 1)
     assert result.returncode == 2
-    assert_one_sentence(result, f"rank {gpus} on ", f"a cuda device of its own and sees {gpus}: ")
+    assert_one_sentence(result, f"rank {gpus} on ", f"its own cuda device, but sees {gpus}: ")
 
 
 # ---- one GPU
