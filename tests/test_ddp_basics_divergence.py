@@ -48,7 +48,7 @@ def test_each_fault_is_named(ran, case):
     assert [int(row[0]) for row in rows] == list(range(ranks))
     if case not in ("local-skip", "local-schedule"):
         assert all(float(last) < float(first) for _, first, last in rows)  # the losses look right
-    says = r"check_replicas says: step (\d+): ranks 0 and (\d+) no longer hold the same numbers, "
+    says = r"check_replicas says: step (\d+): ranks 0 and (\d+) hold different numbers, "
     step, rank, tensor = re.search(says + r"first in (\S+)", text).groups()
     expected_step, expected_tensor = EXPECTED[case]
     assert tensor == expected_tensor
