@@ -19,7 +19,6 @@ GPUS_PER_RANK = {"ddp_basics/ddp_with_model_parallel.py": 2}
 ONLY_CUDA = "collectives/streams.py"  # has no --device
 OTHERWISE = {
     "transformer_basics/generate.py": "needs a checkpoint: the step checkpoints runs it",
-    "transformer_basics/memory_at_scale.py": "computes without a device",
 }
 NOT_EVERYWHERE = {  # module -> the line of a script that cannot do without it
     "transformers": "\nfrom transformers import",

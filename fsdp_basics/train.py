@@ -88,7 +88,7 @@ def train(settings: Settings, worker: Worker) -> int:
 
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
     first_step, result, stopped_by = step, None, 0
-    if step and step % steps_per_epoch == 0:  # the evaluation that comes after the save
+    if step and step % steps_per_epoch == 0:  # stopped between a save and its evaluation
         result = evaluate_as_trained(model, test_set, settings, worker)
         metrics.log(step, step // steps_per_epoch - 1, **result)
     throughput = Throughput(step)
@@ -112,7 +112,7 @@ def train(settings: Settings, worker: Worker) -> int:
 
             check_finite(step, float(loss), float(grad_norm), settings.precision)
             average_buffers(model)  # BatchNorm's statistics are those of a rank's own batches
-            check_replicas(model, step, worker)  # ranks that drift apart do so without an error
+            check_replicas(model, step, worker)  # replicas can diverge without an error
             metrics.log(
                 step,
                 epoch,
@@ -133,7 +133,7 @@ def train(settings: Settings, worker: Worker) -> int:
             if end_of_epoch:
                 result = evaluate_as_trained(model, test_set, settings, worker)
                 metrics.log(step, epoch, **result)
-            throughput.start(step)  # what was done since it stopped is no training
+            throughput.start(step)  # leaves out logging, saving, evaluation
 
     metrics.close()
     if finish_save:
@@ -204,13 +204,13 @@ def train_step(
         scaler.scale(loss_sum / local_batch).backward()
         sums[0] += loss_sum.detach()
         sums[1] += count
-    # So far the gradient is divided by the samples: local_batch above, and FSDP took the mean over
-    # the ranks. It must be divided by what counts in the loss: samples, or tokens without padding.
+    # So far the gradient is divided by the number of samples: by local_batch above, and by the
+    # number of ranks in FSDP. It must be divided by the number of losses: samples, or tokens.
     dist.all_reduce(sums)
     loss_sum, count = sums
-    scaler.unscale_(optimizer)  # or norm and threshold would be those of the scaled gradients
+    scaler.unscale_(optimizer)  # otherwise clipping would see the scaled gradients
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    factor = settings.batch_size / count  # 1 where samples are what counts
+    factor = settings.batch_size / count  # 1 if each sample has one loss
     factor = factor.to(gradients[0].device)  # with --offload: one copy to the CPU, not one for each
     for gradient in gradients:
         gradient.to_local().mul_(factor)

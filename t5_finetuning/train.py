@@ -136,7 +136,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
 
             check_finite(step, float(loss), float(grad_norm))
             average_buffers(model)
-            check_replicas(model, step, worker)  # ranks that drift apart do so without an error
+            check_replicas(model, step, worker)  # replicas can diverge without an error
             metrics.log(
                 step,
                 epoch,
@@ -156,7 +156,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
                 save_checkpoint(checkpoints, parts, step, run, worker, settings.keep)
             if stopped_by:
                 break
-            throughput.start(step)  # what was done since it stopped is no training
+            throughput.start(step)  # leaves out logging, saving, evaluation
 
     metrics.close()
     if stopped_by:

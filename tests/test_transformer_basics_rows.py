@@ -15,6 +15,7 @@ ROWS = {
     "clipping with `--tp` and `--dp-shard`": "test_shards_that_are_not_shard",
     "hangs at the first step": "test_ranks_that_build_different_meshes",
     "`--tp` changes the loss": "test_a_batch_for_each_tensor_parallel_rank",
+    "with masked targets": "test_a_mean_of_means_of_unequal_counts",
     "a pipeline is slow": (
         "test_parallel_basics_pipeline.py::test_from_scratch_prints_what_is_true"
     ),
@@ -56,6 +57,20 @@ def test_gradients_of_means_are_added(copy):
     copy.edit("step.py", "part = part / tokens", "part = part / y.numel()")
     wrong = log(copy, *flags, ranks=1)
     assert wrong["grad_norm"][0] == pytest.approx(4 * alone["grad_norm"][0], rel=1e-3)
+
+
+def test_a_mean_of_means_of_unequal_counts(copy):
+    text = (copy.path / "text.txt").read_text()
+    names = [f"{i}.txt" for i in range(150)]
+    for i, name in enumerate(names):  # many short documents, whose borders count in no loss
+        (copy.path / name).write_text(text[i : i + (400 if i % 5 == 0 else 2 + i % 5)])
+    flags = ("--document-masks", "--data", *names)
+    alone, both = (log(copy, *flags, ranks=ranks) for ranks in (1, 2))
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert both["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+    copy.edit("packing.py", "dist.all_reduce(count)", "count = count * dist.get_world_size()")
+    wrong = log(copy, *flags, ranks=2)
+    assert abs(wrong["grad_norm"][0] / alone["grad_norm"][0] - 1) > 1e-3
 
 
 def test_one_norm_over_two_meshes(copy):

@@ -88,7 +88,7 @@ def train(settings: Settings, worker: Worker) -> int:
 
             epoch = (step - 1) // batches.per_epoch
             report.training(step, epoch, mean_over_ranks(loss, mesh), lr, float(grad_norm))
-            check_replicas(model, step, worker)  # ranks that drift apart do so without an error
+            check_replicas(model, step, worker)  # replicas can diverge without an error
             if evaluating:
                 loss = evaluate(model, pipeline, held_out, mesh, settings)
                 report.validation(step, epoch, loss)
