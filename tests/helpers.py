@@ -385,6 +385,7 @@ def reached(output_dir: Path, step: int) -> bool:
 def learned(output_dir: Path) -> list[dict]:
     """The lines of the metrics without what is of the machine, not of the model."""
     measured = {"samples_per_second", "pairs_per_second", "tokens_per_second", "mfu"}
-    measured |= {"memory_mb", "reserved_mb"}
+    measured |= {"memory_mb", "reserved_mb", "largest_memory_mb", "largest_reserved_mb"}
+    measured |= {"hours", "rank_hours"}
     lines = read_metrics(output_dir)
     return [{name: line[name] for name in line if name not in measured} for line in lines]

@@ -62,7 +62,7 @@ def test_each_fault_is_named(ran, case):
 @pytest.mark.parametrize("case", EXPECTED)
 def test_each_cure_equals_one_process(ran, case):
     ranks, output, cured = ran
-    with_it = f"\nwith it: equal bits on {ranks} rank(s) after each of {STEPS} steps\n"
+    with_it = f"\nwith the fix: equal bits on {ranks} rank(s) after each of {STEPS} steps\n"
     assert with_it in section(output, case) + "\n"
     expected = plain_training(case, ranks).state_dict()
     # fp32 sums in another order, magnified by 20 steps with a momentum of 0.9.
@@ -73,7 +73,9 @@ def test_one_process_cannot_diverge():
     output = pool.run(SCRIPT, "--steps", 4).check().output
     assert "one rank alone cannot diverge" in output
     assert output.count("check_replicas says: no difference") == len(EXPECTED)
-    assert output.count("with it: equal bits on 1 rank(s) after each of 4 steps") == len(EXPECTED)
+    assert output.count("with the fix: equal bits on 1 rank(s) after each of 4 steps") == len(
+        EXPECTED
+    )
 
 
 def test_a_batch_that_does_not_divide_is_one_sentence():

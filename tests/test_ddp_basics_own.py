@@ -168,8 +168,8 @@ REFUSED = {
     "numbers": r"rank 1 has other data than rank 0 \(lengths \[48, 15\] and \[48, 15\]\)",
     "no samples": r"there are no samples: load_data\(\) returned data sets of lengths \[0, 15\]",
     "past the wrapper": r"step 3: ranks 0 and 1 hold different numbers, first in first\.",
-    "unfrozen": r"step 3: ranks 0 and 1 no longer .*, first in second\.weight: ",
-    "seed": r"step 3: ranks 0 and 1 no longer .*, first in first\.weight: ",
+    "unfrozen": r"step 3: ranks 0 and 1 hold different .*, first in second\.weight: ",
+    "seed": r"step 3: ranks 0 and 1 hold different .*, first in first\.weight: ",
 }
 
 
