@@ -172,7 +172,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument(
-        "--output-dir", type=Path, help="save to this folder, and continue the run in it"
+        "--output-dir", type=Path, help="write checkpoints and logs here; resume what is there"
     )
     parser.add_argument("--save-every", type=int, default=20, help="save every N steps")
     parser.add_argument("--timeout", type=float, default=60, help="timeout of collectives, seconds")

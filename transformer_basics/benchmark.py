@@ -181,7 +181,7 @@ def parse_args():
     add("--size", choices=SIZES, default="small", help="size of the GPT")
     add("--mesh", action="append", help="a mesh such as 'dp_shard=2 tp=2'; may be repeated")
     add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
-    add("--clip", type=between(0, math.inf), default=1.0, help="largest gradient norm (0: none)")
+    add("--clip", type=between(0, math.inf), default=1.0, help="clip the gradient norm (0: never)")
     add("--precision", choices=PRECISIONS, default="fp32", help="dtype of matmuls")
     add("--activation-checkpointing", **CHECKPOINTING)
     add("--compile", action="store_true", help="torch.compile each block")

@@ -69,9 +69,13 @@ def parse_args() -> Settings:
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
     add("--lr", type=above(0), help="peak learning rate (default: 0.005)")
-    add("--warmup", type=between(0, 1), help="fraction of steps before the peak (default: 0.05)")
-    add("--weight-decay", type=between(0, math.inf), help="decay of matrices only (default: 0.1)")
-    add("--clip", type=between(0, math.inf), help="largest gradient norm (0: no limit; default: 1)")
+    add("--warmup", type=between(0, 1), help="fraction of steps for linear warmup (default: 0.05)")
+    add(
+        "--weight-decay",
+        type=between(0, math.inf),
+        help="weight decay of matrices (default: 0.1)",
+    )
+    add("--clip", type=between(0, math.inf), help="clip the gradient norm (0: never; default: 1)")
     add("--precision", choices=PRECISIONS, help="dtype of matmuls; parameters stay fp32")
     add("--activation-checkpointing", **CHECKPOINTING)
     chunks = "compute the logits and the loss in N chunks of the tokens (default: 1)"
@@ -105,7 +109,7 @@ def parse_args() -> Settings:
     add("--gc-every", type=at_least(0), help=collect + " (default: 100)")
     group = parser.add_argument_group("output")
     add, evaluate = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    add("--output-dir", type=Path, help="save to this folder, and continue the run in it")
+    add("--output-dir", type=Path, help="write checkpoints and logs here; resume what is there")
     add(
         "--checkpoint-every",
         type=at_least(1),
