@@ -8,7 +8,7 @@ from itertools import pairwise
 import pool
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, python
 from on_demand import OnDemand
 from test_transformer_basics import TRAIN, equals_one_process, flags_do_something
 from workers.gpt_context import COUNTED, FUSED
@@ -80,3 +80,29 @@ def test_torchs_kernel_is_refused_on_cpus():
     sentence = "train.py: error: --cp-kernel torch does not run on cpu: give --cp-kernel ring"
     assert result.output.count(sentence) == 1
     assert "Traceback" not in result.output
+
+
+GROUPS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from config import AXES
+from context_parallel import fsdp_mesh
+from timeouts import set_timeout
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import fake_pg
+
+dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
+mesh = init_device_mesh("cpu", (1, 1, 2, 2, 2), mesh_dim_names=AXES)
+limited = []
+dist.set_timeout = lambda timeout, group: limited.append(group.group_name)
+set_timeout(5, mesh)
+used = [dist.group.WORLD, *mesh.get_all_groups(), fsdp_mesh(mesh).get_group("dp_shard_cp")]
+assert {group.group_name for group in used} <= set(limited), limited
+"""
+
+
+def test_every_group_has_the_time_out(tmp_path):
+    """FSDP's group over dp_shard and cp, too, which is no axis of the mesh."""
+    (tmp_path / "groups.py").write_text(GROUPS)
+    python(tmp_path / "groups.py", ROOT / "transformer_basics").check()
