@@ -163,6 +163,35 @@ def test_a_destroyed_group_and_a_fork_refuse_calls(tmp_path):
         assert call["message"] == "pipe: the group is destroyed"
 
 
+EARLY_END = """
+import os, sys, torch, torch.distributed as dist
+sys.path.insert(0, {folder!r})
+import pipe
+
+dist.init_process_group("pipe")
+rank = dist.get_rank()
+work = dist.all_reduce(torch.ones(9), async_op=True)
+if rank == 0:
+    work.wait()
+    dist.all_reduce(torch.ones(9), async_op=True)  # rank 1 never calls it
+    sys.exit("rank 0 ends here")
+work.wait()
+try:
+    dist.barrier()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_ends_early_does_not_wait_for_the_timeout(tmp_path):
+    """Rank 0's operation would wait for half an hour; its exit status is 1 and no abort."""
+    script = tmp_path / "ends.py"
+    script.write_text(EARLY_END.format(folder=str(PIPE.parent)))
+    result = pool.run(script, ranks=2, timeout=120, cold=True)
+    assert result.returncode == 1
+    assert "rank 0 ends here" in result.output
+
+
 # ---- races
 
 

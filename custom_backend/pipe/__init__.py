@@ -6,10 +6,12 @@
 After `pip install --no-build-isolation custom_backend/`, `import torch` registers it.
 """
 
+import atexit
 import importlib.util
 import os
 import sys
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -27,13 +29,17 @@ def register() -> None:
         dist.Backend.register_backend("pipe", create_backend, devices=["cpu"])
 
 
+@cache
 def compiled() -> ModuleType:
     """The C++ part: built by pip, or compiled here if this folder is only on the path."""
     if importlib.util.find_spec("pipe.compiled"):
-        return importlib.import_module("pipe.compiled")
-    from compile_once import compile_once  # next to this folder, if it is not installed
+        module = importlib.import_module("pipe.compiled")
+    else:
+        from compile_once import compile_once  # next to this folder, if it is not installed
 
-    return compile_once("pipe_backend", HERE / "backend.cpp")
+        module = compile_once("pipe_backend", HERE / "backend.cpp")
+    atexit.register(module.close_all)  # ends the workers of groups that were not destroyed
+    return module
 
 
 def create_backend(

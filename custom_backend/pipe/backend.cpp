@@ -14,6 +14,9 @@
 // - The future is completed when the bytes are there, not before: DDP copies them at once.
 // - Callbacks of the future run in this worker thread. If they are in Python they need the GIL, so
 //   a thread that waits for the worker must have released the GIL.
+// - A program may end without destroying its groups. Freeing a tensor may need the GIL, and a thread
+//   that asks for it while Python ends is ended, which aborts the process. So close_all(), which
+//   Python calls at exit, ends the workers before.
 #include <pybind11/chrono.h>
 #include <sys/mman.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -24,6 +27,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "pipe.h"
@@ -86,14 +90,32 @@ class PipeBackend : public c10d::Backend {
   PipeBackend(Segment* memory, int rank, int size, int left_pidfd, int right_pidfd,
               Milliseconds timeout)
       : Backend(rank, size), memory_(memory), pidfds_{left_pidfd, right_pidfd}, timeout_(timeout),
-        ring_(*memory, rank, size, left_pidfd, right_pidfd), worker_([this] { work(); }) {}
+        ring_(*memory, rank, size, left_pidfd, right_pidfd), worker_([this] { work(); }) {
+    std::lock_guard lock(groups_mutex);
+    groups.insert(this);
+  }
 
-  // Without shutdown() the program ends early, often by an exception: give up what is queued.
   ~PipeBackend() override {
-    ring_.leaving = true;
-    shutdown();
+    {
+      std::lock_guard lock(groups_mutex);
+      groups.erase(this);
+    }
+    give_up();
     for (int fd : pidfds_) close(fd);
     munmap(memory_, sizeof(Segment));  // the last one to unmap it frees it: it has no name
+  }
+
+  // Without shutdown() the program ends early, often by an exception: give up what is queued.
+  void give_up() {
+    ring_.leaving = true;
+    shutdown();
+  }
+
+  static void close_all() {
+    std::lock_guard lock(groups_mutex);
+    for (PipeBackend* group : groups) {
+      if (group->pid_ == getpid()) group->give_up();  // a fork has the groups, not their threads
+    }
   }
 
   // destroy_process_group() calls it: run the rest of the queue, end the thread.
@@ -219,6 +241,9 @@ class PipeBackend : public c10d::Backend {
            std::to_string(tensor.nbytes()) + " bytes)";
   }
 
+  static inline std::mutex groups_mutex;
+  static inline std::set<PipeBackend*> groups;  // of this process
+
   Segment* const memory_;
   const int pidfds_[2];
   const Milliseconds timeout_;
@@ -246,4 +271,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("segment_bytes") = sizeof(pipe_backend::Segment);
   module.attr("max_ranks") = pipe_backend::kMaxRanks;
   module.def("create", &create);
+  module.def("close_all", &PipeBackend::close_all);
 }
