@@ -132,7 +132,7 @@ class Settings:
         return GPTConfig(vocab_size, token_count=token_count, **shape)
 
     def padded_model(self, token_count: int) -> GPTConfig:
-        """The model for so many tokens; its rows are --pad-vocab-to, or divide by 64 and --tp.
+        """The model for this many tokens; its rows are --pad-vocab-to, or divide by 64 and --tp.
 
         Raises `UserError` if --pad-vocab-to is less than `token_count`.
         """
@@ -168,9 +168,9 @@ class Settings:
         return self.batch_size // (self.dp_replicate * self.dp_shard * self.accumulate)
 
     def on(self, ranks: int) -> "Settings":
-        """The settings with all that follows from others filled in for this number of ranks.
+        """The settings with their missing values filled in for this number of ranks.
 
-        These are --dp-replicate, --accumulate, and the steps of --tokens and --eval-tokens.
+        They are --dp-replicate, --accumulate, and the steps of --tokens and --eval-tokens.
 
         Raises `UserError` if the settings do not fit the number of ranks.
         """

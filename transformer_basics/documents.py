@@ -13,7 +13,7 @@ from pathlib import Path
 
 from arguments import UserError
 
-KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # others: "text"
+KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # other files: "text"
 
 
 @dataclass(frozen=True)

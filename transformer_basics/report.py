@@ -17,7 +17,7 @@ from stages import second_copy
 from step import torch_regions
 from torch.distributed.device_mesh import DeviceMesh
 
-MOST_COUNTED = 200_000_000  # tokens that rank 0 reads for a bigram model, while the others wait
+MOST_COUNTED = 200_000_000  # tokens of a bigram model: rank 0 reads them, and other ranks wait
 
 
 def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> None:

@@ -83,7 +83,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict:
-    """What must be equal when the tokens are written and when they are read."""
+    """These values must be equal when the tokens are written and when they are read."""
     return {
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.checksum,

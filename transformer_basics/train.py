@@ -65,7 +65,7 @@ def train(settings: Settings, worker: Worker) -> int:
     writer = CheckpointWriter(folder, parts, settings, worker)
     step, stopped_by = first_step, 0
     if settings.gc_every:
-        gc.disable()  # a rank that collects garbage while others compute makes all ranks wait
+        gc.disable()  # collection on one rank would make all other ranks wait
 
     with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
         for x_BT, y_BT in batches.from_step(step, settings.steps, mesh, worker.device):
