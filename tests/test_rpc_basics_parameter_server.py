@@ -167,13 +167,13 @@ def kill_one(victim: int, script, *args, ranks: int) -> tuple[list, float]:
 
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_and_the_others_go_on():
-    """The killed trainer made less than a third of the updates."""
-    first, *others, killed = kill_one(3, ASYNCHRONOUS, "--steps", 250, ranks=4)[0]
+    """They make its updates, too. (Who makes how many is left to chance: nobody waits.)"""
+    first, *others, killed = kill_one(3, ASYNCHRONOUS, "--steps", 1000, ranks=4)[0]
     assert killed.returncode == -9
-    says = r"750 of 750 updates: worker1 (\d+), worker2 (\d+)(?:, worker3 (\d+))?; refused 0"
-    by_trainer = [int(count or 0) for count in re.search(says, first.check().output).groups()]
-    assert by_trainer[2] < 250
-    assert sum(by_trainer) == 750
+    (counts,) = re.findall(r"3000 of 3000 updates: (.*); refused 0", first.check().output)
+    by_trainer = dict(part.split() for part in counts.split(", "))
+    assert by_trainer.keys() <= {"worker1", "worker2", "worker3"}
+    assert sum(map(int, by_trainer.values())) == 3000
     for other in others:
         other.check()
 
