@@ -6,8 +6,8 @@
 
 One line per family: errors of time and memory; skill, which is 0 for the best single constant and 1
 for no error; how often "fits" is right; what the pick costs next to the best measured mesh. With
---leave-out, the constants for the rows of a model (or a number of GPUs, or one row) are set without
-these rows.
+--leave-out, the constants for the rows of a model (or a number of GPUs, a random fifth, or one row)
+are set without these rows.
 """
 
 import argparse
@@ -92,6 +92,9 @@ def predictions(rows: list[dict]) -> list[Scored]:
 
 def cross_validated(rows: list[dict], key: str) -> list[Scored]:
     """Each row with constants that were set without the rows that share its `key`."""
+    if key == "fifth":  # equal parts, dealt at random
+        dealt = np.random.default_rng(0).permutation(len(rows)) % 5
+        rows = [row | {key: str(part)} for row, part in zip(rows, dealt, strict=True)]
     scored = []
     for name, mine in stack_names(rows, load()).items():
         for value in sorted({row.get(key) or "" for row in mine}):
@@ -285,14 +288,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument(
         "--leave-out",
-        choices=("model", "n_gpus", "sequence", "tp", "row_id"),
-        help="set the constants without the rows that share this column",
+        choices=("model", "n_gpus", "sequence", "tp", "fifth", "row_id"),
+        help="set the constants without the rows that share this column, or a random fifth",
     )
-    parser.add_argument(
-        "--one-node",
-        action="store_true",
-        help="set the constants on rows of one node, score the rows of several",
-    )
+    one_node = "set the constants on rows of one node, score the rows of several"
+    parser.add_argument("--one-node", action="store_true", help=one_node)
     return parser.parse_args()
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import tomllib
+from collections import Counter
 
 import inputs
 import numpy as np
@@ -16,7 +17,7 @@ from fit import as_toml
 from fitting import FITS, Fit, fit_all, fitted
 from helpers import ROOT, python
 from published import PUBLISHED, UnreadableRow, measured, parse, read, stacked
-from score import cross_validated, regret, time_errors, usable
+from score import cross_validated, predict, regret, time_errors, usable
 from search import Job, evaluate, meshes
 from stacks import FILE, choose, load
 
@@ -272,8 +273,22 @@ def test_the_flags_of_a_plan_run(tmp_path, axis, sequence):
 
 
 def test_the_readme_has_the_score():
-    for flags in (["--leave-out", "model"], ["--one-node"]):
+    for flags in (["--leave-out", "model"], ["--leave-out", "fifth"], ["--one-node"]):
         assert printed(python(SCORE, *flags).check().output) in README
+
+
+def test_a_random_fifth_is_left_out():
+    """Each run once, and never among the runs that set its constants."""
+    rows = [row for row in ROWS if row["family"] == "simumaxB200"]
+    scored = cross_validated(rows, "fifth")
+    assert sorted(s.row["row_id"] for s in scored) == sorted(row["row_id"] for row in rows)
+    parts = {s.row["row_id"]: s.row["fifth"] for s in scored}
+    assert sorted(Counter(parts.values()).values()) == [2, 2, 2, 3, 3]
+    one = scored[0]
+    rest = [row for row in rows if parts[row["row_id"]] != one.row["fifth"]]
+    assert 12 - len(rest) in (2, 3)
+    (again,) = predict([one.row], fitted(FITS["megatron-b200"], rest))
+    assert again.time_s == one.time_s
 
 
 def test_json_says_what_the_table_says():
@@ -515,6 +530,18 @@ def test_sentences_about_the_score():
     negative = [f"`{f}`" for f in skill if skill[f] < 0 and f not in lone]
     assert f"Two small families ({' and '.join(negative)}) have a negative skill" in README
     assert len(negative) == 2
+
+
+def test_the_sentence_on_random_fifths():
+    """The numbers in it, from the two tables."""
+
+    def errors(key: str) -> dict[str, str]:
+        table = README.split(f"score.py --leave-out {key}\n")[1].split("python planner")[0]
+        return dict(re.findall(r"^    (\w+) +\d+ +([\d.]+) ", table, re.M))
+
+    new, known = errors("model"), errors("fifth")
+    for family, name in {"simumaxB200": "B200", "torchtitan2412": "torchtitan"}.items():
+        assert f"{name} {known[family]} % instead of {new[family]} %" in FORMULAS
 
 
 def jobs_of(scored: list) -> list[list]:
