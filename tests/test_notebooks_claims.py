@@ -1,4 +1,4 @@
-"""What chapters 00 to 07 say next to a printed number or a class, checked by other means."""
+"""What chapters 00 to 12 say next to a printed number or a class, checked by other means."""
 
 import json
 import re
@@ -192,3 +192,22 @@ except RuntimeError as error:
 def test_03_no_gradient_passes_a_plain_all_gather(tmp_path):
     output = run(tmp_path, JOB.format(before="", after=PLAIN)).check().output
     assert output.count("does not require grad and does not have a grad_fn") == 2
+
+
+def test_12_bytes_are_those_of_a_group_of_two():
+    """On the 2 x 2 mesh a row of two ranks sums half of the tokens: 32 x 32 numbers."""
+    sent = 2 * (2 - 1) / 2 * 32 * 32 * 4
+    assert f"all_reduce {sent / 1e3:.0f} KB |" in printed("12", "c040")
+
+
+def test_12_a_hint_about_an_exchange_does_not_speak_of_all_reduce(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    from exercises import check
+
+    answers = {"partial_to_replicate": 112, "partial_to_shard_to_replicate": 112}
+    answers |= {"shard_to_shard": 56, "check": check}  # 56 MiB: an all_gather of shards
+    for _ in range(2):  # hints come after the second wrong answer
+        exec(source("12", "c058"), answers)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "Shard(0) to Shard(1): that is one all_gather" in first
+    assert "keeps what is for itself" in second

@@ -17,7 +17,11 @@ SAYS = [
     ("10", "228 + 456 = 684 bytes", "{'parameters': 228, 'averages of AdamW': 456}"),
     ("12", "(49 KB instead of 12)", "cut the wrong way  all_reduce 49 KB"),
     ("12", "(49 KB instead of 12)", "tensor parallel    all_reduce 12 KB"),
-    ("13", "So each rank sends two numbers per token", "loss      1 collectives of 1,024 bytes"),
+    (
+        "13",
+        "So each rank contributes two numbers per token",
+        "loss      1 collectives of 1,024 bytes",
+    ),
     ("13", "makes 30 `all_reduce`", "AdamW's step: 30 all_reduces"),
     ("13", "the gradients of the norms are `Partial`", "are Partial: 10, all of norms: True"),
     ("13", "about half of the true gradient", "norm 0.0647 here, 0.1183 summed"),
