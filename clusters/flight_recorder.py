@@ -36,6 +36,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def main() -> None:
     args = parse_args()
     store, rank, world_size = next(dist.rendezvous("env://"))
+    # A rank may start seconds after another one, which would give up at its --timeout.
+    store.set(f"rank {rank} has started", "")
+    store.wait([f"rank {other} has started" for other in range(world_size)])
     dist.init_process_group(
         "gloo",
         store=store,

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -361,9 +362,15 @@ def torchrun(
 
 
 def free_port() -> int:
-    """A TCP port of this machine that was free a moment ago, for rendezvous that must name one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A TCP port of this machine that is free, for rendezvous that must name one.
+
+    It is below those that the kernel gives to whoever names none: until the rendezvous has begun,
+    which takes seconds, other tests open hundreds of connections, and one could get this port.
+    """
+    while True:
+        port = random.randrange(10_000, 29_000)  # torchrun's own are 29400 and 29500
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def read_metrics(output_dir: Path) -> list[dict]:

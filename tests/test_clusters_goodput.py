@@ -167,8 +167,10 @@ def test_a_training_that_is_killed_agrees(tmp_path):
     script.write_text(SLOWLY.format(script=str(ROOT / "clusters/elastic_train.py")))
     args = ("--steps", 120, "--save-every", 20, "--output-dir", tmp_path)
     with Job(torchrun_command(script, *args, options=("--max-restarts=1",)), **FRESH_STORE) as job:
-        job.wait_until(lambda: path.exists() and '"step": 50,' in path.read_text())
-        job.ranks()[1].kill()
+        job.wait_until(path.exists)
+        rank1 = job.ranks()[1]  # to look for it takes steps, and could take all up to the next save
+        job.wait_until(lambda: '"step": 50,' in path.read_text())
+        rank1.kill()
         job.wait(200).check()
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     failures = [i + 1 for i, (a, b) in enumerate(pairwise(steps)) if b != a + 1]

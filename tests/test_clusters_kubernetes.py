@@ -370,7 +370,8 @@ STOPPED = {
 def test_only_a_rank_that_has_ended_by_itself_has_saved(tmp_path, how):
     """143 is not counted. A rank that hangs does not save: torchrun kills it, and that counts."""
     line, status = STOPPED[how]
-    stopped(tmp_path, line.format(seconds=0), seconds=1, status=status)
+    ends_by_itself = status != 137  # then it has time, on a busy machine too
+    stopped(tmp_path, line.format(seconds=0), seconds=60 if ends_by_itself else 1, status=status)
     for file in MANIFESTS:
         expected = {143: "Ignore"}.get(status, "Count")
         assert pods(file)[0].when_failed(status) == expected

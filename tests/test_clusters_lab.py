@@ -341,10 +341,11 @@ def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
         "import time\n"
         "from datetime import timedelta\n"
         "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', timeout=timedelta(seconds=5))\n"
+        "dist.init_process_group('gloo')\n"  # a rank may come seconds after the other
+        "group = dist.new_group(timeout=timedelta(seconds=5))\n"
         "print('in the job', flush=True)\n"
         "while True:\n"
-        "    dist.all_reduce(torch.ones(1))\n"
+        "    dist.all_reduce(torch.ones(1), group=group)\n"
         "    time.sleep(0.01)\n"
     )
     with launch("--lab", 2, script, name=hosts) as job:

@@ -121,10 +121,11 @@ def test_a_debugger_on_one_rank(here):
 PLAIN = """
 from datetime import timedelta
 import torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+dist.init_process_group("gloo")  # a rank may come seconds after the other, on a busy machine
+group = dist.new_group(timeout=timedelta(seconds=2))
 if dist.get_rank() == 1:
     breakpoint()
-dist.all_reduce(torch.ones(1))
+dist.all_reduce(torch.ones(1), group=group)
 """
 
 

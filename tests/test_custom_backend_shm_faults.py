@@ -70,14 +70,15 @@ def test_a_rank_killed_at_any_moment(tmp_path):
 
 
 def test_nothing_is_left_when_all_are_killed(tmp_path):
-    def left() -> set:
-        names = Path("/proc/net/unix").read_text()
-        return set(os.listdir("/dev/shm")) | set(re.findall(r"@[0-9a-f]{32}$", names, re.M))
-
-    before = left()
+    """Of what the ranks had open or mapped. (Other tests have files in /dev/shm, too.)"""
     assert pool.run(WORKER, "all_die", tmp_path, ranks=3).returncode == -9
-    assert 3.0 in saved(tmp_path, 3)
-    assert left() <= before
+    held = saved(tmp_path, 3)
+    assert [rank["sum"] for rank in held] == [3.0] * 3
+    for rank in held:
+        assert any("memfd:torch shm" in file for file in rank["files"]), rank  # it was looked at
+        assert [file for file in rank["files"] if os.path.exists(file)] == []
+    sockets = Path("/proc/net/unix").read_text().split()
+    assert not {inode for rank in held for inode in rank["sockets"]} & {*sockets}
 
 
 # ---- an operation fails on one rank (test_custom_backend_shm_failures.py: at every place)

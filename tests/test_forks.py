@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(COLD, reason="nothing is forked")
 
 @pytest.fixture
 def script(tmp_path):
-    def write(text: str):
-        path = tmp_path / "script.py"
+    def write(text: str, name: str = "script.py"):
+        path = tmp_path / name
         path.write_text(text)
         return path
 
@@ -69,14 +69,15 @@ def test_a_fork_ends_as_a_new_process_does(script):
 @pytest.mark.skipif(not os.access(LAST, os.W_OK), reason="needs root on Linux")
 def test_a_number_of_a_process_may_return(script):
     """After 32,768 processes and threads, numbers are given again: a few times in a whole run."""
-    ended = python(script("import os\nprint(os.getpid())\n")).check().output
-    for _ in range(100):  # others may take the number first
+    says = script("import os\nprint(os.getpid())\n", "says.py")
+    for _ in range(100):  # another process may take the number first, and keep it: so a new one
+        ended = python(says).check().output
         LAST.write_text(str(int(ended) - 1))
         with Job([script("import time\ntime.sleep(60)\n")], fork=0) as job:
             if job.process.pid == int(ended):
                 assert job.process.poll() is None
                 return
-    pytest.fail(f"100 processes, and none had the number {ended}")
+    pytest.fail("100 processes, and none had the number of one that had ended")
 
 
 def test_a_fork_shows_the_traceback_of_a_new_process(script):

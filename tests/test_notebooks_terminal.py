@@ -92,8 +92,10 @@ def test_in_the_background():
     assert (job.wait(), psutil.pid_exists(int(other))) == (-9, False)
     with pytest.raises(RuntimeError, match="it never happened:\nbye"):
         terminal.start("echo bye").wait_until(lambda: False)
+    job = terminal.start("echo begun; sleep 1000")
+    job.wait_until(lambda: "begun" in job.output)
     with pytest.raises(TimeoutError, match=r"no end within 0.2 s\nbegun"):
-        terminal.start("echo begun; sleep 1000").wait(1 / 5)
+        job.wait(1 / 5)
     assert terminal.start("exit 7").wait() == 7
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -326,10 +327,22 @@ def again() -> None:
     dist.destroy_process_group()
 
 
+def held() -> tuple[list[str], list[str]]:
+    """The files in memory that this process has open or mapped; the numbers of its sockets."""
+    maps = [line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()]
+    names = {name for line in maps for name in line}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the folder is closed by now
+            names.add(os.readlink(f"/proc/self/fd/{number}"))
+    files = [name for name in names if name.startswith(("/dev/shm/", "/memfd:"))]
+    return files, [name[8:-1] for name in names if name.startswith("socket:")]
+
+
 def all_die() -> None:
     x = shm.empty(10**6).fill_(1)
     dist.all_reduce(x)
-    save(x[0].item())
+    files, sockets = held()
+    save({"sum": x[0].item(), "files": files, "sockets": sockets})
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
