@@ -67,8 +67,8 @@ def watch_all_reduce(tensor: torch.Tensor, store: dist.Store) -> list[Message]:
     thread = next(message.sender for message in messages if message.receiver == "Future")
     for peer, (sent, received) in sorted(by_peer(before, after, owners).items()):
         # The counters tell how many bytes were sent, not when: list them last.
-        messages.append(Message(end.at, thread, peer, f"{sent:,} bytes, all in all"))
-        messages.append(Message(end.at, peer, thread, f"{received:,} bytes, all in all"))
+        messages.append(Message(end.at, thread, peer, f"{sent:,} bytes, in total"))
+        messages.append(Message(end.at, peer, thread, f"{received:,} bytes, in total"))
     return messages
 
 

@@ -1,10 +1,12 @@
 """Make the pictures of the READMEs, except demo.gif: python docs/pictures.py
 
 Most pictures come from the notebooks, where code draws them from the ranks' records, one from
-planner/plan.py. This script draws the map and the badges. A test makes all again and compares.
+planner/plan.py. This script draws the map, the two hosts and the badges. A test makes all again and
+compares.
 """
 
 import base64
+import io
 import json
 import subprocess
 import sys
@@ -70,7 +72,8 @@ def made() -> dict[str, bytes]:
     """File name -> content of each picture."""
     files = {f"{picture.name}.png": stored(picture) for picture in FROM_CHAPTERS}
     files |= {f"badge_{name}.svg": badge(*words).encode() for name, words in BADGES.items()}
-    return files | {"map.svg": course_map().encode(), "plan.png": plan()}
+    drawn = {"map.svg": course_map().encode(), "two_hosts.png": two_hosts(), "plan.png": plan()}
+    return files | drawn
 
 
 def plan() -> bytes:
@@ -81,6 +84,34 @@ def plan() -> bytes:
         command = [sys.executable, ROOT / "planner/plan.py", *job.split(), "--plot", picture]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return picture.read_bytes()
+
+
+def two_hosts(gpus: int = 4) -> bytes:
+    """A job on two hosts: what torchrun tells each rank, and which links the ranks have."""
+    sys.path.append(str(ROOT / "notebooks"))
+    import figures
+
+    figure, ax = figures.canvas(3.4, (0, 20), (-0.4, 8.6))
+    figure.subplots_adjust(left=0, right=1, bottom=0, top=1)
+    for host in range(2):
+        left, middle = 0.2 + 10.4 * host, 4.8 + 10.4 * host
+        figures.box(ax, middle, 4.5, "", "white", 9.2, 6.4)
+        ax.text(middle, 8.0, f"host{host}", ha="center", weight="bold")
+        figures.box(ax, middle, 7.0, f"torchrun: starts and restarts {gpus} ranks", width=8.8)
+        for local in range(gpus):
+            x = left + 1.25 + 2.24 * local
+            words = f"RANK={host * gpus + local}\nLOCAL_RANK\n= {local}\ncuda:{local}"
+            figures.arrow(ax, (x, 6.6), (x, 5.75))
+            figures.box(ax, x, 4.45, words, host * gpus + local, 2.1, 2.6)
+        ax.plot([left + 0.4, left + 8.8], [2.6, 2.6], color=figures.LINES[2], linewidth=5)
+        ax.text(middle, 1.75, "NVLink, PCIe or shared memory", ha="center")
+    ax.plot([9.0, 11.0], [2.6, 2.6], color=figures.LINES[1], linewidth=3)
+    ax.text(10, 0.7, "orange: the network, a job's slowest link", ha="center")
+    meet = "the torchruns meet at host0:29500 and number the ranks"
+    ax.text(10, 0.0, f"{meet}; each gets WORLD_SIZE={2 * gpus}", ha="center")
+    file = io.BytesIO()
+    figure.savefig(file, dpi=150, metadata={"Software": None})
+    return file.getvalue()
 
 
 def stored(picture: Picture) -> bytes:

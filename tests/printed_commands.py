@@ -29,11 +29,11 @@ BEGINS = re.compile(rf"(\$ )?([A-Z_]+=(\".*?\"|\S*) )*({'|'.join(PROGRAMS.split(
 # Why a command is left out, and how it shows. Where a command does not show it, the page says it
 # above the block: <!-- make readme leaves this out: long -->
 REASONS = {
-    "placeholder": r"\.\.\.|your_train|\b(PID|NAME|COMMAND|FOLDER)\b|/path/to/",
+    "placeholder": r"\.\.\.|your_train|\b(PID|NAME|COMMAND|FOLDER|SCRIPT)\b|/path/to/",
     "cluster manager": r"\b(srun|sbatch|salloc|kubectl|docker|mpirun)\b|test_cluster|RAY_ADDR",
     "several hosts": r"\bHOST\b|hosts\.txt|\$SLURM|(?s:^(?!.*lab\.py exec).*host0:)",
     "GPU": r"--device cuda|pytest -m gpu|# .*\bGPUs|make gpu\b",
-    "network": r"--model google",
+    "network": r"--model google|requirements-cpu",
     "interactive": r"\bjupyter lab|--breakpoint-on",
     "changes the machine": r"pip install|-m venv|make test-torch",
     "long": r"# .*minutes|make (test|quick|lint|notebooks|bench|foreign|mutants|readme)\b"

@@ -30,7 +30,7 @@ CALL = [
     Message(5, "script", "Work", "wait()"),
     Message(6, "thread pt_gloo_runloop", "Future", "done"),
     Message(7, "Work", "script", "wait() returns"),
-    Message(7, "thread pt_gloo_runloop", "rank 1", "4,576 bytes, all in all"),
+    Message(7, "thread pt_gloo_runloop", "rank 1", "4,576 bytes, in total"),
 ]
 MEETING = [
     Message(0, "rank 1", "store", "set g/1, 170 bytes", 1),

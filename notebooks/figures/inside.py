@@ -24,7 +24,11 @@ def all_reduce(messages: Sequence) -> None:
         assert upper.receiver == lower.sender, f"{lower.sender} was not called by {upper.sender}"
     (done,) = [m for m in messages if m.receiver == "Future"]
     assert done.sender.startswith("thread "), f"{done.sender} has completed the operation"
-    _sequence(messages, thread=done.sender)
+    # Bytes are counted for the whole operation, without a time: they are sent before it is done.
+    totals = [m for m in messages if "in total" in m.what]
+    rest = [m for m in messages if m not in totals]
+    place = rest.index(done)
+    _sequence([*rest[:place], *totals, *rest[place:]], thread=done.sender)
 
 
 def meeting(messages: Sequence) -> None:
@@ -67,7 +71,7 @@ def _sequence(messages: Sequence, thread: str = "") -> None:
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         place = {"ha": "center", "va": "bottom", "fontsize": 8}
         ax.text((a + b) / 2, y - 0.12, m.what + took, bbox=white, **place)
-        at = f"{1e6 * (m.at - messages[0].at):,.0f} us"
+        at = "" if "in total" in m.what else f"{1e6 * (m.at - messages[0].at):,.0f} us"
         ax.text(-0.155 * wide, y, at, ha="left", va="center", fontsize=8, color="0.4")
     figures.show(figure)
 

@@ -28,6 +28,13 @@ def anatomy(sizes: Mapping[str, int], uses: Mapping[str, bool]) -> None:
     box(ax, 4.1, -0.1, text, MATRIX, width=6.4)
     for x in (2, 6.2):
         arrow(ax, (x, 0.3), (x, 0.8), color=LINES[1])
+    ax.text(4.1, 2.1, "output of\nthe encoder", ha="center", va="center")
+    for y, colour, words in (
+        (5.05, BLOCK, "a block, and its parameters"),
+        (4.65, MATRIX, "the shared embedding matrix, used"),
+    ):
+        ax.plot(0.95, y, "s", color=colour, markersize=10)
+        ax.text(1.15, y, words, va="center")
     style = {"color": LINES[1], "connectionstyle": "arc3,rad=0.35"}
     arrow(ax, (7.2, 0.3), (7.35, 4.8), **style)
     # The boxes in the matrix's colour hold it, and the decoder's blocks are the larger ones.

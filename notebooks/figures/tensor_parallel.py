@@ -8,14 +8,14 @@ import figures
 
 def pair() -> None:
     """Draw an MLP on two ranks: the first matrix column-parallel, the second row-parallel."""
-    figure, ax = figures.canvas(2.9, (-1.0, 9.9), (-1.3, 4.2))
+    figure, ax = figures.canvas(2.9, (-0.8, 11.1), (-1.3, 4.2))
     steps = [  # centre, width, text, whether it is another one on each rank
-        (0.5, 1.0, "x\nwhole", False),
-        (2.5, 1.3, "expand\nsome outputs", True),
-        (4.1, 1.2, "features\nsome", True),
-        (5.75, 1.3, "contract\nsome inputs", True),
-        (7.3, 1.1, "a\nsummand", True),
-        (9.3, 1.0, "y\nwhole", False),
+        (0.5, 0.9, "input\nwhole", False),
+        (2.85, 2.0, "expand\ncolumn-parallel", True),
+        (4.85, 1.3, "half the\nfeatures", True),
+        (6.75, 1.8, "contract\nrow-parallel", True),
+        (8.55, 1.2, "partial\nsum", True),
+        (10.55, 1.0, "output\nwhole", False),
     ]
     for rank, y in enumerate((2.8, 0.8)):
         ax.text(-0.15, y, f"rank {rank}", ha="right", va="center")
@@ -24,11 +24,11 @@ def pair() -> None:
         for (x, width, *_), (next_x, next_width, *_) in itertools.pairwise(steps):
             figures.arrow(ax, (x + width / 2, y), (next_x - next_width / 2, y))
     for x, name, forward, backward in (
-        (1.42, "f", "nothing", "all_reduce"),
-        (8.3, "g", "all_reduce", "nothing"),
+        (1.4, "f: copy", "nothing", "all_reduce"),
+        (9.6, "g: sum", "all_reduce", "nothing"),
     ):
         ax.plot([x, x], [0, 3.6], color="0.2", linestyle="--")
-        ax.text(x, 3.7, f"$\\mathbf{{{name}}}$", ha="center", fontsize=14)
+        ax.text(x, 3.7, name, ha="center", weight="bold")
         ax.text(x, -0.15, f"forward: {forward}\nbackward: {backward}", ha="center", va="top")
     figures.show(figure)
 
