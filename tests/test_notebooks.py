@@ -447,8 +447,8 @@ def test_runs_again_with_the_same_outputs(path, tmp_path):
 def proof_cell(exercise, check, solution) -> str:
     """A cell that runs the check on wrong answers of all kinds, and on the solution.
 
-    The solution's first python block is the answer. Further blocks are tempting mistakes; without
-    any, what the answer's variables hold is spoiled.
+    The solution's first python block is the answer; ALSO_RIGHT has others. Further blocks are
+    tempting mistakes; without any, what the answer's variables hold is spoiled.
     """
     right, *wrong = re.findall(r"```python\n(.*?)```", solution.source, flags=re.DOTALL)
     magic = "%%px\n" if exercise.source.startswith("%%px") else ""
@@ -475,7 +475,21 @@ def proof_cell(exercise, check, solution) -> str:
         kinds.append("another_shape")
     abuse = [every(f"{kind}({{}})") for kind in kinds]
     abuse += [magic + answer for first, answer in DEADLY.items() if first in exercise.source]
-    return f"{RUN}\nprove({right!r}, {wrong!r}, {open_ones!r}, {abuse!r}, {check.source!r})"
+    rights = [right]
+    rights += [magic + answer for first, answer in ALSO_RIGHT.items() if first in exercise.source]
+    return f"{RUN}\nprove({rights!r}, {wrong!r}, {open_ones!r}, {abuse!r}, {check.source!r})"
+
+
+# Answers that differ from the solution and are right.
+ALSO_RIGHT = {
+    "\npair_mean = None": """
+def pair_mean(x):  # only the members make their group
+    first = rank // 2 * 2
+    pair = dist.new_group([first, first + 1], use_local_synchronization=True)
+    dist.all_reduce(x, group=pair)
+    return x / 2
+""",
+}
 
 
 # Answers that leave ranks in a collective, or end a process. They come last.
@@ -569,7 +583,7 @@ def another_shape(value):
 '''
 
 RUN = """
-def prove(right, wrong, open_ones, abuse, check):
+def prove(rights, wrong, open_ones, abuse, check):
     import exercises
     from IPython.utils.capture import capture_output
 
@@ -599,9 +613,12 @@ def prove(right, wrong, open_ones, abuse, check):
         assert said.splitlines()[-1].startswith(start), (answer, said)
         assert said.count("\\n") <= 2 and len(said) < 420, ("one line", answer, said)
 
+    right = rights[0]
     for nothing in open_ones:
         expect(right, "")
         expect(nothing, "not answered yet")
+    for also in rights:
+        expect(also, "correct")
     for mistake in wrong:
         expect(right, "correct")
         expect(mistake, "not yet: ")

@@ -133,6 +133,16 @@ def test_05_no_operation_beats_the_roof():
         assert float(rate) < 2.5 * memory
 
 
+def test_05_the_threshold_between_nodes_is_that_of_the_table():
+    """FLOPs of an H100 per byte over eight ports: an eighth of the table's last column."""
+    row = next(line for line in printed("05", "roof-17").splitlines() if line.startswith("H100"))
+    threshold = int(row.split()[-1].replace(",", "")) / 8
+    text = source("05", "roof-29")
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"\b2,4\d\d\b", text)]
+    assert len(numbers) == 4
+    assert all(abs(number - threshold) < 1 for number in numbers), numbers
+
+
 @pytest.mark.parametrize("number", ["783.2", "2,949", "0.5504"])
 def test_05_what_one_h100_reached_is_recorded(number):
     record = (ROOT / "benchmarks/results/gpu.md").read_text()
