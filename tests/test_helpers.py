@@ -61,6 +61,8 @@ def test_a_line_that_is_half_written_is_not_read(tmp_path):
 def test_a_process_that_ends_soon_after_its_parent_is_not_left():
     with Job(["sh", "-c", "sleep 60 & true"]) as job:
         job.wait(60).check()
+        while not job.processes():
+            pass  # for a moment, while it becomes `sleep`, it has no mark
         (helper,) = job.processes()
         end = threading.Timer(0.7, helper.terminate)
         end.start()

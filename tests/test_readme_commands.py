@@ -255,7 +255,7 @@ def test_what_hangs_is_killed():
         "import os, time; os.fork() or os.setsid(); print('began', flush=True); time.sleep(600)"
     )
     block = block_of("echo first", f'python3 -c "{script}"', "echo last")
-    first, hangs, last = printed_commands.run(block, timeout=4)
+    first, hangs, last = printed_commands.run(block, timeout=10)
     assert first.as_printed
     assert (hangs.status, last.status) == (None, None)
     assert "on" in hangs.output
