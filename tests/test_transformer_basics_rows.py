@@ -16,6 +16,7 @@ ROWS = {
     "hangs at the first step": "test_ranks_that_build_different_meshes",
     "`--tp` changes the loss": "test_a_batch_for_each_tensor_parallel_rank",
     "with masked targets": "test_a_mean_of_means_of_unequal_counts",
+    "hold different numbers, first in": "test_a_part_of_the_gradient_of_an_adapter",
     "a pipeline is slow": (
         "test_parallel_basics_pipeline.py::test_from_scratch_prints_what_is_true"
     ),
@@ -118,3 +119,26 @@ def test_a_batch_for_each_tensor_parallel_rank(copy):
     part = "part, parts = batch_part(mesh)"
     copy.edit("data.py", part, "part, parts = mesh.get_rank(), mesh.size()")
     assert log(copy, "--tp", 2, ranks=2)["loss"][0] != pytest.approx(alone[0], rel=1e-4)
+
+
+def test_a_part_of_the_gradient_of_an_adapter(copy):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 16, "vocab_size": 256}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False)).save_pretrained(
+        copy.path / "base"
+    )
+    flags = ("--init-from", "base", "--lora-rank", 2, "--timeout", 300)
+    alone = log(copy, *flags, ranks=1)
+    both = log(copy, *flags, "--tp", 2, ranks=2)
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert both["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+    b, added = "self.lora_b", "[Partial() if p.is_replicate() else p for p in {b}.placements]"
+    own = "DTensor.from_local({b}.to_local(), {b}.device_mesh, {b}.placements, grad_placements={p})"
+    own = own.replace("{p}", added).replace("{b}", b)
+    copy.edit("lora.py", f"F.linear(x, self.lora_a), {b})", f"F.linear(x, self.lora_a), {own})")
+    copy.edit("lora.py", "import DTensor, Replicate", "import DTensor, Partial, Replicate")
+    result = copy.run("train.py", *FLAGS, "--data", "text.txt", *flags, "--tp", 2)
+    assert result.returncode == 2
+    assert re.search(r"hold different numbers, first in blocks\.0\..*lora_b", result.output)

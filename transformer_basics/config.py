@@ -64,6 +64,8 @@ class Settings:
     document_masks: bool = False
     init_from: str | None = None
     pad_vocab_to: int | None = None
+    lora_rank: int | None = None  # None: train all weights
+    lora_alpha: float | None = None  # None: twice --lora-rank
     layers: int = 3
     heads: int = 4
     dim: int = 96
@@ -170,13 +172,16 @@ class Settings:
     def on(self, ranks: int) -> "Settings":
         """The settings with their missing values filled in for this number of ranks.
 
-        They are --dp-replicate, --accumulate, and the steps of --tokens and --eval-tokens.
+        They are --dp-replicate, --accumulate, --lora-alpha, and the steps of --tokens and
+        --eval-tokens.
 
         Raises `UserError` if the settings do not fit the number of ranks.
         """
         model_ranks = self.pp * self.dp_shard * self.cp * self.tp
         dp_replicate = self.dp_replicate or max(1, ranks // model_ranks)
         settings = replace(self, dp_replicate=dp_replicate, accumulate=self.accumulate or self.pp)
+        if self.lora_rank and self.lora_alpha is None:
+            settings = replace(settings, lora_alpha=2.0 * self.lora_rank)
         if self.tokens:
             settings = replace(settings, steps=math.ceil(self.tokens / self.tokens_per_step))
         if self.eval_tokens:

@@ -19,6 +19,7 @@ from arguments import ArgumentParser, UserError
 from checkpoint import load_model
 from config import saved_config
 from hugging_face import their_config, to_hugging_face
+from lora import add_adapters, merged_state
 from model import GPT
 from runtime import Worker, distributed_worker
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
-    """Write config.json, model.safetensors and the tokenizer into `folder`.
+    """Write config.json, model.safetensors and the tokenizer into `folder`; adapters are merged.
 
     Raises `UserError` in a job of several ranks, and if `folder` is not empty.
     """
@@ -44,12 +45,12 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty")
 
-    model, run = load_model(checkpoint, lambda run: GPT(saved_config(run)))
+    model, run = load_model(checkpoint, saved_model)
     config, named = model.config, run["tokenizer"]
     tokenizer = AutoTokenizer.from_pretrained(named) if named else byte_tokenizer()
     end = tokenizer.eos_token_id or 0  # as data.py ends a document
     theirs = AutoModelForCausalLM.from_config(their_config(config, end))
-    theirs.load_state_dict(to_hugging_face(model.state_dict(), config))
+    theirs.load_state_dict(to_hugging_face(merged_state(model), config))
     logging.disable_progress_bar()
     theirs.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -58,6 +59,14 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
         ours = model(tokens)[..., : config.token_count]
         difference = (ours - theirs.eval()(tokens).logits).abs().max().item()
     print(f"{folder}: the logits of both models differ by {difference:.1g} at most")
+
+
+def saved_model(run: dict) -> GPT:
+    """The model of a run, with its adapters, if any; for `load_model`."""
+    model = GPT(saved_config(run))
+    if run.get("lora_rank"):
+        add_adapters(model, run["lora_rank"], run["lora_alpha"])
+    return model
 
 
 def byte_tokenizer():

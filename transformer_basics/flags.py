@@ -33,6 +33,9 @@ def parse_args() -> Settings:
     add("--init-from", help="start from the weights of a model: id on the hub or directory")
     rows = "rows of the embedding, at least one per token (default: a multiple of 64 and --tp)"
     add("--pad-vocab-to", type=at_least(1), help=rows)
+    adapters = "train adapters of rank N next to frozen weights (default: train all weights)"
+    add("--lora-rank", type=at_least(1), help=adapters)
+    add("--lora-alpha", type=above(0), help="scale adapters by X / rank (default: twice the rank)")
     add = parser.add_argument_group("model").add_argument
     add("--layers", type=at_least(1), help="transformer blocks")
     add("--heads", type=at_least(1), help="attention heads")
@@ -140,6 +143,10 @@ def parse_args() -> Settings:
         parser.error("--tensorboard and --profile need an --output-dir to write to")
     if settings.train_timeout and not hasattr(dist, "set_timeout"):
         parser.error("--train-timeout needs torch 2.15 or later")
+    if settings.lora_alpha and not settings.lora_rank:
+        parser.error("--lora-alpha needs --lora-rank")
+    if settings.lora_rank and not settings.init_from:
+        parser.error("--lora-rank needs --init-from, the weights that stay frozen")
     if not settings.prompt:
         parser.error("--prompt is empty: the model continues at least one character")
     parser.make_folder("--output-dir", settings.output_dir)

@@ -36,7 +36,9 @@ def write(args, worker: Worker) -> None:
 
     def make(run: dict) -> GPT:
         config = saved_config(run)
-        _, model, pipeline = spread_model(config, settings_of(config, args, worker), worker.device)
+        _, model, pipeline = spread_model(
+            config, settings_of(config, run, args, worker), worker.device
+        )
         pipelines.append(pipeline)
         return model  # the weights are about to be loaded
 
@@ -50,7 +52,7 @@ def write(args, worker: Worker) -> None:
         print(tokenizer.decode(tokens[0].tolist()))
 
 
-def settings_of(config: GPTConfig, args, worker: Worker) -> Settings:
+def settings_of(config: GPTConfig, run: dict, args, worker: Worker) -> Settings:
     """Settings for this job's mesh. Raises `UserError` if ranks or model do not fit the mesh."""
     return Settings(
         **{name: getattr(config, name) for name in SHAPE},
@@ -58,6 +60,8 @@ def settings_of(config: GPTConfig, args, worker: Worker) -> Settings:
         pp=args.pp,
         dp_shard=args.dp_shard,
         tp=args.tp,
+        lora_rank=run.get("lora_rank"),
+        lora_alpha=run.get("lora_alpha"),
     ).on(worker.world_size)
 
 

@@ -12,7 +12,7 @@ def make_optimizer(model, settings: Settings) -> torch.optim.Optimizer:
     fused: one call for all tensors of a group, which must lie on one mesh.
     """
     groups = {}
-    for p in model.parameters():
+    for p in (p for p in model.parameters() if p.requires_grad):
         decay = settings.weight_decay if p.dim() > 1 else 0.0
         groups.setdefault((decay, p.device_mesh), []).append(p)
     groups = [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]

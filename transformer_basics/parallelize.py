@@ -16,6 +16,7 @@ from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
 from config import AXES, PRECISIONS, Settings
 from context_parallel import apply_context_parallel, fsdp_mesh
+from lora import add_adapters
 from model import GPT, GPTConfig
 from pipeline import Pipeline, numbers_of
 from stages import StagesOfRank, stage_layers
@@ -66,6 +67,8 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh, stage: 
         model.head.chunks = settings.loss_chunks
     if settings.tp > 1:  # some features of each layer
         apply_tensor_parallel(model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel)
+    if settings.lora_rank:
+        add_adapters(model, settings.lora_rank, settings.lora_alpha)
     if settings.activation_checkpointing:
         apply_activation_checkpointing(model, settings.activation_checkpointing)
     if settings.compile:

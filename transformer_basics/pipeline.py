@@ -86,6 +86,8 @@ class Pipeline:
         """
         if not (self.model.config.tied and (self.model.is_first or self.model.is_last)):
             return
+        if not self.model.token_embedding.weight.requires_grad:
+            return
         peer = self.ranks - 1 if self.model.is_first else 0
         own = self.model.token_embedding.weight.grad.to_local()
         other = torch.empty_like(own)

@@ -8,6 +8,7 @@ import torch
 from arguments import UserError
 from config import SHAPE, Settings
 from hugging_face import from_hugging_face, shape_of, their_name
+from lora import FACTORS
 from model import GPT, GPTConfig
 from safetensors import SafetensorError, safe_open
 from tiles import indices_here, local_part
@@ -118,9 +119,11 @@ class Weights:
 def copy_weights(model: GPT, weights: Weights) -> None:
     """Each rank copies its shards from the files: none holds a full weight of a sharded model.
 
-    Rows that pad the vocabulary are 0: the files do not have them.
+    Rows that pad the vocabulary are 0: the files do not have them. Adapters stay as they are.
     """
     for name, parameter in model.named_parameters():
+        if name.endswith(FACTORS):
+            continue
         here = [indices_here(parameter, dim) for dim in range(parameter.dim())]
         part = weights[name][tuple(slice(indices.start, indices.stop) for indices in here)]
         local = local_part(parameter)

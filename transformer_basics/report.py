@@ -9,6 +9,7 @@ from alone import on_rank_0
 from config import AXES, PRECISIONS, Settings
 from data import bigram_loss
 from flops import matmul_peak
+from lora import flops_per_token
 from metrics import Metrics, Throughput, check_finite, peak_memory
 from model import GPT, GPTConfig
 from runtime import Worker
@@ -24,13 +25,18 @@ def describe(corpus, held_out, model: GPT, mesh: DeviceMesh, worker: Worker) -> 
     """Rank 0 prints the mesh, the parameters that it holds, and the loss of a bigram model."""
     second = second_copy(model)  # counted on the first stage
     numbers_of_stage = sum(p.numel() for p in model.parameters() if p is not second)
+    trained = [p for p in model.parameters() if p is not second and p.requires_grad]
     numbers_held = sum(p.to_local().numel() for p in model.parameters())
     stages = [None] * worker.world_size
-    dist.all_gather_object(stages, (mesh["pp"].get_local_rank(), numbers_of_stage))
+    of_stage = (numbers_of_stage, sum(p.numel() for p in trained))
+    dist.all_gather_object(stages, (mesh["pp"].get_local_rank(), of_stage))
     tokens = sum(len(shard.tokens) for shard in corpus.train)
     if worker.is_main:
         axes = "   ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
-        print(f"{axes}   {sum(dict(stages).values()):,} parameters, {numbers_held:,} on this rank")
+        numbers, changing = map(sum, zip(*dict(stages).values(), strict=True))
+        print(f"{axes}   {numbers:,} parameters, {numbers_held:,} on this rank")
+        if changing < numbers:
+            print(f"{changing:,} of {numbers:,} parameters are trained ({changing / numbers:.2%})")
         print(f"{tokens:,} tokens to train on", end=", ")
         print(f"{sum(len(shard.tokens) for shard in corpus.validation):,} held out", flush=True)
     vocab_size = corpus.tokenizer.vocab_size
@@ -53,7 +59,7 @@ class Report:
         )
         self.throughput, self.device = Throughput(step), worker.device
         self.tokens_per_step = settings.tokens_per_step
-        self.flops_per_token = config.flops_per_token(settings.block_size)
+        self.flops_per_token = flops_per_token(config, settings.block_size, settings.lora_rank)
         peak_of_rank = matmul_peak(worker.device, PRECISIONS[settings.precision])
         self.ranks, self.peak = worker.world_size, worker.world_size * peak_of_rank
         if worker.is_main:

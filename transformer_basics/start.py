@@ -6,6 +6,7 @@ from arguments import UserError
 from checkpoint import check_shared, read_run, resume, saves
 from config import Settings
 from data import Corpus
+from lora import initialize_adapters
 from model import GPTConfig, initialize
 from pretrained import copy_weights, read_config, read_weights
 from runtime import Worker
@@ -46,8 +47,10 @@ def resume_or_initialize(
                 f"planned for {saved_run['steps']} steps, now for {settings.steps}: from here on "
                 "the learning rate follows the new schedule"
             )
-    elif settings.init_from:
-        copy_weights(parts["model"], read_weights(settings, parts["model"].config))
     else:
-        initialize(parts["model"], settings.seed)
+        if settings.init_from:
+            copy_weights(parts["model"], read_weights(settings, parts["model"].config))
+        else:
+            initialize(parts["model"], settings.seed)
+        initialize_adapters(parts["model"], settings.seed)
     return step, saved_run
