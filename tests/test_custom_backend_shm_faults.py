@@ -265,6 +265,7 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(tmp_path):
         kept = rank["child"].pop("kept")
         assert kept == [7] * 5
         assert rank["kept"] == [9, 7, 7, 7, 7]  # the child shares the pages of the heap
+        assert rank["large"] == [7, 7]  # but frees none of them
         for name, message in rank["child"].items():
             assert "shm: this process was forked from one that uses shm" in message, name
 

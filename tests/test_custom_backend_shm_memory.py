@@ -37,7 +37,7 @@ def test_freed_memory_goes_back_to_the_system(tmp_path):
         assert rank["empty"] == rank["size"] == 0
         for turn in ("first", "second"):
             assert rank[f"{turn} full"] == 4 * 48
-            assert rank[f"{turn} freed"] <= 64
+            assert 48 <= rank[f"{turn} freed"] <= 64  # kept for the next tensors
             assert rank[f"{turn} sum"] == 2 * 48 * MIB // 4
 
 

@@ -55,8 +55,6 @@ def create_backend(
     if sys.platform != "linux":
         raise RuntimeError(f"pipe: needs Linux (memfd, pidfd), this is {sys.platform}: take gloo")
     module = compiled()
-    if size > module.max_ranks:
-        raise RuntimeError(f"pipe: connects at most {module.max_ranks} ranks, not {size}")
     store.set_timeout(timeout)
 
     def of_all_ranks(key: str, value: object) -> list[str]:
@@ -73,7 +71,7 @@ def create_backend(
     memory = -1
     if rank == 0:
         memory = os.memfd_create("pipe")
-        os.ftruncate(memory, module.segment_bytes)
+        os.ftruncate(memory, size * module.bytes_of_a_pipe)
     pids = [int(pid) for pid in of_all_ranks("pid", os.getpid())]
     file = of_all_ranks("file", f"/proc/{os.getpid()}/fd/{memory}")[0]
     if rank > 0:

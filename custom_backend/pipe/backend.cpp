@@ -3,12 +3,12 @@
 //
 //     caller:   all_reduce(t) -> Work          ...computes...           work.wait()
 //                     | queue                                               ^ wakes
-//     worker:         +-> run: t += ... over the pipes (pipe.h) -> finish() + -> future: DDP goes on
+//     worker:         +-> t += ... over the pipes (pipe.h) -> complete() ---+-> future: DDP goes on
 //
 // What the author of a backend has to know:
 //
 // - The caller may drop its tensors as soon as the call returns: `all_reduce(x + 1, async_op=True)`.
-//   So the Work holds the tensors until the operation is done, and the queue holds the Work.
+//   So the queue holds the tensors until the operation is done.
 // - wait() on a CPU returns when the result is in the tensor, or raises what the operation raised.
 //   (NCCL's wait() only puts the next kernels behind the operation, in the stream.)
 // - The future is completed when the bytes are there, not before: DDP copies them at once.
@@ -27,6 +27,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 
@@ -36,6 +37,7 @@ namespace {
 
 using at::Tensor;
 using c10d::OpType;
+using pipe_backend::Pipe;
 using Tensors = std::vector<Tensor>;
 using Milliseconds = std::chrono::milliseconds;
 
@@ -45,8 +47,8 @@ thread_local const void* working_for = nullptr;  // the group whose worker this 
 // return.
 class PipeWork : public c10d::Work {
  public:
-  PipeWork(const void* group, OpType type, Tensors results, std::function<void()> run)
-      : Work(-1, type), group_(group), results_(std::move(results)), run_(std::move(run)),
+  PipeWork(const void* group, OpType type, Tensors results)
+      : Work(-1, type), group_(group), results_(std::move(results)),
         future_(c10::make_intrusive<c10::ivalue::Future>(
             c10::ListType::create(c10::TensorType::get()))) {}
 
@@ -59,15 +61,8 @@ class PipeWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   Tensors result() override { return results_; }
 
-  void execute() {  // in the worker thread; an exception here would end the process
-    std::exception_ptr error;
-    try {
-      run_();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    run_ = nullptr;  // it holds the inputs
-    finish(error);   // wakes wait(); first, because a callback of the future may call wait()
+  void complete(std::exception_ptr error) {  // the worker calls it
+    finish(error);  // wakes wait(); first, because a callback of the future may call wait()
     if (error) {
       future_->setError(error);
     } else {
@@ -78,19 +73,17 @@ class PipeWork : public c10d::Work {
  private:
   const void* const group_;
   const Tensors results_;
-  std::function<void()> run_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 class PipeBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  using Segment = pipe_backend::Segment;
 
-  PipeBackend(Segment* memory, int rank, int size, int left_pidfd, int right_pidfd,
+  PipeBackend(Pipe* pipes, int rank, int size, int left_pidfd, int right_pidfd,
               Milliseconds timeout)
-      : Backend(rank, size), memory_(memory), pidfds_{left_pidfd, right_pidfd}, timeout_(timeout),
-        ring_(*memory, rank, size, left_pidfd, right_pidfd), worker_([this] { work(); }) {
+      : Backend(rank, size), pipes_(pipes), timeout_(timeout),
+        ring_(pipes, rank, size, left_pidfd, right_pidfd), worker_([this] { work(); }) {
     std::lock_guard lock(groups_mutex);
     groups.insert(this);
   }
@@ -101,8 +94,7 @@ class PipeBackend : public c10d::Backend {
       groups.erase(this);
     }
     give_up();
-    for (int fd : pidfds_) close(fd);
-    munmap(memory_, sizeof(Segment));  // the last one to unmap it frees it: it has no name
+    munmap(pipes_, getSize() * sizeof(Pipe));  // the last one to unmap it frees it: it has no name
   }
 
   // Without shutdown() the program ends early, often by an exception: give up what is queued.
@@ -126,12 +118,9 @@ class PipeBackend : public c10d::Backend {
     }
     changed_.notify_all();
     if (!worker_.joinable()) return;
-    if (Py_IsInitialized() && PyGILState_Check()) {  // the worker may need the GIL: see above
-      pybind11::gil_scoped_release release;
-      worker_.join();
-    } else {
-      worker_.join();
-    }
+    std::optional<pybind11::gil_scoped_release> release;
+    if (PyGILState_Check()) release.emplace();  // the worker may need the GIL: see above
+    worker_.join();
   }
 
   const std::string getBackendName() const override { return "pipe"; }
@@ -189,22 +178,21 @@ class PipeBackend : public c10d::Backend {
                  std::function<void()> run) {
     TORCH_CHECK(getpid() == pid_, "pipe: this process is a fork, and has no thread of the group");
     if (timeout.count() < 0) timeout = timeout_;  // the caller gave none
-    auto work = c10::make_intrusive<PipeWork>(this, type, results, [=, this] {
-      try {
-        ring_.begin(call, timeout);
-        run();
-      } catch (const pipe_backend::Failed&) {
-        throw;
-      } catch (const c10::Error& error) {  // only this rank knows of it: the others would wait
-        ring_.fail(call, error.what_without_backtrace());
-      } catch (const std::exception& error) {
-        ring_.fail(call, error.what());
-      }
-    });
+    auto work = c10::make_intrusive<PipeWork>(this, type, results);
     {
       std::lock_guard lock(mutex_);
       TORCH_CHECK(!closing_, "pipe: the group is destroyed");
-      queue_.push_back(work);
+      queue_.push_back([=, this] {
+        if (!error_) {
+          try {
+            ring_.begin(call, timeout);
+            run();
+          } catch (...) {
+            error_ = std::current_exception();
+          }
+        }
+        work->complete(error_);
+      });
     }
     changed_.notify_one();
     return work;
@@ -216,7 +204,7 @@ class PipeBackend : public c10d::Backend {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     working_for = this;
     while (true) {
-      c10::intrusive_ptr<PipeWork> next;
+      std::function<void()> next;
       {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return closing_ || !queue_.empty(); });
@@ -224,7 +212,7 @@ class PipeBackend : public c10d::Backend {
         next = std::move(queue_.front());
         queue_.pop_front();
       }
-      next->execute();  // without the lock: a callback may call the next collective
+      next();  // without the lock: a callback may call the next collective
     }
   }
 
@@ -244,13 +232,13 @@ class PipeBackend : public c10d::Backend {
   static inline std::mutex groups_mutex;
   static inline std::set<PipeBackend*> groups;  // of this process
 
-  Segment* const memory_;
-  const int pidfds_[2];
+  Pipe* const pipes_;
   const Milliseconds timeout_;
   const pid_t pid_ = getpid();
-  pipe_backend::Ring ring_;  // only the worker uses it
-  std::mutex mutex_;         // guards the next two
-  std::deque<c10::intrusive_ptr<PipeWork>> queue_;
+  pipe_backend::Ring ring_;   // only the worker uses it,
+  std::exception_ptr error_;  // and this: the first error stays, since the pipes may hold half a tensor
+  std::mutex mutex_;          // guards the next two
+  std::deque<std::function<void()>> queue_;
   bool closing_ = false;
   std::condition_variable changed_;
   std::thread worker_;  // last: it starts when everything above exists
@@ -258,18 +246,16 @@ class PipeBackend : public c10d::Backend {
 
 c10::intrusive_ptr<c10d::Backend> create(int memory_fd, int rank, int size, int left_pidfd,
                                          int right_pidfd, Milliseconds timeout) {
-  using pipe_backend::Segment;
-  void* memory = mmap(nullptr, sizeof(Segment), PROT_READ | PROT_WRITE, MAP_SHARED, memory_fd, 0);
+  void* memory = mmap(nullptr, size * sizeof(Pipe), PROT_READ | PROT_WRITE, MAP_SHARED, memory_fd, 0);
   TORCH_CHECK(memory != MAP_FAILED, "pipe: cannot map the memory of the group: ", strerror(errno));
-  return c10::make_intrusive<PipeBackend>(static_cast<Segment*>(memory), rank, size, left_pidfd,
+  return c10::make_intrusive<PipeBackend>(static_cast<Pipe*>(memory), rank, size, left_pidfd,
                                           right_pidfd, timeout);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.attr("segment_bytes") = sizeof(pipe_backend::Segment);
-  module.attr("max_ranks") = pipe_backend::kMaxRanks;
+  module.attr("bytes_of_a_pipe") = sizeof(Pipe);
   module.def("create", &create);
   module.def("close_all", &PipeBackend::close_all);
 }

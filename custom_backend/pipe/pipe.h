@@ -22,6 +22,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -33,41 +34,35 @@
 
 namespace pipe_backend {
 
-constexpr int kMaxRanks = 64;
 constexpr uint64_t kCapacity = 1 << 18;  // bytes in a pipe
 constexpr size_t kPiece = 1 << 14;       // a rank passes a piece on while the next one arrives
 using Clock = std::chrono::steady_clock;
 static_assert(std::atomic<uint64_t>::is_always_lock_free);  // a lock would not be in shared memory
 
+// All ranks map one pipe for each rank: pipes[r] leads from rank r to the next rank. New memory is
+// all zeros, and the system provides the pages that are used.
 struct Pipe {
   alignas(64) std::atomic<uint64_t> written;  // each counter in a cache line of its own: a core
   alignas(64) std::atomic<uint64_t> read;     // that writes a line takes it from the other core
   alignas(64) char bytes[kCapacity];
 };
 
-// What all ranks map. New memory is all zeros, and the system provides the pages that are used.
-struct Segment {
-  Pipe pipes[kMaxRanks];                   // pipes[r] leads from rank r to the next rank
-  std::atomic<uint64_t> begun[kMaxRanks];  // how many operations rank r has begun
-  std::atomic<int> failed;                 // 0, or 1 + the rank whose reason counts
-  char reason[kMaxRanks][512];
-};
-
-struct Failed : std::runtime_error {  // all ranks of the group know the reason already
-  using std::runtime_error::runtime_error;
-};
-
 class Ring {
  public:
   // The pidfds of the neighbours become readable when these processes end (man pidfd_open).
-  Ring(Segment& memory, int rank, int size, int left_pidfd, int right_pidfd)
-      : memory_(memory), rank_(rank), size_(size),
+  Ring(Pipe* pipes, int rank, int size, int left_pidfd, int right_pidfd)
+      : pipes_(pipes), rank_(rank), size_(size),
         left_{(rank + size - 1) % size, left_pidfd}, right_{(rank + 1) % size, right_pidfd} {}
+  Ring(const Ring&) = delete;
+  ~Ring() {
+    close(left_.pidfd);
+    close(right_.pidfd);
+  }
 
   // ---- The pipes
 
   void send(const char* data, size_t count) {
-    Pipe& pipe = memory_.pipes[rank_];
+    Pipe& pipe = pipes_[rank_];
     uint64_t written = pipe.written.load(std::memory_order_relaxed);  // only this thread changes it
     while (count > 0) {
       uint64_t room = 0;
@@ -86,7 +81,7 @@ class Ring {
   }
 
   void recv(char* data, size_t count) {
-    Pipe& pipe = memory_.pipes[left_.rank];
+    Pipe& pipe = pipes_[left_.rank];
     uint64_t read = pipe.read.load(std::memory_order_relaxed);
     while (count > 0) {
       uint64_t ready = 0;
@@ -109,19 +104,17 @@ class Ring {
   // Begin an operation. Each rank tells the next rank what it calls, so that calls that differ are an
   // error, and not a wrong sum.
   void begin(const std::string& call, std::chrono::milliseconds timeout) {
-    throw_if_failed();
     call_ = call;
     timeout_ = timeout;
     deadline_ = Clock::now() + timeout;
-    memory_.begun[rank_].fetch_add(1, std::memory_order_relaxed);
     if (size_ == 1) return;
     char mine[64] = {}, theirs[64] = {};
     call.copy(mine, sizeof(mine) - 1);
     send(mine, sizeof(mine));
     recv(theirs, sizeof(theirs));
     if (std::memcmp(mine, theirs, sizeof(mine)) == 0) return;
-    fail("the calls do not match: rank " + std::to_string(left_.rank) + " called " + theirs +
-         ", rank " + std::to_string(rank_) + " called " + mine);
+    fail("the calls do not match: " + name(left_.rank) + " called " + theirs + ", " + name(rank_) +
+         " called " + mine);
   }
 
   // The tensor of `root` goes from rank to rank, in pieces, up to the rank before the root.
@@ -151,36 +144,14 @@ class Ring {
     broadcast(data, count, size_ - 1);
   }
 
-  // ---- Failures: one rank finds the reason, and all ranks raise it. The group stays broken, since
-  // the pipes may hold half a tensor.
-
-  [[noreturn]] void fail(const std::string& why) {
-    throw_if_failed();
-    const std::string text = "pipe: " + why;
-    const size_t end = text.copy(memory_.reason[rank_], sizeof(memory_.reason[rank_]) - 1);
-    memory_.reason[rank_][end] = 0;
-    int none = 0;  // the first rank that sets `failed` wins; its reason is complete by then
-    memory_.failed.compare_exchange_strong(none, rank_ + 1, std::memory_order_acq_rel);
-    throw_if_failed();
-    std::terminate();  // unreachable
-  }
-
-  // Tell all ranks what went wrong on this one alone.
-  [[noreturn]] void fail(const std::string& call, const char* error) {
-    fail(who(rank_) + " failed in " + call + ": " + error);
-  }
-
-  void throw_if_failed() const {
-    const int failed = memory_.failed.load(std::memory_order_acquire);
-    if (failed) throw Failed(memory_.reason[failed - 1]);
-  }
-
   std::atomic<bool> leaving{false};  // set by another thread: give up
 
  private:
   struct Neighbour {
     int rank, pidfd;
   };
+
+  // ---- Waiting
 
   // Look, and let other threads run; after a while sleep between two looks. (shm/waiting.h sleeps
   // until it is woken. std::atomic::wait can not be used: it only wakes threads of one process.)
@@ -193,15 +164,14 @@ class Ring {
       }
       const timespec moment = {0, 50'000};  // ns
       nanosleep(&moment, nullptr);
-      throw_if_failed();
-      if (leaving) fail(who(rank_) + " ended in " + operation());
       // Look once more: the process may have written the bytes, and then ended.
       if (has_ended(peer) && !ready()) {
-        fail(who(peer.rank) + " has ended; " + who(rank_) + " waited for it in " + operation());
+        fail(name(peer.rank) + " has ended; " + name(rank_) + " waited for it in " + call_);
       }
+      if (leaving) fail(name(rank_) + " ended in " + call_);
       if (Clock::now() > deadline_) {
-        fail("timeout: " + who(rank_) + " waited " + std::to_string(timeout_.count()) + " ms in " +
-             operation() + "; " + missing());
+        fail("timeout: " + name(rank_) + " waited " + std::to_string(timeout_.count()) +
+             " ms for " + name(peer.rank) + " in " + call_);
       }
     }
   }
@@ -211,24 +181,10 @@ class Ring {
     return poll(&one, 1, 0) > 0;
   }
 
-  // The neighbour that I wait for may itself wait: name the ranks that have begun fewer operations.
-  std::string missing() const {
-    std::string text;
-    for (int rank = 0; rank < size_; ++rank) {
-      const uint64_t begun = memory_.begun[rank].load(std::memory_order_relaxed);
-      if (begun >= memory_.begun[rank_].load(std::memory_order_relaxed)) continue;
-      text += (text.empty() ? "" : ", ") + who(rank) + " has begun only " + std::to_string(begun);
-    }
-    return text.empty() ? "all ranks have begun it" : text;
-  }
+  [[noreturn]] static void fail(const std::string& why) { throw std::runtime_error("pipe: " + why); }
+  static std::string name(int rank) { return "rank " + std::to_string(rank); }
 
-  std::string operation() const {
-    return "operation " + std::to_string(memory_.begun[rank_].load(std::memory_order_relaxed)) +
-           ", " + call_;
-  }
-  static std::string who(int rank) { return "rank " + std::to_string(rank); }
-
-  Segment& memory_;
+  Pipe* const pipes_;
   const int rank_, size_;
   const Neighbour left_, right_;
   std::string call_;

@@ -58,6 +58,10 @@ IMPORTED = (  # by many tests; none of this starts a thread
     "torchvision",
     "transformers.models.t5.modeling_t5",
 )
+COMPILE = {  # the backends in C++, by their directory: how to compile them ahead
+    "shm": ["shm/build.py"],
+    "pipe": ["-c", "import pipe; pipe.compiled()"],
+}
 KILLED, SURVIVED, EQUIVALENT, ERROR = "killed", "SURVIVED", "equivalent", "ERROR"
 
 
@@ -155,8 +159,8 @@ def attempt(tree: Path, mutant: Mutant) -> tuple[str, str]:
     text = path.read_text()
     try:
         write_anew(path, mutant.apply(text))
-        if path.suffix in (".h", ".cpp") and path.parent.name == "shm":
-            status, said = compile_shm(tree)
+        if path.parent.name in COMPILE and path.suffix in (".h", ".cpp"):
+            status, said = compile_backend(tree, path.parent.name)
             if status != 0:
                 return ERROR, f"does not compile: {' '.join(said[-500:].split())}"
         status, said = pytest_in_a_fork(tree, mutant)
@@ -217,7 +221,7 @@ def pytest_in_a_fork(tree: Path, mutant: Mutant) -> tuple[int | None, str]:
                 for stream in (1, 2):
                     os.dup2(log.fileno(), stream)
                 if mutant.file.endswith((".h", ".cpp")):
-                    os.environ["SHM_BUILD_DIR"] = str(tree.parent / "shm")
+                    os.environ |= build_folders(tree)
                 status = pytest.main([*options, *nodes])
                 sys.stdout.flush()
             finally:
@@ -251,12 +255,17 @@ def wait_for(process: int, mark: str, seconds: float) -> int | None:
                     other.kill()
 
 
-def compile_shm(tree: Path) -> tuple[int, str]:
+def build_folders(tree: Path) -> dict[str, str]:
+    """Variables that keep compiled mutants out of the user's caches."""
+    return {name: str(tree.parent / name) for name in ("SHM_BUILD_DIR", "TORCH_EXTENSIONS_DIR")}
+
+
+def compile_backend(tree: Path, name: str) -> tuple[int, str]:
     """The exit status and the output of the compilation, outside the tests' time limits."""
     process = subprocess.Popen(
-        [sys.executable, "custom_backend/shm/build.py"],
-        cwd=tree,
-        env=os.environ | {"SHM_BUILD_DIR": str(tree.parent / "shm")},
+        [sys.executable, *COMPILE[name]],
+        cwd=tree / "custom_backend",
+        env=os.environ | build_folders(tree),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -36,7 +36,7 @@ def save(found) -> None:
     unfinished.rename(FOLDER / f"{RANK}.json")
 
 
-def join(seconds: float = 250, backend: str = "pipe") -> None:
+def join(seconds: float = 120, backend: str = "pipe") -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
 
 
@@ -161,7 +161,7 @@ def many() -> int:
 
 
 def callbacks() -> list:
-    """A callback in Python, in the worker's thread, calls a collective and outlives the group."""
+    """A callback in Python, in rank 0's worker, calls a collective and outlives the group."""
     join()
     x, y, is_inside = torch.ones(2), torch.ones(2), threading.Event()
     works, waited = [], []
@@ -173,7 +173,11 @@ def callbacks() -> list:
         time.sleep(0.2)  # the main thread is in destroy_process_group() when this needs the GIL
         return future.value()[0].tolist()
 
+    store = dist.distributed_c10d._get_default_store()  # no public name
+    if RANK == 1:
+        store.wait(["rank 0 has its callback"])  # so that its future was not complete before
     future = dist.all_reduce(x, async_op=True).get_future().then(then)
+    store.set("rank 0 has its callback", "")
     is_inside.wait(60)
     dist.destroy_process_group()
     works[0].wait()

@@ -12,8 +12,8 @@
 
 #include "pipe.h"
 
+using pipe_backend::Pipe;
 using pipe_backend::Ring;
-using pipe_backend::Segment;
 
 // The number that a rank brings into an operation, at index i.
 int32_t given(int operation, int rank, size_t i) {
@@ -26,8 +26,8 @@ void check(bool right, const char* what, int operation, int rank) {
   std::_Exit(1);
 }
 
-void run(Segment& memory, int rank, int size, unsigned seed, int operations) {
-  Ring ring(memory, rank, size, -1, -1);  // poll() leaves a descriptor of -1 out: no rank ends
+void run(Pipe* pipes, int rank, int size, unsigned seed, int operations) {
+  Ring ring(pipes, rank, size, -1, -1);  // poll() leaves a descriptor of -1 out: no rank ends
   std::mt19937 random(seed);              // the same calls on all ranks
   for (int operation = 0; operation < operations; ++operation) {
     const size_t count = random() % 10 ? random() % 2000 : random() % 200'000;
@@ -65,13 +65,13 @@ int main(int argc, char** argv) {
   if (argc != 4) return 2;
   const unsigned seed = std::atoi(argv[1]);
   const int operations = std::atoi(argv[2]), size = std::atoi(argv[3]);
-  void* memory = mmap(nullptr, sizeof(Segment), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                      -1, 0);
+  void* memory = mmap(nullptr, size * sizeof(Pipe), PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return 3;
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < size; ++rank) {
     ranks.emplace_back(
-        [=] { run(*static_cast<Segment*>(memory), rank, size, seed, operations); });
+        [=] { run(static_cast<Pipe*>(memory), rank, size, seed, operations); });
   }
   for (auto& rank : ranks) rank.join();
   std::printf("%d operations of %d ranks\n", operations, size);

@@ -252,7 +252,7 @@ def mismatch() -> None:
 
 def fork() -> None:
     """A forked child gets an error; the parent continues."""
-    kept = shm.empty(5).fill_(7)
+    kept, large = shm.empty(5).fill_(7), shm.empty(20 * 2**20).fill_(7)
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
         "send": lambda: dist.isend(torch.ones(3), (RANK + 1) % SIZE),
@@ -269,7 +269,7 @@ def fork() -> None:
         messages["new group"] = told(calls["new group"])
         messages["kept"] = kept.tolist()
         kept[0] = 9
-        del kept
+        del kept, large  # 80 MiB, which a heap gives back to the system
         os.write(writes, json.dumps(messages).encode())
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -281,6 +281,7 @@ def fork() -> None:
             "status": status,
             "sum": x[0].item(),
             "kept": kept.tolist(),
+            "large": [large.min().item(), large.max().item()],
         }
     )
     dist.barrier()
@@ -307,6 +308,7 @@ def again() -> None:
         ]
 
     counts = []
+    use()
     for _ in range(20):
         group = dist.new_group()
         use(group)
@@ -315,14 +317,14 @@ def again() -> None:
         del group
         dist.barrier()
         counts.append(count())
-    use()
     store = dist.distributed_c10d._get_default_store()  # no public name: to join a second time
     dist.barrier()
     dist.destroy_process_group()
     prefix = dist.PrefixStore("again", store)
     dist.init_process_group("shm", store=prefix, rank=RANK, world_size=SIZE)
     use()
-    save({"counts": counts})
+    dist.barrier()
+    save({"counts": [*counts, count()]})
     dist.barrier()
     dist.destroy_process_group()
 
