@@ -221,9 +221,10 @@ class MLP(nn.Module):
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
-    """Over all tokens with a target that is not -100, in nats; computed in float32."""
+    """Over all tokens with a target that is not negative, in nats; computed in float32."""
     logits = logits_BTV.flatten(0, 1).float()
-    return F.cross_entropy(logits, targets_BT.flatten(), reduction=reduction)
+    targets = targets_BT.flatten().clamp(min=-100)  # what F.cross_entropy leaves out
+    return F.cross_entropy(logits, targets, reduction=reduction)
 
 
 @torch.no_grad()

@@ -44,7 +44,8 @@ def json_lines(file: Path, documents: list[str]) -> Path:
 
 
 def arguments(folder: Path, *files: Path, **changes) -> SimpleNamespace:
-    options = {"field": "text", "tokenizer": None, "held_out_every": 5, "shard_mb": 0.002}
+    options = {"field": "text", "chat": False, "tokenizer": None}
+    options |= {"held_out_every": 5, "shard_mb": 0.002}
     return SimpleNamespace(folder=folder, files=files, processes=1, **(options | changes))
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from arguments import UserError
 from checkpoint import together
 from order import shuffled
-from packing import IGNORED
+from packing import IGNORED, UNCOUNTED
 from runtime import Worker
 from shards import (
     PARTS,
@@ -115,6 +115,10 @@ class Windows:
 
     def __init__(self, shards: list[Shard], length: int, document_masks: bool = False):
         self.shards, self.length, self.document_masks = shards, length, document_masks
+        if not document_masks and any(shard.counts is not None for shard in shards):
+            raise UserError(
+                "the data are chats: give --document-masks, or a chat would see the chat before it"
+            )
         self.tokens = sum(len(shard.tokens) for shard in shards)
         counts = [max(0, len(shard.tokens) - 1) // length for shard in shards]
         self.first = np.cumsum([0, *counts])  # the number of each shard's first window
@@ -123,9 +127,10 @@ class Windows:
     def read(self, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
         """The windows with these numbers, and the windows one token later (the targets).
 
-        With document masks, a target that begins another document is `IGNORED`.
+        With document masks, a target that begins another document is `IGNORED`. In chats, a target
+        that no assistant has written is `UNCOUNTED`.
         """
-        rows, borders = [], []
+        rows, borders, counts = [], [], []
         for number in np.asarray(numbers, np.int64):
             shard = np.searchsorted(self.first, number, "right") - 1
             start = (number - self.first[shard]) * self.length
@@ -133,8 +138,12 @@ class Windows:
             rows.append(tokens[start : start + self.length + 1])
             first, stop = np.searchsorted(starts, [start + 1, start + 1 + self.length])
             borders.append(starts[first:stop] - (start + 1))
+            if self.shards[shard].counts is not None:
+                counts.append(self.shards[shard].counts[start + 1 : start + 1 + self.length])
         rows = torch.from_numpy(np.stack(rows).astype(np.int64))
         x_BT, y_BT = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if counts:
+            y_BT[torch.from_numpy(np.stack(counts)) == 0] = UNCOUNTED
         if self.document_masks:
             for y_T, places in zip(y_BT, borders, strict=True):
                 y_T[torch.from_numpy(places)] = IGNORED
@@ -221,6 +230,6 @@ def bigram_loss(
             counts += torch.bincount(pairs, minlength=vocab_size**2)
     counts = counts.view(vocab_size, vocab_size)
     probability = counts / counts.sum(1, keepdim=True)
-    counts_in_loss = targets_BT != IGNORED
+    counts_in_loss = targets_BT >= 0
     losses = -probability[inputs_BT[counts_in_loss], targets_BT[counts_in_loss]].log()
     return losses.mean().item()

@@ -1,6 +1,7 @@
 """The documents of text files, JSON lines and Parquet files, divided into pieces of about one size.
 
 FILE.jsonl, FILE.json    one JSON object per line, with the text in one of its fields
+FILE.jsonl of --chat     one chat per line: chat.py
 FILE.parquet             one document per row, with the text in one of its columns
 any other name           a text file: one document
 """
@@ -27,7 +28,7 @@ class Piece:
     stop: int = 0
 
 
-def pieces_of(files: list[Path], most: int) -> list[Piece]:
+def pieces_of(files: list[Path], most: int, are_chats: bool = False) -> list[Piece]:
     """Divide the files, in this order, into pieces of about `most` bytes.
 
     The pieces follow from the files alone, so any number of processes writes the same shards.
@@ -38,13 +39,15 @@ def pieces_of(files: list[Path], most: int) -> list[Piece]:
         if not file.is_file():
             raise UserError(f"there is no file {file}")
         name, size = str(file), file.stat().st_size
-        kind = KINDS.get(file.suffix, "text")
+        kind = "chat" if are_chats else KINDS.get(file.suffix, "text")
         if kind == "text":
             texts.append(name)
             nbytes += size
         if texts and (kind != "text" or nbytes >= most):
             pieces.append(Piece("text", tuple(texts), nbytes))
             texts, nbytes = [], 0
+        if kind == "chat":  # in one piece: an error names the number of the line
+            pieces.append(Piece(kind, (name,), size))
         if kind == "jsonl":
             edges = [*range(0, size, most), size]
             ranges = pairwise(edges)

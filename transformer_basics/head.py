@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 class Head(nn.Linear):
     """Hidden states (B, T, C) -> logits (B, T, V); with targets (B, T), int64, their mean loss.
 
-    (A target that is left out, -100, adds 0 to the sum of losses, and 1 to the count.)
+    (A target that is left out, below 0, adds 0 to the sum of losses, and 1 to the count.)
 
     loss: (logits, targets, "sum") -> the sum over the targets.
     token_count: rows from this one on pad the vocabulary: their logits are -inf, so that they add

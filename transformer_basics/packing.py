@@ -6,7 +6,8 @@ GPT-2's table the positions start again with each document, as in Hugging Face's
 DataCollatorWithFlattening and with Megatron-LM's --reset-position-ids; rotary positions act only
 through differences within a document, which stay. So a document has the losses that it has alone.
 
-One tensor tells all: the targets are `IGNORED` where the next token begins another document.
+One tensor tells all: the targets are `IGNORED` where the next token begins another document, and
+`UNCOUNTED` where the next token is of the same document, but not to be learned (a prompt: chat.py).
 """
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from config import Settings
 from torch import Tensor
 
-IGNORED = -100  # no target: what F.cross_entropy leaves out by default
+IGNORED, UNCOUNTED = -100, -101  # no targets: `cross_entropy` leaves out what is below 0
 
 
 def document_starts(y_BT: Tensor, settings: Settings) -> Tensor | None:
@@ -39,6 +40,6 @@ def tokens_per_rank(y_BT: Tensor, settings: Settings) -> Tensor | int:
     """
     if not settings.document_masks:
         return y_BT.numel()  # equal on all ranks
-    count = (y_BT != IGNORED).sum().float()
+    count = (y_BT >= 0).sum().float()
     dist.all_reduce(count)  # ranks that share a model count the same tokens equally often
-    return count / dist.get_world_size()
+    return count.clamp(min=1) / dist.get_world_size()  # a batch of prompts has a loss of 0

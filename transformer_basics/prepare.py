@@ -2,6 +2,7 @@
 
     python transformer_basics/prepare.py runs/tokens */*.md
     python transformer_basics/prepare.py FOLDER FILE.jsonl --field text --tokenizer gpt2
+    python transformer_basics/prepare.py FOLDER FILE.jsonl --chat        # chat.py says what counts
     python transformer_basics/train.py --data runs/tokens --steps 100 --document-masks
     python transformer_basics/prepare.py runs/tokens --verify        # reads every byte
 
@@ -26,6 +27,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from arguments import ArgumentParser, UserError, above, at_least
+from chat import chats_of, tokens_of_chat
 from documents import Piece, documents_of, pieces_of
 from shards import (
     PARTS,
@@ -54,7 +56,7 @@ def main() -> None:
 def prepare(args) -> None:
     """Write the shards that are missing, then the index."""
     folder, tokenizer = args.folder, load_tokenizer(args.tokenizer)
-    pieces = pieces_of(args.files, round(args.shard_mb * 1e6))
+    pieces = pieces_of(args.files, round(args.shard_mb * 1e6), args.chat)
     check_plan(folder, plan_of(args, pieces))
     sidecars = [folder / f"piece_{number:05}.json" for number in range(len(pieces))]
     if not (folder / "index.json").exists():
@@ -161,10 +163,18 @@ def write_shards(
     """Tokenise one piece into a shard for training and a held-out shard; return its number."""
     tokenizer = tokenizer_of_process(tokenizer_name)
     writers = {part: ShardWriter(folder, f"{part}_{number:05}") for part in PARTS}
-    for text in documents_of(piece, field):
+
+    def writer_for(text: bytes) -> ShardWriter:
         # By its text: equal documents are all for training, or all held out.
         is_held_out = zlib.crc32(text) % held_out_every == 0
-        writers["validation" if is_held_out else "train"].add(ids(text, tokenizer))
+        return writers["validation" if is_held_out else "train"]
+
+    if piece.kind == "chat":
+        for line, messages, place in chats_of(piece):
+            writer_for(line).add(*tokens_of_chat(messages, tokenizer, place))
+    else:
+        for text in documents_of(piece, field):
+            writer_for(text).add(ids(text, tokenizer))
     entries = {part: writer.close() for part, writer in writers.items()}
     # This file comes last: a kill before it, and the piece is written again.
     write_json(folder / f"piece_{number:05}.json", entries)
@@ -210,6 +220,7 @@ def parse_args():
     parser.add_argument("files", nargs="*", type=Path, help="text, .jsonl, .json or .parquet files")
     add = parser.add_argument
     add("--field", default="text", help="field or column that holds the text")
+    add("--chat", action="store_true", help="JSON lines of chats: the loss counts the answers")
     add("--tokenizer", help="id on the Hugging Face hub or directory (default: bytes as tokens)")
     every = "hold out one in N documents, chosen by a checksum of its text"
     add("--held-out-every", type=at_least(2), default=20, help=every)

@@ -3,6 +3,7 @@
     FOLDER/index.json              the vocabulary; of each shard its name, sizes and checksum
     FOLDER/train_00000.bin         the token ids: uint16, or uint32 for more than 65,536 tokens
     FOLDER/train_00000.starts      int64: where in this shard each document begins
+    FOLDER/train_00000.counts      only of chats: uint8 per token, 1 if the loss counts it
     FOLDER/validation_00000.bin    ...
 
 Each file gets its name when it is complete, and the index is written last. The files are memory-
@@ -23,6 +24,8 @@ from tokenizing import Tokenizer
 
 PARTS = ("train", "validation")
 FILES = {".bin": "tokens", ".starts": "documents"}  # suffix -> what the index calls its length
+FILES |= {".counts": "counts"}  # only of chats
+DTYPES = {".starts": "int64", ".counts": "uint8"}  # of tokens, the index has it
 FORMAT = 1
 
 
@@ -30,6 +33,7 @@ FORMAT = 1
 class Shard:
     tokens: np.ndarray  # one row of token ids, mapped from a file
     starts: np.ndarray  # int64, ascending: the index of the first token of each document
+    counts: np.ndarray | None = None  # uint8, per token: 1 if it is a target; None: all are
 
 
 class ShardWriter:
@@ -37,13 +41,16 @@ class ShardWriter:
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name, self.starts, self.length, self.crc = folder, name, array("q"), 0, 0
+        self.counts = bytearray()
         self.file = self.temporary(".bin").open("wb")  # until `close`
 
     def temporary(self, suffix: str) -> Path:
         return self.folder / f"{self.name}{suffix}.{os.getpid()}.tmp"
 
-    def add(self, tokens: np.ndarray) -> None:
-        """tokens: of one document, in the dtype of the shard."""
+    def add(self, tokens: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """tokens: of one document, in the dtype of the shard. counts: of a chat, see `Shard`."""
+        if counts is not None:
+            self.counts += counts.astype(np.uint8).tobytes()
         self.starts.append(self.length)
         self.length += len(tokens)
         piece = tokens.tobytes()
@@ -59,9 +66,13 @@ class ShardWriter:
             return []
         starts = self.starts.tobytes()
         write_file(self.folder / f"{self.name}.starts", starts)
-        os.replace(self.temporary(".bin"), self.folder / f"{self.name}.bin")
         sizes = {"tokens": self.length, "documents": len(self.starts)}
-        return [{"name": self.name, **sizes, "crc32": zlib.crc32(starts, self.crc)}]
+        if self.counts:
+            write_file(self.folder / f"{self.name}.counts", self.counts)
+            sizes["counts"] = len(self.counts)
+        os.replace(self.temporary(".bin"), self.folder / f"{self.name}.bin")
+        crc = zlib.crc32(self.counts, zlib.crc32(starts, self.crc))
+        return [{"name": self.name, **sizes, "crc32": crc}]
 
 
 def flush(file) -> None:
@@ -124,9 +135,9 @@ def open_shards(folder: Path, index: dict, part: str) -> list[Shard]:
     shards = []
     for entry in index[part]:
         arrays = []
-        for suffix, count in FILES.items():
+        for suffix, count in files_of(entry).items():
             file = folder / f"{entry['name']}{suffix}"
-            dtype = np.dtype(index["dtype"] if suffix == ".bin" else np.int64)
+            dtype = np.dtype(DTYPES.get(suffix, index["dtype"]))
             expected = entry[count] * dtype.itemsize
             try:
                 size = file.stat().st_size
@@ -145,11 +156,16 @@ def open_shards(folder: Path, index: dict, part: str) -> list[Shard]:
     return shards
 
 
+def files_of(entry: dict) -> dict[str, str]:
+    """Those of `FILES` that this shard has."""
+    return {suffix: count for suffix, count in FILES.items() if count in entry}
+
+
 def check_bytes(folder: Path, entries: list[dict]) -> None:
     """Read every byte of these shards. Raises `UserError` if a checksum is wrong."""
     for entry in entries:
         crc = 0
-        for suffix in FILES:
+        for suffix in files_of(entry):
             with open(folder / f"{entry['name']}{suffix}", "rb") as file:
                 while piece := file.read(1 << 20):
                     crc = zlib.crc32(piece, crc)

@@ -17,6 +17,7 @@ class Tokenizer:
     token_count: int  # ids are below it
     end: int  # the id of the token that ends a document
     checksum: str  # of the vocabulary: another tokenizer of this name has another one
+    render: Callable[[list[dict], bool], str] | None = None  # the chat template; None: it has none
 
     @property
     def vocab_size(self) -> int:
@@ -51,10 +52,15 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     def encode(text: str) -> list[int]:
         return loaded.encode(text, add_special_tokens=False)
 
+    def chat_template(messages: list[dict], asks_for_answer: bool) -> str:
+        options = {"tokenize": False, "add_generation_prompt": asks_for_answer}
+        return loaded.apply_chat_template(messages, **options)
+
     vocabulary = json.dumps(sorted(loaded.get_vocab().items(), key=lambda item: item[1]))
     checksum = hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
     end = loaded.eos_token_id or 0
-    return Tokenizer(name, encode, loaded.decode, len(loaded), end, checksum)
+    render = chat_template if loaded.chat_template else None
+    return Tokenizer(name, encode, loaded.decode, len(loaded), end, checksum, render)
 
 
 def ids(text: bytes, tokenizer: Tokenizer) -> np.ndarray:

@@ -1,0 +1,93 @@
+r"""Chats to tokens, and which of them count in the loss: those that the assistant writes.
+
+A line of the file is one chat: {"messages": [{"role": "user", "content": "Hi"}, ...]}, with the
+roles system, user and assistant. The loss counts the tokens of each answer and the token that ends
+it. All other tokens are read, not learned: the model sees a prompt, and need not write it.
+
+If the tokenizer has a chat template, the chat is what the template makes of it. An answer then
+begins where the template asks for one (add_generation_prompt), and the text before it is tokenised
+apart, as it is when the model is used. Without a template, each message is `role: content` and the
+token that ends a document: "user: Hi<end>assistant: Hello<end>".
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from arguments import UserError
+from documents import Piece
+from tokenizing import Tokenizer
+
+ROLES = ("system", "user", "assistant")
+
+
+def chats_of(piece: Piece) -> Iterator[tuple[bytes, list[dict], str]]:
+    """(line, its messages, its place in words) of each chat. Raises `UserError`, with the place."""
+    for name in piece.files:
+        with Path(name).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    place = f"line {number} of {name}"
+                    yield line.strip(), messages_in(line, place), place
+
+
+def messages_in(line: bytes, place: str) -> list[dict]:
+    try:
+        chat = json.loads(line)
+    except ValueError:
+        raise UserError(f"{place} is no JSON") from None
+    messages = chat.get("messages") if isinstance(chat, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f'{place} has no chat: {{"messages": [{{"role": ..., "content": ...}}]}}')
+    for message in messages:
+        message = message if isinstance(message, dict) else {}
+        if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            raise UserError(
+                f"{place} has a message without a text in 'content', or whose 'role' is none of "
+                f"{', '.join(ROLES)}"
+            )
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(f"{place} has no message of the assistant: nothing in it counts")
+    return messages
+
+
+def tokens_of_chat(
+    messages: list[dict], tokenizer: Tokenizer, place: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids, in the dtype of `tokenizer`, and for each of them whether it counts.
+
+    Raises `UserError`, with the place of the chat, if the template does not take it.
+    """
+    tokens, counts = [], []
+    for text, is_answer, ends in segments(messages, tokenizer, place):
+        added = tokenizer.encode(text) + [tokenizer.end] * ends
+        tokens += added
+        counts += [is_answer] * len(added)
+    return np.array(tokens, tokenizer.dtype), np.array(counts, bool)
+
+
+def segments(
+    messages: list[dict], tokenizer: Tokenizer, place: str
+) -> Iterator[tuple[str, bool, bool]]:
+    """(text, whether it counts, whether the end of a document follows), in order."""
+    if tokenizer.render is None:
+        for message in messages:
+            is_answer = message["role"] == "assistant"
+            yield f"{message['role']}: ", False, False
+            yield message["content"], is_answer, True
+        return
+    try:
+        whole, done = tokenizer.render(messages, False), 0
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                begin = tokenizer.render(messages[:i], True)
+                end = tokenizer.render(messages[: i + 1], False).rstrip()
+                if not (whole.startswith(end) and end.startswith(begin)):
+                    raise ValueError("an answer changes what is before it")
+                yield whole[done : len(begin)], False, False
+                yield whole[len(begin) : len(end)], True, False
+                done = len(end)
+    except Exception as error:  # of the template's code
+        raise UserError(f"{place} does not fit the tokenizer's chat template: {error}") from None
+    yield whole[done:], False, False
