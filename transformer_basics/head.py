@@ -55,3 +55,9 @@ class Head(nn.Linear):
     def logits(self, x: Tensor) -> Tensor:
         bias = None if self.padding is None else self.padding.to(x.dtype)
         return F.linear(x, self.weight, bias)
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
+    """Over all tokens with a target that is not -100, in nats; computed in float32."""
+    logits = logits_BTV.flatten(0, 1).float()
+    return F.cross_entropy(logits, targets_BT.flatten(), reduction=reduction)
