@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from head import Head
+from dropout import drop, fold_in
+from head import Head, cross_entropy
 from tiles import fill_normal, local_part
 from torch import Tensor, nn
 
@@ -74,22 +75,23 @@ class GPT(nn.Module):
 
     With targets (B, T), the last stage returns the mean loss (see `Head`). starts_BT: the index of
     the first token of each token's document, which attention does not leave; None: one document.
+    keys_BT: what each token drops follows from its key (dropout.py); None: no dropout.
     A pipeline stage has a part of it, with the names of the full model: the blocks `layers`, on the
     first the embeddings, on the last the head (if tied, with a copy of the embedding). A middle
     stage maps (B, T, C) to (B, T, C).
     """
 
-    def __init__(self, config: GPTConfig, layers: range | None = None):
+    def __init__(self, config: GPTConfig, layers: range | None = None, dropout: float = 0.0):
         super().__init__()
         layers = range(config.layers) if layers is None else layers
-        self.config = config
+        self.config, self.dropout = config, dropout
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.layers
         self.positions = torch.arange  # (T, device=) -> (T): another, if tokens are sharded
         if self.is_first or (self.is_last and config.tied):
             self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
         if self.is_first and not config.is_llama:
             self.position_embedding = nn.Embedding(config.block_size, config.dim)
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in layers})
+        self.blocks = nn.ModuleDict({str(i): Block(config, dropout) for i in layers})
         if self.is_last:
             self.norm = make_norm(config)
             self.head = Head(config.dim, config.vocab_size, cross_entropy, config.token_count)
@@ -100,17 +102,16 @@ class GPT(nn.Module):
         if self.config.tied and self.is_last:
             self.head.weight = self.token_embedding.weight
 
-    def forward(
-        self, x: Tensor, targets_BT: Tensor | None = None, starts_BT: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, targets_BT=None, starts_BT=None, keys_BT=None) -> Tensor:
         if self.is_first:
             positions = self.positions(x.shape[1], device=x.device)  # (T), or (B, T):
             positions = positions if starts_BT is None else positions - starts_BT
             x = self.token_embedding(x)
             if not self.config.is_llama:  # a Llama's attention rotates queries and keys
                 x = x + self.position_embedding(positions)
-        for block in self.blocks.values():
-            x = block(x, starts_BT)
+            x = drop(x, self.dropout, fold_in(keys_BT, 0))
+        for i, block in self.blocks.items():
+            x = block(x, starts_BT, fold_in(keys_BT, 1 + int(i)))
         return self.head(self.norm(x), targets_BT=targets_BT) if self.is_last else x
 
 
@@ -122,15 +123,17 @@ def make_norm(config: GPTConfig) -> nn.Module:
 class Block(nn.Module):
     """(B, T, C) -> (B, T, C): tokens look back at earlier ones, then each is worked on alone."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, dropout: float = 0.0):
         super().__init__()
+        self.dropout = dropout
         self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
         self.attention, self.mlp = Attention(config), MLP(config)
 
-    def forward(self, x_BTC: Tensor, starts_BT: Tensor | None = None) -> Tensor:
-        documents = {} if starts_BT is None else {"starts_BT": starts_BT}
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), **documents)
-        return x_BTC + self.mlp(self.mlp_norm(x_BTC))
+    def forward(self, x_BTC: Tensor, starts_BT=None, keys_BT=None) -> Tensor:
+        y_BTC = self.attention(self.attention_norm(x_BTC), starts_BT=starts_BT)
+        x_BTC = x_BTC + drop(y_BTC, self.dropout, fold_in(keys_BT, 0))
+        y_BTC = self.mlp(self.mlp_norm(x_BTC))
+        return x_BTC + drop(y_BTC, self.dropout, fold_in(keys_BT, 1))
 
 
 class Attention(nn.Module):
@@ -218,13 +221,6 @@ class MLP(nn.Module):
         if self.gate is not None:  # SwiGLU: Shazeer (arXiv 2002.05202)
             return self.contract(F.silu(self.gate(x_BTC)) * expanded)
         return self.contract(F.gelu(expanded, approximate="tanh"))
-
-
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
-    """Over all tokens with a target that is not negative, in nats; computed in float32."""
-    logits = logits_BTV.flatten(0, 1).float()
-    targets = targets_BT.flatten().clamp(min=-100)  # what F.cross_entropy leaves out
-    return F.cross_entropy(logits, targets, reduction=reduction)
 
 
 @torch.no_grad()

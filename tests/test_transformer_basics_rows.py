@@ -15,6 +15,7 @@ ROWS = {
     "clipping with `--tp` and `--dp-shard`": "test_shards_that_are_not_shard",
     "hangs at the first step": "test_ranks_that_build_different_meshes",
     "`--tp` changes the loss": "test_a_batch_for_each_tensor_parallel_rank",
+    "with dropout and `--tp`": "test_a_mask_for_each_tensor_parallel_rank",
     "with masked targets": "test_a_mean_of_means_of_unequal_counts",
     "hold different numbers, first in": "test_a_part_of_the_gradient_of_an_adapter",
     "a pipeline is slow": (
@@ -142,3 +143,23 @@ def test_a_part_of_the_gradient_of_an_adapter(copy):
     result = copy.run("train.py", *FLAGS, "--data", "text.txt", *flags, "--tp", 2)
     assert result.returncode == 2
     assert re.search(r"hold different numbers, first in blocks\.0\..*lora_b", result.output)
+
+
+def test_a_mask_for_each_tensor_parallel_rank(copy):
+    """torch's dropout, seeded by rank; then by all coordinates but tp; then ours."""
+    flags = ("--dropout", 0.2, "--timeout", 100, "--tp", 2)
+    ours = "x_BTC.masked_fill(is_dropped, 0) / (1 - rate)"
+    torchs = "torch.nn.functional.dropout(x_BTC, rate)"
+    seeds, by_rank = "seed_generators(settings.seed, mesh)", "torch.manual_seed(worker.rank)"
+    copy.edit("dropout.py", ours, torchs)
+    copy.edit("train.py", seeds, by_rank)
+    result = copy.run("train.py", *FLAGS, "--data", "text.txt", *flags)
+    assert result.returncode not in (0, None)
+    assert "ranks 0 and 1 hold different numbers" in result.output
+    copy.edit("train.py", by_rank, seeds)
+    drawn = log(copy, *flags, ranks=2)
+    alone = log(copy, *flags[:4], ranks=1)
+    assert drawn["loss"][0] == pytest.approx(alone["loss"][0], rel=0.05)
+    copy.edit("dropout.py", torchs, ours)
+    equal = [log(copy, *flags[:4], *mesh, ranks=len(mesh) or 1) for mesh in ((), ("--tp", 2))]
+    assert equal[0]["grad_norm"] == pytest.approx(equal[1]["grad_norm"], rel=1e-4)

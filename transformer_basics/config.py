@@ -90,6 +90,7 @@ class Settings:
     warmup: float = 0.05
     weight_decay: float = 0.1
     clip: float = 1.0
+    dropout: float = 0.0
     precision: str = "fp32"
     activation_checkpointing: str | int | None = None  # full, selective, every Nth block
     compile: bool = False

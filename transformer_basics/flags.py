@@ -79,6 +79,8 @@ def parse_args() -> Settings:
         help="weight decay of matrices (default: 0.1)",
     )
     add("--clip", type=between(0, math.inf), help="clip the gradient norm (0: never; default: 1)")
+    dropped = "drop this share of embeddings and of what attention and MLP add (default: 0)"
+    add("--dropout", type=between(0, 0.99), help=dropped)
     add("--precision", choices=PRECISIONS, help="dtype of matmuls; parameters stay fp32")
     add("--activation-checkpointing", **CHECKPOINTING)
     chunks = "compute the logits and the loss in N chunks of the tokens (default: 1)"

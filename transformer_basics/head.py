@@ -55,3 +55,10 @@ class Head(nn.Linear):
     def logits(self, x: Tensor) -> Tensor:
         bias = None if self.padding is None else self.padding.to(x.dtype)
         return F.linear(x, self.weight, bias)
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
+    """Over all tokens with a target that is not negative, in nats; computed in float32."""
+    logits = logits_BTV.flatten(0, 1).float()
+    targets = targets_BT.flatten().clamp(min=-100)  # what F.cross_entropy leaves out
+    return F.cross_entropy(logits, targets, reduction=reduction)

@@ -60,7 +60,7 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh, stage: 
     """This rank's part of a stage on the mesh of all ranks; its parameters have no memory yet."""
     stages = settings.pp * settings.local_stages
     with parameters_without_memory():  # no rank needs room for the full model
-        model = GPT(config, stage_layers(config, stages)[stage])  # some layers
+        model = GPT(config, stage_layers(config, stages)[stage], settings.dropout)  # some layers
     if settings.cp > 1:  # some tokens of each sequence
         apply_context_parallel(model, mesh["cp"], settings.cp_kernel)
     if model.is_last:
@@ -85,12 +85,13 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh, stage: 
 
 
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
-    """Seed torch's global generators, from which dropout, for example, draws.
+    """Seed torch's global generators, from which nn.Dropout, for example, draws.
 
     The seed depends on all coordinates but tp: other sequences, tokens, layers get other numbers.
     Ranks that differ only in tp get the same numbers: between the layers they hold copies of the
     same activations, and must drop the same ones. (Where they hold different heads or, with
     --sequence-parallel, different tokens, all use one pattern.)
+    The model's own --dropout draws nothing: dropout.py.
     """
     axes = ("pp", "dp_replicate", "dp_shard", "cp")
     coordinates = [mesh[axis].get_local_rank() for axis in axes]

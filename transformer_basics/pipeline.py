@@ -53,25 +53,32 @@ class Pipeline:
         )
 
     def train(
-        self, x_BT: Tensor, y_BT: Tensor, tokens: Tensor | int, starts_BT: Tensor | None = None
+        self,
+        x_BT: Tensor,
+        y_BT: Tensor,
+        tokens: Tensor | int,
+        starts_BT: Tensor | None = None,
+        keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss on the last stage, 0 elsewhere.
 
         Every rank passes the full batch: the first stage uses the inputs, the last the targets, and
-        each stage the starts of the documents, if any.
+        each stage the starts of the documents and the keys of dropout, if any.
         tokens: what the sum of losses is divided by.
         """
         losses, self.tokens = [], tokens
-        starts = {} if starts_BT is None else {"starts_BT": starts_BT}
+        # The schedule divides these into micro-batches, too.
+        per_token = {"starts_BT": starts_BT, "keys_BT": keys_BT}
+        per_token = {name: value for name, value in per_token.items() if value is not None}
         if self.model.is_first:
             # Up to torch 2.11 a stage refuses a view of another tensor, such as [:, :-1].
-            self.schedule.step(x_BT.contiguous(), return_outputs=False, **starts)
+            self.schedule.step(x_BT.contiguous(), return_outputs=False, **per_token)
         elif self.model.is_last:
             y_BT = y_BT.contiguous()
-            starts |= {"targets_BT": y_BT} if self.in_chunks else {}
-            self.schedule.step(target=y_BT, losses=losses, return_outputs=False, **starts)
+            per_token |= {"targets_BT": y_BT} if self.in_chunks else {}
+            self.schedule.step(target=y_BT, losses=losses, return_outputs=False, **per_token)
         else:
-            self.schedule.step(**starts)
+            self.schedule.step(**per_token)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).mean()

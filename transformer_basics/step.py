@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from config import Settings
 from context_parallel import tokens_of_rank, torch_attention
+from data import batch_part
+from dropout import token_keys
 from model import cross_entropy
 from packing import document_starts, tokens_per_rank
 from pipeline import Pipeline
@@ -27,27 +29,31 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
     settings: Settings,
+    step: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimizer step on this rank's part of the global batch.
 
+    step: the number of the step, which --dropout needs: each step drops other numbers.
     Returns this rank's summand of the mean loss (0 on all pipeline stages but the last): the mean
     over ranks is the mean over all tokens. And the norm of the full model's gradients (of their
     mean over all ranks, before clipping).
     """
     optimizer.zero_grad(set_to_none=True)
     adds_full_gradients = settings.dp_shard * settings.cp == 1 or settings.reduce_once
+    keys_BT = keys_of_rank(x_BT, step, mesh, settings) if settings.dropout else None
     x_BT, y_BT = (tokens_of_rank(mesh["cp"], tokens_BT) for tokens_BT in (x_BT, y_BT))
     tokens = tokens_per_rank(y_BT, settings)
     loss_of = loss_function(settings.compile and not settings.loss_parallel)
     with torch_regions(settings, mesh):
         if pipeline:
-            loss = pipeline.train(x_BT, y_BT, tokens, document_starts(y_BT, settings))
+            starts_BT = document_starts(y_BT, settings)
+            loss = pipeline.train(x_BT, y_BT, tokens, starts_BT, keys_BT)
         else:
             loss = torch.zeros((), device=x_BT.device)
-            microbatches = zip(
-                x_BT.chunk(settings.accumulate), y_BT.chunk(settings.accumulate), strict=True
-            )
-            for i, (x, y) in enumerate(microbatches):
+            count = settings.accumulate
+            keys = [None] * count if keys_BT is None else keys_BT.chunk(count)
+            microbatches = zip(x_BT.chunk(count), y_BT.chunk(count), keys, strict=True)
+            for i, (x, y, keys_BT) in enumerate(microbatches):
                 # A rank with full parameters adds up full gradients, and reduces them in the last
                 # backward. A rank with shards reduces in each backward, and adds up shards:
                 # otherwise FSDP keeps the full model's gradients on every rank. Replicas
@@ -59,9 +65,9 @@ def train_step(
                 # In chunks, the model computes the loss, which never has all logits at once.
                 starts_BT = document_starts(y, settings)
                 if settings.loss_chunks > 1:
-                    part = model(x, y, starts_BT) * y.numel()
+                    part = model(x, y, starts_BT, keys_BT) * y.numel()
                 else:
-                    part = loss_of(model(x, None, starts_BT), y, "sum")
+                    part = loss_of(model(x, None, starts_BT, keys_BT), y, "sum")
                 part = part / tokens
                 part.backward()
                 loss += full_tensor(part.detach())
@@ -70,6 +76,24 @@ def train_step(
     grad_norm = clip_gradients(model, settings.clip or math.inf, mesh)
     optimizer.step()
     return full_tensor(loss), grad_norm
+
+
+def keys_of_rank(
+    x_BT: torch.Tensor, step: int, mesh: DeviceMesh, settings: Settings
+) -> torch.Tensor:
+    """The keys of dropout of the tokens that this rank has between the layers: see dropout.py.
+
+    x_BT: the rank's part of the global batch, full sequences. Ranks that have the same tokens (tp,
+    pp) get the same keys; ranks that have other sequences (dp_replicate, dp_shard) or other tokens
+    of a sequence (cp, and tp with --sequence-parallel) get those of their tokens.
+    """
+    (part, parts), (count, length) = batch_part(mesh), x_BT.shape
+    rows_B = torch.arange(part, part + parts * count, parts, device=x_BT.device)
+    positions_T = torch.arange(length, device=x_BT.device)
+    keys_BT = tokens_of_rank(mesh["cp"], token_keys(settings.seed, step, rows_B, positions_T))
+    if settings.sequence_parallel:
+        keys_BT = keys_BT.chunk(settings.tp, dim=1)[mesh["tp"].get_local_rank()]
+    return keys_BT
 
 
 @contextmanager

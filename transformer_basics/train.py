@@ -70,7 +70,7 @@ def train(settings: Settings, worker: Worker) -> int:
     with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
         for x_BT, y_BT in batches.from_step(step, settings.steps, mesh, worker.device):
             lr = set_learning_rate(optimizer, step, settings)
-            loss, grad_norm = train_step(model, pipeline, x_BT, y_BT, optimizer, mesh, settings)
+            loss, norm = train_step(model, pipeline, x_BT, y_BT, optimizer, mesh, settings, step)
             step += 1
             if profiler:
                 profiler.step()
@@ -87,7 +87,7 @@ def train(settings: Settings, worker: Worker) -> int:
                 continue
 
             epoch = (step - 1) // batches.per_epoch
-            report.training(step, epoch, mean_over_ranks(loss, mesh), lr, float(grad_norm))
+            report.training(step, epoch, mean_over_ranks(loss, mesh), lr, float(norm))
             check_replicas(model, step, worker)  # replicas can diverge without an error
             if evaluating:
                 loss = evaluate(model, pipeline, held_out, mesh, settings)

@@ -29,6 +29,7 @@ from parallelize import spread_model
 from replicas import check_replicas
 from step import train_step
 from torch.distributed.tensor import DTensor
+from workers.gpt_masks import Dropping
 from workers.place import worker_of_test
 
 STEPS, BATCH, LENGTH, VOCABULARY, LR = 3, 16, 16, 44, 0.01
@@ -50,20 +51,24 @@ KINDS = {
     # Borders of documents at random, in one half of the batch more than in the other.
     "documents": ("--clip 0.1 --document-masks", "sgd"),
     "llama documents": (f"--clip 0.1 {LLAMA} --window 5 --document-masks", "sgd"),
+    # Masks from another program: gpt_masks.py.
+    "dropout": ("--clip 0.1 --dropout 0.3", "sgd"),
+    "deep dropout": (f"--clip 0.1 {LLAMA} --tied --layers 5 --dropout 0.2", "sgd"),
+    "dropped documents": ("--clip 0.1 --document-masks --dropout 0.5", "adamw"),
     "qwen": (f"--clip 0.1 {LLAMA} --kv-heads 1 --head-dim 8 --qk-norm", "sgd"),
 }
 TP, SP, LP = "--tp {}", "--tp {} --sequence-parallel", "--tp {} --loss-parallel"
 ALL = SP + " --loss-parallel"
 MESHES = {  # ranks -> flags -> kinds
     2: {
-        "": ("sgd", "adamw", "tied", "bf16", "llama", "documents"),
-        "--activation-checkpointing --accumulate 4": ("sgd",),
+        "": ("sgd", "adamw", "tied", "bf16", "llama", "documents", "dropout", "dropped documents"),
+        "--activation-checkpointing --accumulate 4": ("sgd", "dropout"),
         "--dp-shard 2": ("adamw", "clip", "tied", "padded", "bf16", "llama", "qwen"),
-        "--dp-shard 2 --accumulate 4": ("clip", "tied", "documents", "llama documents"),
+        "--dp-shard 2 --accumulate 4": ("clip", "tied", "documents", "llama documents", "dropout"),
         "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
-        "--dp-shard 2 --compile": ("clip", "documents"),
-        "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama"),
+        "--dp-shard 2 --compile": ("clip", "documents", "dropout"),
+        "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama", "dropout"),
         "--dp-shard 2 --activation-checkpointing 2 --loss-chunks 5": (
             "clip",
             "tied",
@@ -71,17 +76,32 @@ MESHES = {  # ranks -> flags -> kinds
             "documents",
         ),
         "--accumulate 2 --compile --activation-checkpointing selective --loss-chunks 7": ("qwen",),
-        TP.format(2): ("sgd", "adamw", "clip", "tied", "padded", "bf16", "llama", "qwen"),
-        SP.format(2): ("sgd", "documents"),
-        TP.format(2) + " --compile": ("sgd", "qwen"),
+        TP.format(2): (
+            "sgd",
+            "adamw",
+            "clip",
+            "tied",
+            "padded",
+            "bf16",
+            "llama",
+            "qwen",
+            "dropout",
+        ),
+        SP.format(2): ("sgd", "documents", "dropout"),
+        TP.format(2) + " --compile": ("sgd", "qwen", "dropout"),
         LP.format(2): ("clip",),
         ALL.format(2): ("adamw", "tied", "padded", "bf16", "llama", "qwen", "qwen2"),
-        ALL.format(2) + " --activation-checkpointing --accumulate 2": ("clip", "qwen", "documents"),
-        "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen"),
+        ALL.format(2) + " --activation-checkpointing --accumulate 2": (
+            "clip",
+            "qwen",
+            "documents",
+            "dropped documents",
+        ),
+        "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen", "dropout"),
         "--cp 2 --accumulate 4 --reduce-once": ("clip",),
-        "--cp 2 --activation-checkpointing --accumulate 2": ("clip", "qwen"),
+        "--cp 2 --activation-checkpointing --accumulate 2": ("clip", "qwen", "dropout"),
         "--cp 2 --loss-chunks 3 --activation-checkpointing": ("clip", "tied"),
-        "--cp 2 --compile": ("clip", "qwen"),
+        "--cp 2 --compile": ("clip", "qwen", "dropout"),
         ALL.format(2) + " --activation-checkpointing selective --loss-chunks 5": (
             "clip",
             "qwen",
@@ -89,28 +109,36 @@ MESHES = {  # ranks -> flags -> kinds
         ),
         LP.format(2) + " --loss-chunks 3": ("tied",),
         "--pp 2 --loss-chunks 5 --activation-checkpointing 2": ("clip", "tied", "documents"),
-        "--pp 2": ("sgd", "adamw", "clip", "tied", "bf16", "llama", "smollm"),
+        "--pp 2": ("sgd", "adamw", "clip", "tied", "bf16", "llama", "smollm", "dropout"),
         "--pp 2 --accumulate 8": ("deep",),
-        "--pp 2 --accumulate 4 --activation-checkpointing": ("clip", "documents"),
+        "--pp 2 --accumulate 4 --activation-checkpointing": (
+            "clip",
+            "documents",
+            "dropout",
+            "dropped documents",
+        ),
         "--pp 2 --schedule interleaved": ("smollm",),
-        "--pp 2 --accumulate 4 --schedule interleaved --activation-checkpointing": ("deep",),
-        "--pp 2 --accumulate 4 --schedule zero-bubble": ("deep", "smollm"),
+        "--pp 2 --accumulate 4 --schedule interleaved --activation-checkpointing": (
+            "deep",
+            "deep dropout",
+        ),
+        "--pp 2 --accumulate 4 --schedule zero-bubble": ("deep", "smollm", "deep dropout"),
     },
     4: {
         TP.format(4): ("clip", "llama"),
         ALL.format(4): ("tied", "qwen", "qwen2"),
         "--dp-replicate 2 --dp-shard 2": ("adamw", "clip"),
-        "--dp-replicate 2 --dp-shard 2 --accumulate 4": ("clip",),
+        "--dp-replicate 2 --dp-shard 2 --accumulate 4": ("clip", "dropout"),
         "--dp-shard 2 " + TP.format(2): ("adamw", "clip"),
-        "--dp-shard 2 " + ALL.format(2): ("sgd", "tied", "llama", "qwen"),
+        "--dp-shard 2 " + ALL.format(2): ("sgd", "tied", "llama", "qwen", "dropout"),
         "--dp-replicate 2 " + TP.format(2): ("clip", "qwen"),
         "--dp-replicate 2 " + ALL.format(2): ("adamw",),
         "--cp 4": ("clip", "grouped"),
         "--dp-replicate 2 --cp 2": ("clip",),
         "--dp-shard 2 --cp 2 --accumulate 4": ("adamw", "qwen"),
         "--cp 2 " + TP.format(2): ("clip", "qwen"),
-        "--cp 2 " + ALL.format(2): ("clip", "tied", "grouped", "qwen"),
-        "--pp 2 --cp 2 --accumulate 4": ("clip", "tied", "qwen"),
+        "--cp 2 " + ALL.format(2): ("clip", "tied", "grouped", "qwen", "dropout"),
+        "--pp 2 --cp 2 --accumulate 4": ("clip", "tied", "qwen", "dropout"),
         "--pp 2 --cp 2 --accumulate 4 --schedule zero-bubble": ("deep",),
         "--pp 4": ("deep", "smollm"),
         "--pp 2 --dp-shard 2": ("adamw", "tied", "documents"),
@@ -118,7 +146,7 @@ MESHES = {  # ranks -> flags -> kinds
         "--pp 2 --accumulate 4 --dp-shard 2 --schedule interleaved": ("smollm",),
         "--pp 2 --accumulate 4 --cp 2 --schedule zero-bubble": ("smollm",),
         "--pp 2 --accumulate 4 --dp-shard 2 --schedule zero-bubble": ("smollm",),
-        "--pp 2 --accumulate 4 --schedule interleaved " + ALL.format(2): ("smollm",),
+        "--pp 2 --accumulate 4 --schedule interleaved " + ALL.format(2): ("smollm", "deep dropout"),
         "--pp 2 --accumulate 4 --schedule zero-bubble " + ALL.format(2): ("deep", "smollm"),
         "--pp 2 --accumulate 4 " + ALL.format(2): (
             "clip",
@@ -129,10 +157,10 @@ MESHES = {  # ranks -> flags -> kinds
         ),
     },
     8: {  # three_dimensions.py has it without sequence parallelism and clipping
-        "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip", "tied", "llama", "qwen"),
+        "--pp 2 --dp-shard 2 " + ALL.format(2): ("clip", "tied", "llama", "qwen", "dropout"),
         "--cp 8": ("clip",),
         "--dp-replicate 2 --dp-shard 2 --cp 2": ("adamw",),
-        "--dp-shard 2 --cp 2 " + ALL.format(2): ("clip", "grouped"),
+        "--dp-shard 2 --cp 2 " + ALL.format(2): ("clip", "grouped", "dropout"),
         "--pp 2 --cp 2 " + ALL.format(2): ("qwen",),
         "--pp 2 --dp-shard 2 --loss-chunks 5 " + ALL.format(2): ("llama",),
     },
@@ -141,10 +169,15 @@ MESHES = {  # ranks -> flags -> kinds
 QUICK = {
     2: {
         "": ("adamw",),
-        "--dp-shard 2 --accumulate 4 --loss-chunks 5": ("clip", "documents"),
-        ALL.format(2) + " --activation-checkpointing selective": ("tied", "qwen"),
-        "--cp 2 --accumulate 2": ("clip", "grouped"),
-        "--pp 2 --accumulate 4 --loss-chunks 5": ("clip", "tied"),
+        "--dp-shard 2 --accumulate 4 --loss-chunks 5": (
+            "clip",
+            "documents",
+            "dropout",
+            "dropped documents",
+        ),
+        ALL.format(2) + " --activation-checkpointing selective": ("tied", "qwen", "dropout"),
+        "--cp 2 --accumulate 2": ("clip", "grouped", "dropout"),
+        "--pp 2 --accumulate 4 --loss-chunks 5": ("clip", "tied", "dropout"),
         "--pp 2 --accumulate 4 --schedule zero-bubble": ("smollm",),
     }
 }
@@ -211,11 +244,14 @@ def one_process(kind: str) -> dict:
     first_values(model)
     optimizer = plain_optimizer(name, model)
     found = {"loss": [], "norm": [], "gradients": []}
-    for x, y in batches(kind):
+    dropping = Dropping(model, settings.dropout)
+    for step, (x, y) in enumerate(batches(kind)):
         optimizer.zero_grad()
+        dropping.step = step
         if "documents" in kind:
-            loss = of_each_document(model, x, y)
+            loss = of_each_document(model, x, y, dropping)
         else:
+            dropping.rows, dropping.positions = range(BATCH), range(LENGTH)
             logits = model(x)[..., :VOCABULARY]
             loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), y.reshape(-1))
         loss.backward()
@@ -231,13 +267,17 @@ def one_process(kind: str) -> dict:
     return found | {"parameters": [{name: p.detach() for name, p in model.named_parameters()}]}
 
 
-def of_each_document(model, x, y) -> torch.Tensor:
-    """The mean loss of all tokens; the model sees one document at a time, from position 0 on."""
+def of_each_document(model, x, y, dropping: Dropping) -> torch.Tensor:
+    """The mean loss of all tokens; the model sees one document at a time, from position 0 on.
+
+    (Dropout is by the position in the window.)
+    """
     losses = []
-    for inputs, targets in zip(x.tolist(), y.tolist(), strict=True):
+    for row, (inputs, targets) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
         begin = 0
         for i, target in enumerate(targets):
             if target == -100 or i == LENGTH - 1:
+                dropping.rows, dropping.positions = [row], range(begin, i + 1)
                 logits = model(torch.tensor([inputs[begin : i + 1]]))[0].log_softmax(-1)
                 known = [t for t in targets[begin : i + 1] if t != -100]
                 losses += [-logits[j, t] for j, t in enumerate(known)]
@@ -294,7 +334,7 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
     model.register_forward_hook(note_output)
     for step, (x, y) in enumerate(batches(kind)):
         x, y = (tensor[part::parts].to(worker.device) for tensor in (x, y))
-        loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings)
+        loss, norm = train_step(model, pipeline, x, y, optimizer, mesh, settings, step)
         found["loss"].append(mean_over_ranks(loss, mesh))
         found["norm"].append(norm.item())
         if step in (0, STEPS - 1):
