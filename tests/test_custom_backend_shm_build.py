@@ -3,6 +3,7 @@
 import itertools
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -126,3 +127,16 @@ def test_each_build_has_its_own_place(small_source, monkeypatch):
     fingerprints.add(build.fingerprint())
     assert len(fingerprints) == 4
     assert all(a != b for a, b in itertools.combinations(fingerprints, 2))
+
+
+def test_the_manual_lists_every_file_and_how_long_the_first_ones_are():
+    manual = (ROOT / "custom_backend/shm.md").read_text()
+    first, rest = manual.split("The rest makes a complete backend of them.")
+    first = first.partition("Read these five files first")[2]
+    files = {file.name for file in build.HERE.iterdir() if file.suffix in (".h", ".cpp", ".py")}
+    names = [re.findall(r"\(shm/(\w+\.\w+)\)", table) for table in (first, rest)]
+    assert len(names[0]) == 5
+    assert sorted(names[0] + names[1]) == sorted(files - {"__init__.py"})
+    lines = sum((build.HERE / name).read_text().count("\n") for name in names[0])
+    assert f"{round(lines, -2)} lines of plain C++, without torch" in first
+    assert not any("torch/" in (build.HERE / name).read_text() for name in names[0])
