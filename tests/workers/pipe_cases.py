@@ -46,13 +46,13 @@ def leave() -> None:
 
 
 def told(call, *args, **options) -> dict:
-    """The error that a call raises, and after how many seconds."""
+    """The error that a call raises, after how many seconds, and when (in seconds since 1970)."""
     began, message = time.monotonic(), ""
     try:
         call(*args, **options)
     except RuntimeError as error:
         message = str(error)
-    return {"message": message, "seconds": time.monotonic() - began}
+    return {"message": message, "seconds": time.monotonic() - began, "at": time.time()}
 
 
 # ---- right numbers
