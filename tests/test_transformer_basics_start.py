@@ -92,8 +92,8 @@ class RotatingNorm(nn.LayerNorm):
 
 
 class RotaryGPT(GPT):
-    def __init__(self, config, layers=None):
-        super().__init__(config, layers)
+    def __init__(self, config, layers=None, dropout=0.0):
+        super().__init__(config, layers, dropout)
         for block in self.blocks.values():
             block.attention_norm = RotatingNorm(config.dim)
 
