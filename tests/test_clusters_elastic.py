@@ -3,6 +3,7 @@
 import re
 import signal
 import time
+from collections.abc import Callable
 from itertools import pairwise
 
 import lab_hosts
@@ -10,7 +11,7 @@ import numpy
 import pool
 import pytest
 import torch
-from helpers import ROOT, TORCHRUN, Job, learned, python, read_lines
+from helpers import ROOT, TORCHRUN, Job, Patience, learned, python, read_lines
 from lab_hosts import Lab, name_of
 
 SCRIPT = ROOT / "clusters/elastic_train.py"
@@ -192,19 +193,26 @@ class Hosts(Lab):
         self.all.append(self.agents[host])
         return self.agents[host]
 
-    def wait_for(self, ranks: int, steps: int = 5, since: float = 0, timeout: float = 120) -> dict:
+    def wait_for(self, ranks: int, steps: int = 5, since: float = 0) -> dict:
         """Wait until `ranks` ranks have done `steps` steps; returns the first step."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+
+        def done() -> list[dict]:
             lines = [x for x in log(self.folder / "run") if x["time"] > since]
-            lines = [x for x in lines if x["ranks"] == ranks]
-            if len(lines) >= steps:
-                return lines[0]
+            return [x for x in lines if x["ranks"] == ranks]
+
+        self.wait_until(lambda: len(done()) >= steps)
+        return done()[0]
+
+    def wait_until(self, condition: Callable[[], object], seconds: float = 120) -> None:
+        """Raises AssertionError if no agent and no rank makes progress for so many seconds."""
+        patience = Patience(self.all, seconds)
+        while not condition():
+            if patience.is_over():
+                for job in self.agents.values():
+                    job.abort()  # each process says what it was doing
+                said = (f"host{i}: {job.output[-9000:]}" for i, job in self.agents.items())
+                raise AssertionError("\n".join([patience.why, *said]))
             time.sleep(0.05)
-        for job in self.agents.values():
-            job.abort()  # each process says what it was doing
-        said = "\n".join(f"host{i}: {job.output[-9000:]}" for i, job in self.agents.items())
-        raise AssertionError(f"no {steps} steps of {ranks} ranks in {timeout} s\n{said}")
 
     def errors(self) -> list[str]:
         """The last lines of the tracebacks of ranks since the last call, without addresses."""
@@ -228,13 +236,6 @@ def hosts(tmp_path):
         for job in hosts.all:
             job.kill()
             job.log.close()
-
-
-def wait_until(condition, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -286,9 +287,9 @@ def test_the_template_goes_on_with_any_number_that_divides_its_batch(hosts, tmp_
 
     def wait_for(ranks: int, before: int) -> None:
         """Wait until `ranks` ranks have started again, and have done three steps."""
-        wait_until(lambda: starts(ranks) > before)
+        hosts.wait_until(lambda: starts(ranks) > before)
         done = len(learned(run))
-        wait_until(lambda: len(learned(run)) >= done + 3)
+        hosts.wait_until(lambda: len(learned(run)) >= done + 3)
 
     for together, ranks in (((0,), 1), ((1, 2), 3)):
         for host in together:
@@ -332,7 +333,7 @@ def test_killed_ranks_agents_and_hosts_cost_time_only(hosts, tmp_path, one_proce
     hosts.wait_for(ranks=2, since=since)
     assert orphan.is_running()
     hosts.start_agent(1)
-    wait_until(lambda: not orphan.is_running())
+    hosts.wait_until(lambda: not orphan.is_running())
     reported(
         hosts,
         "an agent is killed, and started again",

@@ -695,6 +695,7 @@ def test_identity_is_all_that_changes_what_is_computed():
             "rope_theta",
             "rope_scaling",
         ),
+        *("dropout", "lora_rank", "lora_alpha"),
     }
     assert Settings().identity().keys() == fields - config.MAY_CHANGE
 
