@@ -8,7 +8,6 @@ global batches are the same in all.
 
 import sys
 import zlib
-from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
@@ -410,8 +409,6 @@ class Reductions(CountByAxis):
 
 
 def main(output: str, cases: str) -> None:
-    # One mesh for all cases of a shape: each group has a thread, and hundreds of threads slow Gloo.
-    parallelize.init_device_mesh = cache(parallelize.init_device_mesh)
     with worker_of_test(gpu_per_rank=True) as worker:
         meshes, results = (QUICK if cases == "quick" else MESHES)[worker.world_size], {}
         for mesh, kinds in meshes.items():
