@@ -56,7 +56,7 @@ def token_keys(seed: int, step: int, rows_B: Tensor, positions_T: Tensor) -> Ten
 
 
 def drop(x_BTC: Tensor, rate: float, keys_BT: Tensor | None) -> Tensor:
-    """Zero a share `rate` of the numbers, and divide the others by 1 - rate: the mean stays.
+    """Zero a share `rate` of the numbers and divide the rest by 1 - rate, which keeps the mean.
 
     Srivastava et al., Dropout, JMLR 15 (2014). rate: from 0 up to, but without, 1. keys_BT: from
     each follow C independent draws; None (evaluation, generation): x_BTC itself.

@@ -99,7 +99,7 @@ class Report:
     def cost(self) -> dict[str, float]:
         """Hours of the run, and ranks x hours, from its first start to now.
 
-        A checkpoint keeps them. What a killed run did after its last checkpoint is not counted.
+        A checkpoint keeps them. Time after the last checkpoint of a killed run is not counted.
         """
         hours = (time.perf_counter() - self.started) / 3600
         return {
