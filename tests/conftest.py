@@ -8,6 +8,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: as in every job, see helpers.py
 import torch
+import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["processor_time"]
@@ -134,3 +135,11 @@ def shm_is_compiled(request):
 
         helpers.python(TESTS.parent / "custom_backend/shm/build.py", timeout=800).check()
         compiled.append("shm")
+
+
+@pytest.fixture
+def group():
+    """A group of one rank, this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -17,7 +17,6 @@ import pool
 import pytest
 import text_files
 import torch
-import torch.distributed as dist
 from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
 from config import AXES, Settings
@@ -966,15 +965,11 @@ def test_a_window_is_filled_up_to_a_multiple_and_the_tokens_stay_the_same():
     assert lengths == [4, 4, 8, 8, 8, 8]
 
 
-def test_weights_that_were_tied_are_one_after_they_were_cut():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = GPT(GPTConfig(256, 16, 2, 2, 16, tied=True))
-        cut = apply_tensor_parallel(model, init_device_mesh("cpu", (1,)))
-        assert isinstance(cut.head.weight, DTensor)
-        assert cut.head.weight is cut.token_embedding.weight
-    finally:
-        dist.destroy_process_group()
+def test_weights_that_were_tied_are_one_after_they_were_cut(group):
+    model = GPT(GPTConfig(256, 16, 2, 2, 16, tied=True))
+    cut = apply_tensor_parallel(model, init_device_mesh("cpu", (1,)))
+    assert isinstance(cut.head.weight, DTensor)
+    assert cut.head.weight is cut.token_embedding.weight
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from itertools import combinations
 import pool
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from config import Settings
 from dropout import drop, fold_in, token_keys
@@ -25,13 +24,6 @@ from workers.gpt_masks import GAMMA, output
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 SIZES = ("--layers", 2, "--heads", 2, "--dim", 16, "--block-size", 16, "--batch-size", 8)
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def masks(rate: float, seed: int = 0, step: int = 0, layer: int = 1, site: int = 0):

@@ -6,7 +6,6 @@ import sys
 import flags
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint import save_checkpoint
 from config import Settings
 from export import export
@@ -59,26 +58,22 @@ def family(request, tmp_path_factory):
     return model, folder, Settings(**sizes | shape, init_from=str(folder))
 
 
-def test_a_family_goes_in_and_comes_out(family, tmp_path):
+def test_a_family_goes_in_and_comes_out(group, family, tmp_path):
     """The logits of transformers; and what a checkpoint of ours exports is what was read."""
     theirs, folder, settings = family
     tokens = torch.randint(50, (3, 32), generator=torch.Generator().manual_seed(1))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        worker, settings = Worker(0, 0, 1, torch.device("cpu")), settings.on(1)
-        config = read_config(settings, token_count=50)
-        _, model, _ = spread_model(config, settings, worker.device)
-        copy_weights(model, read_weights(settings, config))
-        parts = {"model": model, "optimizer": make_optimizer(model, settings)}
-        expected = theirs(tokens).logits
-        assert expected.abs().max() > 0.5
-        torch.testing.assert_close(model(tokens)[..., :50], expected, atol=1e-5, rtol=0)
-        run = settings.identity() | {"steps": 1, "data": ""}
-        run |= {"vocab_size": config.vocab_size, "token_count": 50}
-        save_checkpoint(tmp_path / "checkpoints", parts, 1, run, worker)
-        export(tmp_path / "checkpoints", tmp_path / "exported", worker)
-    finally:
-        dist.destroy_process_group()
+    worker, settings = Worker(0, 0, 1, torch.device("cpu")), settings.on(1)
+    config = read_config(settings, token_count=50)
+    _, model, _ = spread_model(config, settings, worker.device)
+    copy_weights(model, read_weights(settings, config))
+    parts = {"model": model, "optimizer": make_optimizer(model, settings)}
+    expected = theirs(tokens).logits
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(model(tokens)[..., :50], expected, atol=1e-5, rtol=0)
+    run = settings.identity() | {"steps": 1, "data": ""}
+    run |= {"vocab_size": config.vocab_size, "token_count": 50}
+    save_checkpoint(tmp_path / "checkpoints", parts, 1, run, worker)
+    export(tmp_path / "checkpoints", tmp_path / "exported", worker)
     files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
     before = {name: tensor for file in files for name, tensor in file.items()}
     after = load_file(tmp_path / "exported/model.safetensors")

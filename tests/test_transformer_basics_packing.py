@@ -26,13 +26,6 @@ NONE = -100
 LLAMA = {"architecture": "llama", "kv_heads": 1, "window": 3}
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_targets_do_not_cross_borders():
     """Documents of 4, 1, 5 and 3 tokens in windows of 4: 0 1 2 3 | 4 | 5 6 7 8 9 | 10 11 12."""
     shard = Shard(np.arange(13, dtype=np.uint16), np.array([0, 4, 5, 10]))

@@ -16,7 +16,6 @@ import parallelize
 import pool
 import pytest
 import torch
-import torch.distributed as dist
 from arguments import UserError
 from config import Settings
 from data import Batches, batch_part
@@ -33,13 +32,6 @@ from workers.gpt_equivalence import first_values
 TRAIN = ROOT / "transformer_basics/train.py"
 SIZES = ("--layers", 2, "--heads", 2, "--dim", 16, "--block-size", 16, "--batch-size", 8)
 STEPS = ("--steps", 4, "--log-every", 1, "--eval-every", 4, "--eval-batches", 2, "--sample", 0)
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # ---- first values
