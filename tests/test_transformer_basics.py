@@ -1148,6 +1148,27 @@ def test_gpu_loss_equals_cpu(corpus, straight, tmp_path, flags, tolerance):
         assert losses(tmp_path) == pytest.approx(losses(straight[0])[4:], abs=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dropout 0.1",
+        "--dropout 0.1 --compile",
+        "--architecture llama --kv-heads 1 --qk-norm --window 5 --document-masks",
+        "--architecture llama --kv-heads 1 --loss-chunks 4 --activation-checkpointing selective",
+    ],
+)
+def test_gpu_continues_what_the_cpu_began(corpus, tmp_path, flags):
+    for device in ("cpu", "cuda"):
+        where = ("--device", device, "--output-dir", tmp_path / device)
+        args = (*TINY, *where, "--data", *corpus, *flags.split())
+        assert f"rank(s) on {device}" in torchrun(TRAIN, *args, ranks=1, timeout=280).check().output
+        if device == "cpu":
+            save = "checkpoints/step_00000004"
+            shutil.copytree(tmp_path / "cpu" / save, tmp_path / "cuda" / save)
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu")[4:], abs=5e-3)
+
+
 def continue_from(save: Path, folder: Path, flags: str) -> None:
     """A copy of the save in `folder`, as if the run had had its --precision from the beginning."""
     shutil.copytree(save, folder / save.name)
