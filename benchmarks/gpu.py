@@ -1,12 +1,13 @@
 """Check and measure this repository on a machine with a GPU: `make gpu`.
 
 It runs these steps in order: the machine, tests on GPUs, every script, losses compared with the
-CPU's, checkpoints, speed and memory of two GPTs, offload, traces, hidden synchronizations, and NCCL
-between ranks. Each step ends at its time limit: 28 minutes in total on one GPU, 39 on several.
-After every command it writes runs/gpu/gpu.md (the report), gpu.json, and the command's output. A
-complete run in which no step failed also writes benchmarks/results/gpu.md. With --only, the report
-keeps the other steps of an earlier run. Exit status 0: no step failed. Ctrl-C, a signal or a closed
-terminal ends all processes; what was measured until then stays in the report.
+CPU's, checkpoints, speed and memory of two GPTs, masked attention, offload, traces, hidden
+synchronizations, and NCCL between ranks. Each step ends at its time limit: 30 minutes in total on
+one GPU, 41 on several. After every command it writes runs/gpu/gpu.md (the report), gpu.json, and
+the command's output. A complete run in which no step failed also writes benchmarks/results/gpu.md.
+With --only, the report keeps the other steps of an earlier run. Exit status 0: no step failed.
+Ctrl-C, a signal or a closed terminal ends all processes; what was measured until then stays in the
+report.
 
     python3 benchmarks/gpu.py                        # all steps
     python3 benchmarks/gpu.py --only speed traces    # some of the steps
@@ -161,6 +162,7 @@ STEPS = {
     ),
     "checkpoints": Step(steps.checkpoints, 2, "A CPU checkpoint continued on the device and back"),
     "speed": Step(steps.speed, 8, "GPT in bf16"),
+    "kernels": Step(steps.kernels, 2, "Masked attention and dropout"),
     "offload": Step(steps.offload, 2, "FSDP with and without --offload"),
     "traces": Step(steps.traces, 2, "Traces of three steps"),
     "syncs": Step(steps.syncs, 2, "Hot steps of each train.py: does a line wait for the GPU?"),

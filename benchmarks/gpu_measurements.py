@@ -6,6 +6,7 @@
 environment   names, versions, and the ceilings: memory copies, matrix products
 numbers       losses and gradient norms of train.py's step, compared with plain PyTorch on the CPU
 speed         tokens per second, MFU and peak memory of one GPT, compared with goals and a formula
+kernels       masked attention with and without FlexAttention; dropout next to torch's
 equivalence   train.py's step on every mesh of this job's ranks, compared with one process
 """
 
@@ -32,6 +33,7 @@ from comparing_meshes import one_process, train_on_mesh
 from config import Settings
 from costs import time_calls
 from flops import matmul_peak
+from gpu_kernels import kernels
 from gpu_speed import speed
 from model import GPT, GPTConfig, initialize
 from optimizer import make_optimizer
@@ -245,7 +247,7 @@ def relative_differences(steps: list[dict], expected: list[dict]) -> dict[str, t
     return largest
 
 
-MEASUREMENTS = {f.__name__: f for f in (environment, numbers, speed, equivalence)}
+MEASUREMENTS = {f.__name__: f for f in (environment, numbers, speed, kernels, equivalence)}
 
 if __name__ == "__main__":
     main()

@@ -29,7 +29,7 @@ SHORT = {
     "ddp_basics/train.py": "--epochs 1",
     "fsdp_basics/train.py": "--epochs 1",
     "transformer_basics/train.py": "--steps 20 --sample 20 --eval-batches 1",
-    "t5_finetuning/train.py": "--dim 32 --layers 1 --epochs 1 --batch-size 512 --eval-samples 4",
+    "t5_finetuning/train.py": "--dim 32 --layers 1 --epochs 1 --batch-size 256 --eval-samples 4",
 }
 
 

@@ -135,6 +135,10 @@ def speed(job: Job) -> None:
         job.run(size, *measurement(job, "speed", size))
 
 
+def kernels(job: Job) -> None:
+    job.run("kernels", *measurement(job, "kernels"))
+
+
 def offload(job: Job) -> None:
     batch = 256 if job.is_tiny else 64
     model = "--dim 32 --depth 1" if job.is_tiny else "--dim 1024 --depth 12 --precision bf16"
@@ -178,10 +182,12 @@ def traces(job: Job) -> None:
 
 def syncs(job: Job) -> None:
     directories = ["ddp_basics", "fsdp_basics", "transformer_basics", "t5_finetuning"]
-    if not has("transformers"):
-        job.leave_out(directories.pop(), "transformers is not installed")
     commands = {}
     for directory in directories[:1] if job.is_tiny else directories:
+        reason = why_not(f"{directory}/train.py", job.args.device, ranks=1, gpus=1)
+        if reason:
+            job.leave_out(directory, reason)
+            continue
         flags = flags_of(f"{directory}/train.py", job.args.device)
         commands[directory] = python("benchmarks/gpu_syncs.py", directory, *flags)
     job.run_all(commands, at_once=4, expects="no wait for the GPU|no GPU to wait for")

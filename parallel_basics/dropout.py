@@ -13,7 +13,8 @@ Resumed or computed again, and on any type of device, the mask is the same.
 
 The cost: a dozen operations on 64-bit integers per number. On one CPU core that takes 2.7 times as
 long as torch's dropout, and with --compile, which makes one kernel of them, 1.2 times (forward of
-8 x 512 x 256 numbers: 21 and 9 ms, torch's 8 ms). Without --dropout it costs nothing.
+8 x 512 x 256 numbers: 21 and 9 ms, torch's 8 ms). On an H100: 7 times, and 1.9 with --compile
+(8 x 1,024 x 2,048 numbers, forward and backward: 1.6 and 0.44 ms, torch's 0.23 ms).
 """
 
 import torch

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from attention import attend
 from dropout import drop, fold_in
 from head import Head, cross_entropy
 from tiles import fill_normal, local_part
@@ -168,20 +169,6 @@ class Attention(nn.Module):
         documents = () if starts_BT is None else (starts_BT,)
         seen_BHTD = self.attend(q_BHTD, k_BKTD, v_BKTD, self.config.window, *documents)
         return self.out(seen_BHTD.transpose(1, 2).flatten(2))
-
-
-def attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window, starts_BT=None) -> Tensor:
-    """A token sees earlier ones of its window and document; query head i has key i // (H / K)."""
-    grouped, length = q_BHTD.shape[1] != k_BKTD.shape[1], q_BHTD.shape[2]
-    qkv, attention = (q_BHTD, k_BKTD, v_BKTD), F.scaled_dot_product_attention
-    if starts_BT is None and (window is None or window >= length):
-        return attention(*qkv, is_causal=True, enable_gqa=grouped)
-    positions_T = torch.arange(length, device=q_BHTD.device)
-    back_TT = positions_T[:, None] - positions_T  # how far before the query a key is
-    mask = (back_TT >= 0) & (back_TT < (window or length))
-    if starts_BT is not None:
-        mask = mask & (positions_T >= starts_BT[:, None, :, None])  # (B, 1, T, T)
-    return attention(*qkv, mask, enable_gqa=grouped)  # all T x T scores are computed, then masked
 
 
 def rotary(config: GPTConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:

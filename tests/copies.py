@@ -32,6 +32,7 @@ COPIES = [
     ("sharded_state.py", "fsdp_basics", ["t5_finetuning", "transformer_basics"]),
     ("attention_ring.py", "parallel_basics", ["transformer_basics"]),
     ("model.py", "transformer_basics", ["parallel_basics"]),
+    ("attention.py", "transformer_basics", ["parallel_basics"]),
     ("dropout.py", "transformer_basics", ["parallel_basics"]),
     ("head.py", "transformer_basics", ["parallel_basics"]),
     ("tiles.py", "transformer_basics", ["parallel_basics"]),

@@ -597,6 +597,14 @@ def test_bad_data(one_rank, tmp_path):
             "--activation-checkpointing selective does not work with --cp",
         ),
         ("--cp-kernel torch", 2, "--cp-kernel torch needs --cp"),
+        ("--flex-attention", 1, "--flex-attention needs --document-masks or --window"),
+        ("--flex-attention --window 9 --block-size 120", 1, "--block-size that 128 divides"),
+        ("--flex-attention --window 9 --head-dim 8", 1, "heads of at least 16 numbers: here 128"),
+        (
+            "--flex-attention --document-masks --activation-checkpointing selective",
+            1,
+            "does not work with --activation-checkpointing selective",
+        ),
         ("--tp 2 --loss-chunks 4", 2, "--loss-chunks with --tp needs --loss-parallel"),
         ("--activation-checkpointing 0", 1, "must be full, selective, or an integer of at least 1"),
         ("--activation-checkpointing some", 1, "must be full, selective, or an integer of at"),
@@ -1148,6 +1156,9 @@ def test_gpu_loss_equals_cpu(corpus, straight, tmp_path, flags, tolerance):
         assert losses(tmp_path) == pytest.approx(losses(straight[0])[4:], abs=tolerance)
 
 
+LONG = "--architecture llama --dim 64 --kv-heads 1 --window 60 --block-size 128 --lr 0.01"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "flags",
@@ -1155,6 +1166,9 @@ def test_gpu_loss_equals_cpu(corpus, straight, tmp_path, flags, tolerance):
         "--dropout 0.1",
         "--dropout 0.1 --compile",
         "--architecture llama --kv-heads 1 --qk-norm --window 5 --document-masks",
+        f"{LONG} --document-masks",
+        f"{LONG} --document-masks --activation-checkpointing",
+        f"{LONG} --document-masks --compile",
         "--architecture llama --kv-heads 1 --loss-chunks 4 --activation-checkpointing selective",
     ],
 )
@@ -1162,6 +1176,8 @@ def test_gpu_continues_what_the_cpu_began(corpus, tmp_path, flags):
     for device in ("cpu", "cuda"):
         where = ("--device", device, "--output-dir", tmp_path / device)
         args = (*TINY, *where, "--data", *corpus, *flags.split())
+        if LONG in flags and device == "cuda":
+            args += ("--flex-attention",)
         assert f"rank(s) on {device}" in torchrun(TRAIN, *args, ranks=1, timeout=280).check().output
         if device == "cpu":
             save = "checkpoints/step_00000004"

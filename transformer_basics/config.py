@@ -17,6 +17,7 @@ SCHEDULES = ("1f1b", "interleaved", "zero-bubble")  # of a pipeline
 MAY_CHANGE = {
     *AXES,
     "cp_kernel",
+    "flex_attention",
     "schedule",
     "stages_per_rank",
     "data",
@@ -93,6 +94,7 @@ class Settings:
     dropout: float = 0.0
     precision: str = "fp32"
     activation_checkpointing: str | int | None = None  # full, selective, every Nth block
+    flex_attention: bool = False
     compile: bool = False
     seed: int = 0
     pp: int = 1
@@ -240,12 +242,30 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         )
     if settings.cp > 1 and settings.document_masks:
         raise UserError("--cp does not work with --document-masks: the ring has no document masks")
+    if settings.flex_attention:
+        check_flex_attention(settings, head_dim)
     if settings.cp == 1 and settings.cp_kernel != "ring":
         raise UserError(f"--cp-kernel {settings.cp_kernel} needs --cp")
     if settings.loss_chunks > 1 and settings.tp > 1 and not settings.loss_parallel:
         raise UserError("--loss-chunks with --tp needs --loss-parallel, which gathers no logits")
     if settings.tp == 1 and (settings.sequence_parallel or settings.loss_parallel):
         raise UserError("--sequence-parallel and --loss-parallel need --tp")
+
+
+def check_flex_attention(settings: Settings, head_dim: int) -> None:
+    """Raises `UserError`, with the flag to change, if no kernel or no mask is there."""
+    if not (settings.document_masks or settings.window):
+        raise UserError("--flex-attention needs --document-masks or --window")
+    if settings.block_size % 128 or head_dim < 16:
+        raise UserError(
+            "--flex-attention needs a --block-size that 128 divides, and heads of at least 16 "
+            f"numbers: here {settings.block_size}, and {head_dim}"
+        )
+    if settings.activation_checkpointing == "selective" or settings.schedule == "zero-bubble":
+        raise UserError(
+            "--flex-attention does not work with --activation-checkpointing selective or "
+            "--schedule zero-bubble"
+        )
 
 
 def check_pipeline(settings: Settings) -> None:

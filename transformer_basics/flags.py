@@ -83,6 +83,8 @@ def parse_args() -> Settings:
     add("--dropout", type=between(0, 0.99), help=dropped)
     add("--precision", choices=PRECISIONS, help="dtype of matmuls; parameters stay fp32")
     add("--activation-checkpointing", **CHECKPOINTING)
+    flex = "on GPUs, compute no scores that --document-masks or --window hides (experimental)"
+    add("--flex-attention", action="store_true", help=flex)
     chunks = "compute the logits and the loss in N chunks of the tokens (default: 1)"
     add("--loss-chunks", type=at_least(1), help=chunks)
     add("--compile", action="store_true", help="torch.compile each block")

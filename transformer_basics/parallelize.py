@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
+from attention import use_flex_attention
 from config import AXES, PRECISIONS, Settings
 from context_parallel import apply_context_parallel, fsdp_mesh
 from lora import add_adapters
@@ -63,6 +64,8 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh, stage: 
         model = GPT(config, stage_layers(config, stages)[stage], settings.dropout)  # some layers
     if settings.cp > 1:  # some tokens of each sequence
         apply_context_parallel(model, mesh["cp"], settings.cp_kernel)
+    if settings.flex_attention:  # compute no scores that a mask hides
+        use_flex_attention(model, mesh.device_type)
     if model.is_last:
         model.head.chunks = settings.loss_chunks
     if settings.tp > 1:  # some features of each layer
