@@ -489,6 +489,18 @@ def pair_mean(x):  # only the members make their group
     dist.all_reduce(x, group=pair)
     return x / 2
 """,
+    "bytes_sent_per_rank = None": "bytes_sent_per_rank, seconds = 179e6, 0.14\n",  # rounded
+    "checkpoint_bytes = None": """
+checkpoint_bytes, bytes_per_rank, seconds_to_write = 156e9, 3.25e9, 1.6
+""",
+    "save = None": """
+import os
+
+
+def save(state, path):  # by name, not through an open file
+    torch.save(state, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+""",
 }
 
 

@@ -49,14 +49,16 @@ def zero(holds: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]) -> None:
             ax.text(5.4 * stage + 1.25 * rank + 0.5, 3.1, rank, ha="center", fontsize=8)
         ax.text(5.4 * stage + 2.4, 3.7, title, ha="center", weight="bold")
         totals.append(sum(BYTES[k] * len(r[0]) / len(r) for k, r in kinds.items()))
-        ax.text(5.4 * stage + 2.4, -0.45, f"{totals[-1]:g} bytes a number", ha="center", fontsize=8)
+        ax.text(
+            5.4 * stage + 2.4, -0.45, f"{totals[-1]:g} bytes per number", ha="center", fontsize=8
+        )
     ax.text(-0.2, 3.1, "rank", ha="right", fontsize=8)
     assert totals == sorted(set(totals), reverse=True), "each stage holds less than the one before"
     show(figure)
 
 
 def stages(held: Mapping[str, Mapping[str, int]], ranks: Sequence[int]) -> None:
-    """Left: bytes that a rank holds, stage by stage. Right: bytes a parameter, by ranks."""
+    """Left: bytes that a rank holds, stage by stage. Right: bytes per parameter, by ranks."""
     figure, (left, right) = panels(2, 3.2, width_ratios=(3, 2))
     measured = {stage: _megabytes(sizes) for stage, sizes in held.items()}
     bars(measured, ORDER, left, ylabel="MB", title="held by each of 4 ranks, measured")
@@ -67,7 +69,7 @@ def stages(held: Mapping[str, Mapping[str, int]], ranks: Sequence[int]) -> None:
         # The line, at 4 ranks, must be the bar: what was measured over all that one rank needs.
         here = sum(held[stage].values()) / sum(held["data parallel"].values()) * 16
         assert abs(here - (16 - cut + cut / 4)) < 0.01, stage
-    curves(lines, right, xlabel="ranks", ylabel="bytes a parameter", title="more ranks")
+    curves(lines, right, xlabel="ranks", ylabel="bytes per parameter", title="more ranks")
     right.set(xscale="log", ylim=0)
     right.legend(loc="upper right", bbox_to_anchor=(1, 0.95), fontsize=8)
     right.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
