@@ -489,6 +489,21 @@ def pair_mean(x):  # only the members make their group
     dist.all_reduce(x, group=pair)
     return x / 2
 """,
+    "\nbest_word = None": """
+def best_word(logits):
+    value, index = logits.max(dim=0)
+    every = [None] * world_size
+    dist.all_gather_object(every, (value.item(), index.item() + rank * len(logits)))
+    return max(every)[1]
+""",
+    "best_word = None  # def": """
+def best_word(logits):
+    value, index = logits.max(dim=0)
+    mine = torch.stack([value, index + rank * len(logits)])
+    every = torch.empty(2 * world_size)
+    dist.all_gather_into_tensor(every, mine)
+    return int(max(every.view(-1, 2).tolist())[1])
+""",
 }
 
 
