@@ -501,6 +501,21 @@ def save(state, path):  # by name, not through an open file
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 """,
+    "\nbest_word = None": """
+def best_word(logits):
+    value, index = logits.max(dim=0)
+    every = [None] * world_size
+    dist.all_gather_object(every, (value.item(), index.item() + rank * len(logits)))
+    return max(every)[1]
+""",
+    "best_word = None  # def": """
+def best_word(logits):
+    value, index = logits.max(dim=0)
+    mine = torch.stack([value, index + rank * len(logits)])
+    every = torch.empty(2 * world_size)
+    dist.all_gather_into_tensor(every, mine)
+    return int(max(every.view(-1, 2).tolist())[1])
+""",
 }
 
 

@@ -1,4 +1,4 @@
-"""What chapters 00 to 12 say next to a printed number or a class, checked by other means."""
+"""What chapters 00 to 13 say next to a printed number or a class, checked by other means."""
 
 import json
 import re
@@ -221,3 +221,44 @@ def test_12_a_hint_about_an_exchange_does_not_speak_of_all_reduce(capsys, monkey
     first, second = capsys.readouterr().out.splitlines()
     assert "Shard(0) to Shard(1): that is one all_gather" in first
     assert "keeps what is for itself" in second
+
+
+GREEDY = """
+check = lambda *args, **kwargs: None
+best_word = None
+{cell}
+
+
+def with_objects(send, best):
+    def best_word(logits):
+        every = [None] * world_size
+        dist.all_gather_object(every, send(logits))
+        return best(every)
+
+    return best_word
+
+
+def candidate(logits):
+    value, index = logits.max(dim=0)
+    return value.item(), index.item() + rank * len(logits)
+
+
+for send, best in (
+    (candidate, lambda every: max(every)[1]),
+    (lambda logits: logits, lambda every: torch.cat(every).argmax().item()),
+    (lambda logits: logits.tolist(), lambda every: torch.tensor(sum(every, [])).argmax().item()),
+):
+    try:
+        greedy(with_objects(send, best))
+        print("accepted")
+    except AssertionError as error:
+        print(error)
+"""
+
+
+def test_13_words_may_be_found_with_objects_but_not_all_logits(tmp_path):
+    cell = source("13", "c063").removeprefix("%%px\n")
+    output = run(tmp_path, JOB.format(before="", after=GREEDY.format(cell=cell)))
+    lines = output.check().output.splitlines()
+    assert lines.count("accepted") == 2
+    assert lines.count("that gathers the logits: send only what can win") == 4

@@ -29,6 +29,7 @@ SAYS = [
     ("13", "All other gradients are wrong from the first step", "more than a tenth off: 36 of 37"),
     ("15", "the step by 42 % (81 instead of 57)", "step  81.0"),
     ("15", "the step by 42 % (81 instead of 57)", "step  57.0"),
+    ("22", 'the number of "flag first" changes', "torn reads in 200 rounds: {'flag first'"),
 ]
 
 
