@@ -37,16 +37,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 def spread_model(
-    config: GPTConfig, settings: Settings, device: torch.device
+    config: GPTConfig, settings: Settings, device: torch.device, mesh: DeviceMesh | None = None
 ) -> tuple[DeviceMesh, GPT, Pipeline | None]:
     """The mesh of all ranks, this rank's part of the model on it, and the pipeline, if any.
 
     The parameters have memory, but no values: load a checkpoint, or call `model.initialize`.
+    mesh: one that an earlier call returned for these sizes; default: a new one, with new groups.
     """
-    # Every rank gets a coordinate on each axis: pp, dp_replicate, dp_shard, cp, tp. Ranks that
-    # differ only in one coordinate form a group of that axis. Neighbours on the last axis have
-    # adjacent ranks, so they are on one node. That axis is tp, which communicates most.
-    mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
+    if mesh is None:
+        # Every rank gets a coordinate on each axis: pp, dp_replicate, dp_shard, cp, tp. Ranks that
+        # differ only in one coordinate form a group of that axis. Neighbours on the last axis have
+        # adjacent ranks, so they are on one node. That axis is tp, which communicates most.
+        mesh = init_device_mesh(device.type, settings.mesh_shape(), mesh_dim_names=AXES)
     set_timeout(settings.timeout, mesh)
     numbers = numbers_of(settings, mesh["pp"].get_local_rank())
     stages = [shard_model(config, settings, mesh, number) for number in numbers]

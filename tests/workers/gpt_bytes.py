@@ -53,10 +53,15 @@ class Watch(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
+meshes_by_shape = {}  # one for all cases: groups keep their threads
+
+
 def spread(worker, **flags):
     settings = Settings(**SIZES | flags).on(worker.world_size)
-    config = settings.model(VOCABULARY)
-    mesh, model, pipeline = spread_model(config, settings, worker.device)
+    config, shape = settings.model(VOCABULARY), settings.mesh_shape()
+    mesh = meshes_by_shape.get(shape)
+    mesh, model, pipeline = spread_model(config, settings, worker.device, mesh)
+    meshes_by_shape[shape] = mesh
     return settings, mesh, initialize(model, seed=0), pipeline
 
 

@@ -18,8 +18,7 @@ from counting_by_axis import CountByAxis
 from data import batch_part
 from evaluation import mean_over_ranks
 from lora import initialize_adapters
-from model import GPT, initialize
-from parallelize import spread_model
+from model import GPT
 from replicas import check_replicas
 from sharded_state import optimizer_tensors
 from step import train_step
@@ -34,6 +33,7 @@ from workers.gpt_equivalence import (
     first_values,
     optimizer_of,
     settings_of,
+    spread,
 )
 from workers.place import worker_of_test
 
@@ -140,8 +140,7 @@ def one_process(kind: str) -> dict:
 def on_mesh(flags: str, kind: str, worker) -> dict:
     more, name = KINDS[kind]
     settings = settings_with(f"{flags} {more}")
-    mesh, model, pipeline = spread_model(settings.model(VOCABULARY), settings, worker.device)
-    initialize(model, seed=0)
+    mesh, model, pipeline = spread(settings, worker)
     initialize_adapters(model, seed=0)
     found = {"first": of_adapters(model, torch.Tensor.detach, settings.pp)}
     with torch.no_grad():
