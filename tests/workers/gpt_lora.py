@@ -6,11 +6,14 @@ Started by test_transformer_basics_lora.py with 2 and 4 ranks, which compares th
 
 import sys
 import zlib
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # workers.place
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics"))
 
+import parallelize
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,6 +26,7 @@ from parallelize import spread_model
 from replicas import check_replicas
 from sharded_state import optimizer_tensors
 from step import train_step
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 from workers.gpt_equivalence import (
@@ -80,11 +84,31 @@ GROUPS = {  # name -> ranks, flags -> kinds
     ),
 }
 CASES = [(g, m, k) for g, (_, meshes) in GROUPS.items() for m, ks in meshes.items() for k in ks]
+# Kinds that magnify rounding: only float64 can tell it from an error.
+RANK_1 = "--clip 0 --layers 4 --lora-rank 1 --lora-alpha 2"
+KINDS |= {"rank 1": (RANK_1, "sgd"), "rank 1, adamw": (RANK_1, "adamw")}
+IN_FLOAT64 = {
+    "--pp 2": ("rank 1", "rank 1, adamw"),
+    "--pp 2 --accumulate 4 --schedule zero-bubble": ("rank 1", "rank 1, adamw"),
+    SP: ("rank 1",),
+}
 LAYERS = ("query", "key", "value", "out", "expand", "contract", "gate")  # of a block
 
 
 def settings_with(flags: str):
     return settings_of(f"{flags} --init-from unread")
+
+
+@contextmanager
+def in_float64():
+    """All numbers are float64, those that the model or FSDP would make float32, too."""
+    torch.set_default_dtype(torch.float64)
+    no_cast = patch.object(parallelize, "MixedPrecisionPolicy", lambda **_: MixedPrecisionPolicy())
+    try:
+        with no_cast, patch.object(torch.Tensor, "float", torch.Tensor.double):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def value_of(name: str, shape) -> torch.Tensor:
@@ -202,9 +226,11 @@ def as_local(tensor: torch.Tensor) -> torch.Tensor:
 
 def main(output: str, group: str) -> None:
     with worker_of_test(gpu_per_rank=True) as worker:
-        results = {}
-        for mesh, kinds in GROUPS[group][1].items():
-            results |= {(mesh, kind): on_mesh(mesh, kind, worker) for kind in kinds}
+        is_float64 = group == "float64"
+        meshes, results = IN_FLOAT64 if is_float64 else GROUPS[group][1], {}
+        with in_float64() if is_float64 else nullcontext():
+            for mesh, kinds in meshes.items():
+                results |= {(mesh, kind): on_mesh(mesh, kind, worker) for kind in kinds}
         if worker.is_main:
             torch.save(results, output)
 
