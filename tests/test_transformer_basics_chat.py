@@ -19,7 +19,7 @@ from packing import document_starts, tokens_per_rank
 from shards import PARTS, Shard, open_shards, read_index
 from tokenizing import load_tokenizer
 
-PREPARE = ROOT / "transformer_basics/prepare.py"
+PREPARE, TRAIN = (ROOT / "transformer_basics" / name for name in ("prepare.py", "train.py"))
 HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo!"}]
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}|
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
@@ -167,7 +167,29 @@ def test_a_run_on_chats_goes_on_with_other_ranks(prepared, tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_a_killed_run_on_chats_goes_on_from_its_last_save(prepared, tmp_path):
+    """SIGKILL in step 11, while the save of step 8 is being written: steps 5 to 12 come after."""
+    args = (*TINY, "--steps", 12, "--checkpoint-every", 4, "--document-masks", "--async-save")
+    args = (*args, "--log-every", 4, "--eval-every", 4)  # between these no step waits for a save
+    args = (*args, "--data", prepared / "out", "--output-dir")
+    pool.run(TRAIN, *args, tmp_path / "whole").check()
+    script, folder = ROOT / "tests/workers/gpt_async_save.py", tmp_path / "killed"
+    killed = pool.run(script, "kill", *args, folder, "--dp-shard", 2, ranks=2)
+    assert killed.returncode != 0
+    assert "killed in step 11" in killed.output
+    assert [s.name for s in (folder / "checkpoints").glob("step*")] == ["step_00000004"]
+    said = pool.run(TRAIN, *args, folder, "--tp", 2, ranks=2).check().output
+    assert "step_00000004 after step 4\n" in said
+    whole, continued = (read_metrics(tmp_path / name) for name in ("whole", "killed"))
+    assert [line["step"] for line in continued] == [line["step"] for line in whole]
+    for key in ("loss", "validation_loss"):
+        expected, found = ([n[key] for n in each if key in n] for each in (whole, continued))
+        assert len(expected) == 3
+        assert found == pytest.approx(expected, abs=2e-5)
+
+
 def test_chats_need_masks(prepared):
-    result = python(ROOT / "transformer_basics/train.py", "--data", prepared / "out")
+    result = python(TRAIN, "--data", prepared / "out")
     assert result.returncode == 2
     assert "the data are chats: give --document-masks" in result.output

@@ -43,6 +43,16 @@ def json_lines(file: Path, documents: list[str]) -> Path:
     return file
 
 
+def json_chats(folder: Path, documents: list[str]) -> list[Path]:
+    """Ten files: a file of chats is one piece, which makes one shard for training."""
+    files = [folder / f"chats_{i}.jsonl" for i in range(10)]
+    for i, file in enumerate(files):
+        question = {"role": "user", "content": f"{i}?"}
+        chats = [[question, {"role": "assistant", "content": t}] for t in documents[i::10]]
+        file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return files
+
+
 def arguments(folder: Path, *files: Path, **changes) -> SimpleNamespace:
     options = {"field": "text", "chat": False, "tokenizer": None}
     options |= {"held_out_every": 5, "shard_mb": 0.002}
@@ -193,27 +203,33 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 # ---- kills
 
 
-def test_killed_and_continued_it_writes_the_same_bytes(prepared, tmp_path, capsys):
-    lines, folder = tmp_path / "a.jsonl", tmp_path / "killed"
-    flags = (folder, lines, "--held-out-every", 5, "--shard-mb", 0.002, "--processes", 1)
+@pytest.mark.parametrize("chat", [False, True])
+def test_killed_and_continued_it_writes_the_same_bytes(tmp_path, capsys, chat):
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    lines = [json_lines(tmp_path / "a.jsonl", texts(150))]
+    lines = json_chats(tmp_path, texts(150)) if chat else lines
+    prepare.prepare(arguments(whole, *lines, chat=chat))
+    flags = (folder, *lines, "--held-out-every", 5, "--shard-mb", 0.002, "--processes", 1)
     for document in (37, 60):  # of each of two runs
-        result = python(KILLED, document, *flags)
+        result = python(KILLED, document, *flags, *["--chat"] * chat)
         assert result.returncode == -signal.SIGKILL
         left = content(folder)
         assert not (folder / "index.json").exists()
         assert any("tmp" in name for name in left)  # it was in the middle of a shard
-        undisturbed = content(prepared)  # a shard that has its name is whole
-        shards = [name for name in left if name.endswith((".bin", ".starts"))]
-        assert shards
+        undisturbed = content(whole)  # a shard that has its name is whole
+        shards = [name for name in left if name.endswith((".bin", ".starts", ".counts"))]
+        assert {Path(name).suffix for name in shards} == (
+            {".bin", ".starts", ".counts"} if chat else {".bin", ".starts"}
+        )
         assert all(left[name] == undisturbed[name] for name in shards)
     capsys.readouterr()
-    prepare.prepare(arguments(folder, lines))
+    prepare.prepare(arguments(folder, *lines, chat=chat))
     said = capsys.readouterr().out
     assert "continuing: " in said
     assert "10 of 10" not in said  # not all again
-    assert content(folder) == content(prepared)
+    assert content(folder) == content(whole)
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    prepare.prepare(arguments(folder, lines))  # nothing is left to do
+    prepare.prepare(arguments(folder, *lines, chat=chat))  # nothing is left to do
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 

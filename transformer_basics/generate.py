@@ -32,22 +32,22 @@ def main() -> None:
 
 def write(args, worker: Worker) -> None:
     """Load the model in `args.run`, shard it over this job's mesh, and print its text on rank 0."""
-    pipelines = []
+    made = []
 
     def make(run: dict) -> GPT:
         config = saved_config(run)
-        _, model, pipeline = spread_model(
-            config, settings_of(config, run, args, worker), worker.device
-        )
-        pipelines.append(pipeline)
+        settings = settings_of(config, run, args, worker)
+        mesh, model, pipeline = spread_model(config, settings, worker.device)
+        made.append((pipeline, settings.length_multiple, mesh["cp"]))
         return model  # the weights are about to be loaded
 
     model, run = load_model(args.run / "checkpoints", make)
     model.eval()
     tokenizer = load_tokenizer(run["tokenizer"])
     prompt = torch.tensor([tokenizer.encode(args.prompt)], device=worker.device)
-    options = (args.tokens, args.temperature, args.top_k, args.seed)
-    tokens = generate(model, pipelines[0], prompt, *options)
+    pipeline, length_multiple, cp = made[-1]  # of the checkpoint that was not broken
+    options = (args.tokens, args.temperature, args.top_k, args.seed, length_multiple)
+    tokens = generate(model, pipeline, prompt, *options, cp=cp)
     if worker.is_main:
         print(tokenizer.decode(tokens[0].tolist()))
 
@@ -59,6 +59,7 @@ def settings_of(config: GPTConfig, run: dict, args, worker: Worker) -> Settings:
         batch_size=worker.world_size * args.pp,  # not used, but checked: this one always divides
         pp=args.pp,
         dp_shard=args.dp_shard,
+        cp=args.cp,
         tp=args.tp,
         lora_rank=run.get("lora_rank"),
         lora_alpha=run.get("lora_alpha"),
@@ -77,6 +78,7 @@ def parse_args():
     add("--seed", type=int, default=0, help="seed of weights and data")
     add("--pp", type=at_least(1), default=1, help="pipeline stages")
     add("--dp-shard", type=at_least(1), default=1, help="FSDP shards")
+    add("--cp", type=at_least(1), default=1, help="context-parallel shards of each sequence")
     add("--tp", type=at_least(1), default=1, help="tensor-parallel shards of each layer")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Run transformer_basics/prepare.py in one process; kill -9 comes while it writes a document.
 
-Arguments: the number of that document; then prepare.py's.
+Arguments: the number of that document (or chat); then prepare.py's.
 """
 
 import os
@@ -12,16 +12,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "transformer_basics
 
 import prepare
 
-last, count, ids = int(sys.argv.pop(1)), 0, prepare.ids
+last, count = int(sys.argv.pop(1)), 0
 
 
-def ids_or_kill(*args):
-    global count
-    count += 1
-    if count == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return ids(*args)
+def or_kill(function):
+    def call(*args):
+        global count
+        count += 1
+        if count == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+
+    return call
 
 
-prepare.ids = ids_or_kill
+prepare.ids = or_kill(prepare.ids)  # once per text
+prepare.tokens_of_chat = or_kill(prepare.tokens_of_chat)  # once per chat
 prepare.main()
