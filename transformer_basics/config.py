@@ -261,11 +261,10 @@ def check_flex_attention(settings: Settings, head_dim: int) -> None:
             "--flex-attention needs a --block-size that 128 divides, and heads of at least 16 "
             f"numbers: here {settings.block_size}, and {head_dim}"
         )
-    if settings.activation_checkpointing == "selective" or settings.schedule == "zero-bubble":
-        raise UserError(
-            "--flex-attention does not work with --activation-checkpointing selective or "
-            "--schedule zero-bubble"
-        )
+    for flag, value in (("activation_checkpointing", "selective"), ("schedule", "zero-bubble")):
+        if getattr(settings, flag) == value:
+            flag = flag.replace("_", "-")
+            raise UserError(f"--flex-attention does not work with --{flag} {value}")
 
 
 def check_pipeline(settings: Settings) -> None:
