@@ -634,6 +634,22 @@ def test_activation_checkpointing_without_a_value_is_full(monkeypatch):
         assert parse_args().activation_checkpointing == mode
 
 
+@pytest.mark.parametrize("mode", ["full", "selective", 1])
+def test_blocks_that_recompute_are_compiled_too(mode):
+    """torch.compile reads no call of `checkpoint` itself: without an error, it compiles nothing."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = apply_activation_checkpointing(GPT(GPTConfig(layers=2, dim=8)), mode)
+    for block in model.blocks.values():
+        block.compile(backend=backend)
+    model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+    assert len(graphs) == 1  # both blocks have the same code
+
+
 def test_every_second_block_is_recomputed():
     model = apply_activation_checkpointing(GPT(GPTConfig(layers=5, dim=8)), 2)
     calls = []

@@ -1,6 +1,7 @@
 """Activation checkpointing: what a block keeps for backward, and what it computes again."""
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from functools import partial
 
 from model import GPT
@@ -32,8 +33,20 @@ def apply_activation_checkpointing(model: GPT, mode: str | int) -> GPT:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
     for i, block in model.blocks.items():
         if int(i) % every == every - 1:
-            block.forward = partial(checkpoint, block.forward, **options)
+            block.forward = recomputing(block.forward, options)
     return model
+
+
+def recomputing(forward: Callable, options: dict) -> Callable:
+    """torch.compile reads a call of `checkpoint`, and so compiles what is in it.
+
+    partial(checkpoint, forward) would leave it nothing to read: no block would be compiled.
+    """
+
+    def call(*args, **kwargs):
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return call
 
 
 def keep_expensive(context, operator, *args, **kwargs) -> CheckpointPolicy:

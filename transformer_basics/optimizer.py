@@ -9,7 +9,7 @@ from config import Settings
 def make_optimizer(model, settings: Settings) -> torch.optim.Optimizer:
     """AdamW; matrices decay, norms and biases do not (as GPT-3 was trained: arXiv 2005.14165).
 
-    fused: one call for all tensors of a group, which must lie on one mesh.
+    fused: one call for all tensors of a group; a group has the tensors of one mesh.
     """
     groups = {}
     for p in (p for p in model.parameters() if p.requires_grad):

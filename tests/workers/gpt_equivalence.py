@@ -67,7 +67,8 @@ MESHES = {  # ranks -> flags -> kinds
         "--dp-shard 2 --accumulate 4": ("clip", "tied", "documents", "llama documents", "dropout"),
         "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
-        "--dp-shard 2 --compile": ("clip", "documents", "dropout"),
+        "--dp-shard 2 --compile": ("clip", "documents"),
+        "--dp-shard 2 --compile --activation-checkpointing": ("dropout",),
         "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama", "dropout"),
         "--dp-shard 2 --activation-checkpointing 2 --loss-chunks 5": (
             "clip",
@@ -88,7 +89,8 @@ MESHES = {  # ranks -> flags -> kinds
             "dropout",
         ),
         SP.format(2): ("sgd", "documents", "dropout"),
-        TP.format(2) + " --compile": ("sgd", "qwen", "dropout"),
+        TP.format(2) + " --compile": ("sgd", "qwen"),
+        TP.format(2) + " --compile --activation-checkpointing selective": ("dropout",),
         LP.format(2): ("clip",),
         ALL.format(2): ("adamw", "tied", "padded", "bf16", "llama", "qwen", "qwen2"),
         ALL.format(2) + " --activation-checkpointing --accumulate 2": (
