@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import ROOT
 
+pytestmark = pytest.mark.slow
 WORKER = ROOT / "tests/workers/gpt_generate.py"
 SIZES = ("--layers", 2, "--heads", 2, "--dim", 16, "--block-size", 16, "--batch-size", 8)
 STEPS = ("--steps", 120, "--lr", 0.02, "--eval-batches", 1, "--sample", 0)
@@ -43,7 +44,6 @@ def test_the_seed_decides_what_is_drawn(run):
     assert all(tokens[:6] == list(b"to be ") and len(tokens) == 36 for tokens in texts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("mesh", ["--tp 2", "--pp 2", "--dp-shard 2", "--cp 2"])
 def test_two_ranks_write_what_one_process_writes(run, tmp_path, mesh, how):
