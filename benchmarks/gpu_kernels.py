@@ -15,15 +15,15 @@ DOCUMENT = 700  # tokens of each document
 
 
 def kernels(worker: Worker, size: str) -> None:
-    is_gpu = worker.device.type != "cpu"
-    for batch, length in ((8, 2048), (2, 8192), (1, 32768)) if is_gpu else ((1, 1024),):
-        for name, row in attention_rows(batch, length, worker.device).items():
+    is_tiny = size == "tiny"  # without what needs Triton
+    for batch, length in ((1, 256),) if is_tiny else ((8, 2048), (2, 8192), (1, 32768)):
+        for name, row in attention_rows(batch, length, worker.device, is_tiny).items():
             bench.report(worker, {f"attention {batch} x {length}, {name}": row})
-    x_BTC = torch.randn(8, 1024, 2048 if is_gpu else 16, device=worker.device, requires_grad=True)
+    x_BTC = torch.randn(8, 1024, 16 if is_tiny else 2048, device=worker.device, requires_grad=True)
     rows, positions = (torch.arange(n, device=worker.device) for n in (8, 1024))
     keys_BT = token_keys(0, 0, rows, positions)
     masks = {"torch's": lambda: F.dropout(x_BTC, 0.1), "ours": lambda: drop(x_BTC, 0.1, keys_BT)}
-    if is_gpu:
+    if not is_tiny:
         compiled = torch.compile(drop)
         masks["ours, compiled"] = lambda: compiled(x_BTC, 0.1, keys_BT)
     for name, function in masks.items():
@@ -32,7 +32,7 @@ def kernels(worker: Worker, size: str) -> None:
         bench.report(worker, {f"dropout of {shape} fp32, {name}": row})
 
 
-def attention_rows(batch: int, length: int, device: torch.device) -> dict[str, dict]:
+def attention_rows(batch: int, length: int, device: torch.device, is_tiny: bool) -> dict[str, dict]:
     """Causal attention in bf16, and attention within documents, with masked scores and without."""
     torch.manual_seed(0)
     qkv = [
@@ -45,7 +45,7 @@ def attention_rows(batch: int, length: int, device: torch.device) -> dict[str, d
     rows = {"one document": measured(partial(attend, *qkv, None), qkv, device)}
     masked = partial(attend, *qkv, None, starts_BT)
     rows["documents, masked scores"] = measured(masked, qkv, device)
-    if device.type != "cpu":
+    if not is_tiny:
         flex = partial(masked, flex=True)
         rows["documents, FlexAttention"] = measured(flex, qkv, device)
     return rows

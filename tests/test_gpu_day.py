@@ -516,7 +516,16 @@ def test_the_rehearsal_passes_without_a_gpu(tmp_path):
     assert found.pop("two-ranks") == "left out"
     assert set(found.values()) == {"passed"}, found
     page = (out / "gpu.md").read_text()
-    for step in ("environment", "numbers", "checkpoints", "speed", "offload", "traces", "ranks"):
+    for step in (
+        "environment",
+        "numbers",
+        "checkpoints",
+        "speed",
+        "offload",
+        "traces",
+        "kernels",
+        "ranks",
+    ):
         assert read(out)["steps"][step]["rows"], step
     assert "| fp32, 3 steps |" in page
     assert "| pp=2 |" in page
