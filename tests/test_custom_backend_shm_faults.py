@@ -273,7 +273,8 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(tmp_path):
 def test_groups_one_after_the_other_leave_nothing(tmp_path):
     for rank in run("again", tmp_path, 3):
         counts = rank["counts"]
-        assert counts[2] == counts[-1], counts
+        for early, late in zip(counts[2], counts[-1], strict=True):
+            assert late <= early, counts  # less: a thread from the start of the process ended
 
 
 @pytest.mark.parametrize("how", ["destroys", "ends", "fails"])
