@@ -3,11 +3,12 @@
 A mask hides most of the T x T scores of a sequence that has several documents, or a window.
 scaled_dot_product_attention computes all of them, and masks them afterwards. PyTorch's
 FlexAttention compiles a kernel for the function `is_seen` below, which leaves out the blocks of
-128 x 128 scores that the mask hides. One layer on one H100, forward and backward, 2026-11-27:
+128 x 128 scores that the mask hides. One layer with documents of 700 tokens on one H100, forward
+and backward, 2026-11-27; the last column has one document and a causal mask:
 
-    B x T         documents of 700 tokens: masked scores    FlexAttention    causal, one document
-    2 x 8,192                            14 ms, 1.6 GB    3.4 ms, 0.8 GB          3.8 ms, 1.1 GB
-    1 x 32,768                           121 ms, 13 GB    5.8 ms, 1.4 GB           27 ms, 2.0 GB
+    B x T          masked scores     FlexAttention      one document
+    2 x 8,192      14 ms, 1.6 GB    3.4 ms, 0.8 GB    3.8 ms, 1.1 GB
+    1 x 32,768     121 ms, 13 GB    5.8 ms, 1.4 GB     27 ms, 2.0 GB
 """
 
 from collections.abc import Callable

@@ -143,7 +143,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config, self.head_dim, has_bias = config, config.head_dim, not config.is_llama
-        self.attend, self.positions = attend, torch.arange  # others, if tokens are sharded
+        self.attend, self.positions = attend, torch.arange  # replaced, if tokens are sharded
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         qkv_bias = has_bias or config.qkv_bias
         self.query = nn.Linear(config.dim, queries, bias=qkv_bias)

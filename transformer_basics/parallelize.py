@@ -42,7 +42,7 @@ def spread_model(
     """The mesh of all ranks, this rank's part of the model on it, and the pipeline, if any.
 
     The parameters have memory, but no values: load a checkpoint, or call `model.initialize`.
-    mesh: one that an earlier call returned for these sizes; default: a new one, with new groups.
+    mesh: the mesh that an earlier call returned for equal sizes; None: a new mesh, with new groups.
     """
     if mesh is None:
         # Every rank gets a coordinate on each axis: pp, dp_replicate, dp_shard, cp, tp. Ranks that
