@@ -5,7 +5,8 @@ r"""Measures the constants of this machine in a minute, and writes them as a clu
         --sequence 128 --batch-tokens 2K
 
 Look at: the share of the datasheet's numbers that this machine reaches. Measured are a matrix
-product, a copy, a layer so small that only the host's work is left, and an all_reduce of two sizes.
+product, a copy, a layer so small that only the host's work is left, on a CPU one that is not small,
+and an all_reduce of two sizes.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 SMALL, LARGE = 2**14, 2**24  # bytes of the two all_reduce: latency, and bandwidth
+CPU = torch.device("cpu")
 
 
 @record
@@ -59,11 +61,12 @@ def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float
     source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
     copy = median_seconds(lambda: target.copy_(source), device, seconds)
-    layer = tiny_layer(device)
-    launch = median_seconds(layer, device, seconds)
+    launch = median_seconds(layer(8, 1, 1, 8, device), device, seconds)
+    flop_s, bytes_s = 2 * n**3 / product, 2 * 4 * source.numel() / copy
     found = {
-        "peak_tflops": 2 * n**3 / product / 1e12,
-        "hbm_gb_s": 2 * 4 * source.numel() / copy / 1e9,
+        "peak_tflops": flop_s / 1e12,
+        "hbm_gb_s": bytes_s / 1e9,
+        "memory_passes": passes(flop_s, bytes_s, seconds) if device.type == "cpu" else 9,
         "launch_s": launch,
         "base_gib": base,
         "gpu_memory_gb": memory_gb(device) / (1 if device.type == "cuda" else ranks),
@@ -92,10 +95,27 @@ def ring(device: torch.device, seconds: float, ranks: int) -> dict[str, float]:
     }
 
 
-def tiny_layer(device: torch.device) -> Callable[[], None]:
-    """Forward and backward of a Transformer layer of width 8: what is left is the host's work."""
-    layer = nn.TransformerEncoderLayer(8, 1, 32, dropout=0.0, batch_first=True).to(device)
-    x = torch.ones(1, 8, 8, device=device, requires_grad=True)
+def passes(flop_s: float, bytes_s: float, seconds: float) -> float:
+    """memory_passes, from a layer of width 256 on a CPU: what its products leave of its time.
+
+    A GPU waits for memory between the products; a CPU computes there (exponentials, norms), and a
+    product of a layer's shapes reaches less than a large one. So its number has to be measured.
+    6 FLOP per weight (12 h^2) and token, 34 h bytes kept per token: step_time.py.
+    """
+    width, sequences, length = 256, 8, 128
+    whole = median_seconds(layer(width, 4, sequences, length, CPU), CPU, seconds)
+    tokens = sequences * length
+    products = 6 * 12 * width**2 * tokens / flop_s
+    return max(0.0, whole - products) * bytes_s / (34 * width * tokens)
+
+
+def layer(
+    width: int, heads: int, sequences: int, length: int, device: torch.device
+) -> Callable[[], None]:
+    """Forward and backward of a Transformer layer. Of width 8, only the host's work is left."""
+    options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, **options).to(device)
+    x = torch.randn(sequences, length, width, device=device, requires_grad=True)
 
     def run() -> None:
         layer(x).sum().backward()
@@ -147,8 +167,9 @@ def as_toml(found: dict[str, float]) -> str:
     cluster = {k: found[k] for k in ("gpu_memory_gb", "peak_tflops", "hbm_gb_s", "nvlink_gb_s")}
     cluster["nic_gb_s"] = found["nvlink_gb_s"]
     cluster["gpus_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
-    constants = {"gemm_efficiency": 1, "memory_passes": 9 if torch.cuda.is_available() else 18}
-    constants |= {key: found[key] for key in ("launch_s", "hop_s", "base_gib")} | {"fixed_s": 0}
+    measured = ("memory_passes", "launch_s", "hop_s", "base_gib")
+    constants = {"gemm_efficiency": 1, "activation_factor": 1 if torch.cuda.is_available() else 2}
+    constants |= {key: found[key] for key in measured} | {"fixed_s": 0}
     lines = [f"{key} = {value:.3g}" for key, value in cluster.items()]
     lines += ["", "[constants]", *(f"{key} = {value:.3g}" for key, value in constants.items())]
     return "\n".join(lines) + "\n"

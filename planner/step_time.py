@@ -83,10 +83,13 @@ def tp_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
 
 
 def cp_ring(model: Model, mesh: Mesh) -> Ring:
-    """CP sends keys and values of a layer around, R times, as messages. [Liu et al. 2023]"""
+    """CP sends keys and values of a layer around, R times, as messages; their gradients need one
+    hop more, to arrive where the keys and values are. [Liu et al. 2023]
+    """
     kv = 2 * model.kv_heads * model.head_dim * BF16
     volume = kv * mesh.sequence * mesh.micro_batch / mesh.tp
-    return Ring(volume, mesh.cp, mesh.tp, forward_units(mesh), messages=True)
+    rounds = forward_units(mesh) + 1 / np.maximum(1, mesh.cp - 1)  # of cp - 1 hops each
+    return Ring(volume, mesh.cp, mesh.tp, rounds, messages=True)
 
 
 def cp_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:

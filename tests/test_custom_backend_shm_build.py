@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, python
 from torch.torch_version import TorchVersion
 
 pytest.importorskip("shm", exc_type=RuntimeError)  # RuntimeError: no compiler
@@ -140,3 +140,17 @@ def test_the_manual_lists_every_file_and_how_long_the_first_ones_are():
     lines = sum((build.HERE / name).read_text().count("\n") for name in names[0])
     assert f"{round(lines, -2)} lines of plain C++, without torch" in first
     assert not any("torch/" in (build.HERE / name).read_text() for name in names[0])
+
+
+def test_the_benchmark_keeps_its_numbers_if_mpi_cannot_be_compiled(tmp_path):
+    """It ended there once, with all that it had measured: Debian has mpicc without mpi.h."""
+    for name in ("mpicc", "mpirun"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'osu.c:3:10: error: no mpi.h' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    script = tmp_path / "mpi.py"
+    path = [str(ROOT / "benchmarks")]
+    script.write_text(
+        f"import sys\nsys.path[:0] = {path}\nimport backend\nprint(backend.mpi_text(1))"
+    )
+    output = python(script, PATH=f"{tmp_path}:{os.environ['PATH']}").check().output
+    assert "Not measured: mpicc cannot compile osu.c (no mpi.h)." in output

@@ -8,11 +8,15 @@ import re
 import tomllib
 from collections import Counter
 
+import calibrate
 import inputs
 import numpy as np
 import pool
 import pytest
 import report
+import shapes
+import stacks
+import step_time
 from fit import as_toml
 from fitting import FITS, Fit, fit_all, fitted
 from helpers import ROOT, python
@@ -732,6 +736,18 @@ def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     assert found["constants"]["base_gib"] > 0.05
     job = ("--model", "gpt-template", "--sequence", 128, "--batch-tokens", "2K", "--gpus", 2)
     assert "calibrated; no published run" in plan(*job, "--gpu", path)
+
+
+def test_a_measured_layer_takes_the_time_that_the_formulas_say(monkeypatch):
+    """On a CPU: what its products leave of a layer's time is memory_passes of the kept bytes."""
+    monkeypatch.setattr(calibrate, "median_seconds", lambda *_: 0.05)
+    passes = calibrate.passes(flop_s=2e11, bytes_s=1e10, seconds=1.0)
+    cluster = shapes.Cluster(16, 0.2, 10, 1, 1, 1)
+    stack = stacks.Stack(gemm_efficiency=1, memory_passes=passes)
+    model = shapes.Model(1, 256, 4, 4, 64, 1024, 0, 256, 0)
+    mesh = shapes.Mesh(1, 1, 0, 1, 0, 1, 1, 1, 8, 1, 128, 0, 0, 1)
+    given = (model, mesh, cluster, stack)
+    assert step_time.products_s(*given) + step_time.traffic_s(*given) == pytest.approx(0.05)
 
 
 def test_calibration_counts_what_an_optimizer_imports(tmp_path):

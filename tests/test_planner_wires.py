@@ -1,5 +1,6 @@
 """network.wires of the planner against played rings, a counted cable and published bandwidths."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -97,6 +98,17 @@ def test_a_ring_of_messages_has_one_port():
     assert ring.bytes_on_wires(cluster) == pytest.approx(tuple(most))
     assert ring.seconds(cluster, 0) == pytest.approx(sent[7, "port"] / 20e9 + 31 * 5e-6)
     assert step_time.cp_ring(MODEL, MESH).messages
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ring_attention_sends_gradients_one_hop_more(ranks):
+    """As parallel_basics/ counts it: keys and values N - 1 times forward and N - 1 times backward,
+    their gradients N times."""
+    mesh = dataclasses.replace(MESH, cp=ranks, tp=1, full_checkpointing=0)
+    heads, width, tokens = MODEL.kv_heads, MODEL.head_dim, mesh.sequence * mesh.micro_batch / ranks
+    block = 2 * 2 * heads * width * tokens  # keys and values, two bytes each
+    expected = (3 * ranks - 2) * block if ranks > 1 else 0
+    assert step_time.cp_ring(MODEL, mesh).sent_bytes() == pytest.approx(expected)
 
 
 def table_row(name: str) -> list[str]:
