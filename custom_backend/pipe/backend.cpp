@@ -146,7 +146,7 @@ class PipeBackend : public c10d::Backend {
     });
   }
 
-  // DDP's constructor compares the shapes of the models with it.
+  // DDP's constructor compares the models' numbers of parameters with it.
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override {
     const Tensor input = inputs.at(0);
