@@ -13,7 +13,7 @@ from attention import attend, use_flex_attention
 from model import GPT, GPTConfig
 
 STARTS = torch.tensor([[0] * 100 + [100] * 156, [0] * 3 + [3] + [4] * 252])  # of two sequences
-MASKS = [(None, None), (70, None), (None, STARTS), (70, STARTS), (500, STARTS)]
+MASKS = [(None, None), (70, None), (None, STARTS), (70, STARTS), (500, STARTS), (255, None)]
 
 
 def inputs(head_dim: int, device: str, keys: int = 2) -> list[torch.Tensor]:

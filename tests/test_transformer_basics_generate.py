@@ -6,46 +6,52 @@ import pool
 import pytest
 import torch
 from helpers import ROOT
+from on_demand import OnDemand
+from workers.gpt_generate import HOW
 
 pytestmark = pytest.mark.slow
 WORKER = ROOT / "tests/workers/gpt_generate.py"
+TRAIN, GENERATE = (ROOT / "transformer_basics" / name for name in ("train.py", "generate.py"))
 SIZES = ("--layers", 2, "--heads", 2, "--dim", 16, "--block-size", 16, "--batch-size", 8)
 STEPS = ("--steps", 120, "--lr", 0.02, "--eval-batches", 1, "--sample", 0)
 TEXT = "to be or not to be, that is the question: "  # what follows "t" depends on what was before
-HOW = {
-    "greedy": ("--temperature", 0),
-    "drawn": ("--temperature", 3, "--top-k", 0),
-    "seed": ("--temperature", 3, "--top-k", 0, "--seed", 1),
-}
 
 
-def written(run: Path, out: Path, how: str, mesh: str, ranks: int) -> list[list[int]]:
+def written(run: Path, mesh: str, ranks: int) -> list[dict[str, list[int]]]:
     """The token ids of each rank. 30 tokens: the window of 16 moves over them."""
-    args = (run, "--prompt", "to be ", "--tokens", 30, *HOW[how], *mesh.split())
-    pool.run(WORKER, out / "tokens", *args, ranks=ranks).check()
-    return [torch.load(out / f"tokens.{rank}")[0].tolist() for rank in range(ranks)]
+    args = (run, "--prompt", "to be ", "--tokens", 30, *mesh.split())
+    file = run / f"tokens {mesh}"
+    pool.run(WORKER, file, *args, ranks=ranks).check()
+    return [torch.load(f"{file}.{rank}") for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def run(request, tmp_path_factory):
-    """Trained with context parallelism; what one process then writes."""
+    """Trained with context parallelism; what a mesh of these flags then writes."""
     folder = tmp_path_factory.mktemp("run")
     text = folder / "text.txt"
     text.write_text(TEXT * 300)
     args = (*SIZES, *STEPS, "--architecture", request.param, "--cp", 2, "--data", text)
-    train = ROOT / "transformer_basics/train.py"
-    pool.run(train, *args, "--output-dir", folder / "run", ranks=2).check()
-    return folder / "run", {how: written(folder / "run", folder, how, "", 1)[0] for how in HOW}
+    pool.run(TRAIN, *args, "--output-dir", folder, ranks=2).check()
+    return OnDemand(lambda mesh: written(folder, mesh, 2 if mesh else 1))
 
 
 def test_the_seed_decides_what_is_drawn(run):
-    texts = run[1].values()
-    assert len({tuple(tokens) for tokens in texts}) == len(HOW)
-    assert all(tokens[:6] == list(b"to be ") and len(tokens) == 36 for tokens in texts)
+    (texts,) = run[""]
+    assert len({tuple(tokens) for tokens in texts.values()}) == len(HOW)
+    assert all(tokens[:6] == list(b"to be ") and len(tokens) == 36 for tokens in texts.values())
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("mesh", ["--tp 2", "--pp 2", "--dp-shard 2", "--cp 2"])
-def test_two_ranks_write_what_one_process_writes(run, tmp_path, mesh, how):
-    folder, expected = run
-    assert written(folder, tmp_path, how, mesh, 2) == [expected[how]] * 2
+def test_two_ranks_write_what_one_process_writes(run, mesh, how):
+    (expected,) = run[""]
+    assert [texts[how] for texts in run[mesh]] == [expected[how]] * 2
+
+
+def test_a_window_is_refused_with_context_parallelism(tmp_path):
+    args = (*SIZES, *STEPS, "--steps", 1, "--window", 5, "--output-dir", tmp_path)
+    pool.run(TRAIN, *args).check()
+    result = pool.run(GENERATE, tmp_path, "--cp", 2, ranks=2)
+    assert result.returncode == 2
+    assert result.output.count("error: --cp does not work with --window: the ring has only") == 1

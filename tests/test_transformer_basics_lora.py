@@ -282,14 +282,17 @@ def test_generate_uses_the_adapters(run, base, tmp_path):
 
     python(ROOT / "transformer_basics/export.py", run[0], tmp_path / "out").check()
     flags = ("--prompt", "import", "--tokens", 12, "--temperature", 0)
-    written = python(ROOT / "transformer_basics/generate.py", run[0], *flags).check().output
+    script = ROOT / "transformer_basics/generate.py"
+    written = [
+        pool.run(script, run[0], *flags, *mesh, ranks=ranks).check().output
+        for mesh, ranks in (((), 1), (("--cp", 2), 2))
+    ]
     prompt, options = torch.tensor([list(b"import")]), {"max_new_tokens": 12, "do_sample": False}
     texts = []
     for folder in (tmp_path / "out", base):
         tokens = AutoModelForCausalLM.from_pretrained(folder).generate(prompt, **options)
         texts.append(bytes(tokens[0].tolist()).decode(errors="replace"))
-    assert texts[0] in written
-    assert texts[1] not in written
+    assert all(texts[0] in text and texts[1] not in text for text in written)
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,6 @@ def test_the_others_wait_for_a_text_that_takes_longer_than_the_timeout(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_rank_that_hangs_later_is_missed_sooner(tmp_path):
     """--timeout would be ten minutes; pool.run ends what computes nothing for five."""
     script = ROOT / "tests/workers/gpt_hang.py"
