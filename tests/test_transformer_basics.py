@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partialmethod
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from hugging_face import from_hugging_face, to_hugging_face
 from model import GPT, GPTConfig, cross_entropy, initialize
 from on_demand import OnDemand
 from optimizer import schedule, set_learning_rate
-from parallelize import apply_tensor_parallel
+from parallelize import apply_compile, apply_tensor_parallel
 from pipeline import Pipeline
 from pretrained import copy_weights, read_config, read_weights
 from runtime import Worker
@@ -144,15 +145,16 @@ def flags_do_something(expected: dict, found: dict, ranks: int, mesh: str, kind:
         keys = [p for name, p in expected["parameters"][0].items() if "key.w" in name]
         fair += 2 * sum(p.numel() for p in keys) * share_of_stage * (tp - 1) / parts
     assert 0.8 * fair <= found["held"] <= 1.25 * fair
-    assert found["compiled"] == ("--compile" in words)
-    is_compiled = found["compiled"] and "--loss-parallel" not in words
-    assert found["loss_is_compiled"] == is_compiled
+    is_compiled = "--compile" in words
+    assert found["loss_is_compiled"] == (is_compiled and "--loss-parallel" not in words)
     # Neighbours on the last axis, of tensor parallelism, are neighbours in rank: they talk most.
     assert (found["axes"], found["ranks"]) == (AXES, [*range(ranks)])
     assert not found["had_memory"]  # before it was cut
     if "--pp" not in words:  # rank 0 has the first stage, and the last has the logits
         assert found["logits_are_cut"] == ("--loss-parallel" in words)
-    if not found["compiled"]:
+    if is_compiled:
+        assert found["mlp_calls"] == 0  # each was of compiled code
+    else:
         tokens = LENGTH / sizes.get("--cp", 1)
         assert found["tokens"] == tokens / (sizes["--tp"] if "--sequence-parallel" in words else 1)
         microbatches = sizes.get("--accumulate", sizes.get("--pp", 1))
@@ -635,7 +637,7 @@ def test_activation_checkpointing_without_a_value_is_full(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", 1])
-def test_blocks_that_recompute_are_compiled_too(mode):
+def test_blocks_that_recompute_are_compiled_too(monkeypatch, mode):
     """torch.compile reads no call of `checkpoint` itself: without an error, it compiles nothing."""
     graphs = []
 
@@ -643,9 +645,9 @@ def test_blocks_that_recompute_are_compiled_too(mode):
         graphs.append(graph)
         return graph.forward
 
-    model = apply_activation_checkpointing(GPT(GPTConfig(layers=2, dim=8)), mode)
-    for block in model.blocks.values():
-        block.compile(backend=backend)
+    compile_with = partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_with)
+    model = apply_compile(apply_activation_checkpointing(GPT(GPTConfig(layers=2, dim=8)), mode))
     model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     assert len(graphs) == 1  # both blocks have the same code
 
@@ -979,14 +981,15 @@ def test_export_generate_and_start_again(corpus, straight, tmp_path):
 
 def test_a_window_is_filled_up_to_a_multiple_and_the_tokens_stay_the_same():
     """For sequence parallelism, which cuts it; what is behind the end changes nothing."""
-    model = initialize(GPT(GPTConfig(256, 16, 2, 2, 16)), seed=0)
-    prompt, lengths = torch.tensor([[5, 6, 7], [8, 9, 10]]), []
-    model.register_forward_pre_hook(lambda model, inputs: lengths.append(inputs[0].shape[1]))
-    plain = generate(model, None, prompt, count=6)
-    assert lengths == [3, 4, 5, 6, 7, 8]
-    lengths.clear()
-    assert torch.equal(generate(model, None, prompt, count=6, length_multiple=4), plain)
-    assert lengths == [4, 4, 8, 8, 8, 8]
+    model = initialize(GPT(GPTConfig(256, 8, 2, 2, 16)), seed=0)
+    prompt, read = torch.tensor([[5, 6, 7], [8, 9, 10]]), []
+    model.register_forward_pre_hook(lambda model, inputs: read.append(inputs[0]))
+    plain = generate(model, None, prompt, count=9)
+    windows = [plain[:, max(0, end - 8) : end] for end in range(3, 12)]  # the newest 8 tokens
+    assert all(torch.equal(*both) for both in zip(read, windows, strict=True))
+    read.clear()
+    assert torch.equal(generate(model, None, prompt, count=9, length_multiple=4), plain)
+    assert [window.shape[1] for window in read] == [4, 4] + 7 * [8]
 
 
 def test_weights_that_were_tied_are_one_after_they_were_cut(group):

@@ -298,12 +298,15 @@ def spread(settings, worker):
 
     A case with --compile gets a mesh of its own, and comes before all others. DTensor's caches may
     return a slice of a mesh from an earlier case. torch 2.15 fails to compile with two slices of
-    one mesh that are equal, but not the same object ("_get_submesh is not an OpOverload").
+    one mesh that are equal, but not the same object ("_get_submesh is not an OpOverload"). It also
+    forgets what earlier cases have compiled: torch compiles a function 8 times, then no more.
     """
     config, shape = settings.model(VOCABULARY), settings.mesh_shape()
     if settings.pad_vocab_to:
         config = settings.padded_model(VOCABULARY)
     mesh = None if settings.compile else meshes_by_shape.get(shape)
+    if settings.compile:
+        torch.compiler.reset()
     mesh, model, pipeline = spread_model(config, settings, worker.device, mesh)
     meshes_by_shape.setdefault(shape, mesh)
     return mesh, initialize(model, seed=0), pipeline
@@ -325,15 +328,16 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
     parallelize.materialize, one_step.loss_function = note_memory, note_loss
     mesh, model, pipeline = spread(settings, worker)
     optimizer, (part, parts) = optimizer_of(name, model, settings), batch_part(mesh)
-    # That the flags did something: what rank 0 holds, how often it computes its first MLP, how many
-    # tokens it has between the layers, whether it has the logits of some of the vocabulary only.
+    # That the flags did something: what rank 0 holds, how often it computes its first MLP in code
+    # that is not compiled, how many tokens it has between the layers, whether it has the logits of
+    # some of the vocabulary only.
     first_block, found["mlp_calls"] = next(iter(model.blocks.values())), 0
     found["held"] = sum(p.to_local().numel() for p in model.parameters())
-    found["compiled"] = first_block._compiled_call_impl is not None
     found["axes"], found["ranks"] = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
 
     def count(*_) -> None:
-        found["mlp_calls"] += 1
+        if not torch.compiler.is_compiling():  # True where torch.compile reads: left out there
+            found["mlp_calls"] += 1
 
     def note_tokens(block, inputs) -> None:
         found["tokens"] = inputs[0].shape[1]
@@ -341,8 +345,8 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
     def note_output(model, inputs, output) -> None:
         found["logits_are_cut"] = isinstance(output, DTensor)
 
-    if not found["compiled"]:
-        first_block.mlp.register_forward_pre_hook(count)
+    first_block.mlp.register_forward_pre_hook(count)
+    if not settings.compile:
         first_block.register_forward_pre_hook(note_tokens)
     model.register_forward_hook(note_output)
     for step, (x, y) in enumerate(batches(kind)):
