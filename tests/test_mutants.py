@@ -22,6 +22,9 @@ COVERED = {
     "notebooks/course.py": 4, "notebooks/exercises.py": 4, "notebooks/ranks.py": 1,
     "notebooks/terminal.py": 4, "custom_backend/shm/*.h": 7, "custom_backend/shm/*.cpp": 2,
     "custom_backend/shm/heap*.h": 9, "custom_backend/pipe/*": 11,
+    "transformer_basics/lora.py": 12, "transformer_basics/chat.py": 5,
+    "transformer_basics/generate.py": 4, "transformer_basics/attention.py": 6,
+    "transformer_basics/activation_checkpointing.py": 4,
 }  # fmt: skip
 
 
