@@ -4,8 +4,9 @@
     python benchmarks/backend.py --repeats 3 --parts latency bandwidth --no-write   # a quick look
 
 latency    small messages; the floor is a backend that does nothing. 2, 4 and 8 ranks
-busy       small messages of two ranks while other processes keep all cores busy
-bandwidth  1 to 64 MB; the limit is `t.mul_(1.)`, which reads and writes every number once
+busy       two ranks while other processes keep all cores busy
+bandwidth  1 to 64 MB, in half precision, too; the limit is `t.mul_(1.)`, which reads and writes
+           every number once
 training   DDP, FSDP2 and tensor parallelism by hand, on a GPT and on a wide MLP
 mpi        Open MPI's all_reduce and messages, if mpicc and mpirun are installed
 
@@ -34,6 +35,7 @@ from backend_training import tensor_parallel, training, training_text
 from torch.utils import cpp_extension
 
 SMALL = {"8 B": 8, "4 KB": 4096, "64 KB": 65536}
+HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LARGE = {"1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}
 
 
@@ -124,24 +126,26 @@ def busy_text(repeats: int) -> list[str]:
     code = "while True: pass"
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(bench.cores())]
     try:
-        found = bench.measure_part(__file__, "latency", 2, repeats)
+        small = bench.measure_part(__file__, "latency", 2, repeats)
+        large = bench.measure_part(__file__, "bandwidth", 2, repeats)
     finally:
         for other in others:
             other.kill()
             other.wait()
-    return ["## 2 ranks, with another process busy on every core", latency_table(found)]
+    heading = "## 2 ranks, with another process busy on every core"
+    return [heading, latency_table(small), bandwidth_table(large, 2), others_table(large)]
 
 
 # ---- large messages
 
 
-def bandwidth(groups: dict, repeats: int) -> dict:
+def bandwidth(groups: dict, repeats: int, dtype: torch.dtype = torch.float32) -> dict:
     world_size = dist.get_world_size()
     sides = {}
     for size, bytes in LARGE.items():
-        count = bytes // 4
-        private, shared = torch.zeros(count), shm.empty(count).zero_()
-        part = torch.zeros(count // world_size)
+        count = bytes // dtype.itemsize
+        private, shared = torch.zeros(count, dtype=dtype), shm.empty(count, dtype=dtype).zero_()
+        part = torch.zeros(count // world_size, dtype=dtype)
         calls = {
             "limit": lambda x=private: x.mul_(1.0),
             "all_reduce, gloo": partial(dist.all_reduce, private, group=groups["gloo"]),
@@ -171,6 +175,10 @@ def bandwidth_text(repeats: int) -> list[str]:
     for ranks in (2, 4):
         found = bench.measure_part(__file__, "bandwidth", ranks, repeats)
         sections += [f"## {ranks} ranks: large messages, fp32", bandwidth_table(found, ranks)]
+        sections += [others_table(found)]
+    for name in HALF:
+        found = bench.measure_part(__file__, f"bandwidth {name}", 2, repeats)
+        sections += [f"## 2 ranks: large messages, {name}", bandwidth_table(found, 2)]
         sections += [others_table(found)]
     sections.append(
         "Bus bandwidth of an all_reduce: 2 (n - 1) / n times the bytes, per second. The limit: "
@@ -267,6 +275,7 @@ def as_mpi(groups: dict, repeats: int) -> dict:
 
 
 PARTS = {f.__name__: f for f in (latency, bandwidth, training, tensor_parallel, as_mpi)}
+PARTS |= {f"bandwidth {name}": partial(bandwidth, dtype=dtype) for name, dtype in HALF.items()}
 TEXTS = {
     "latency": latency_text,
     "busy": busy_text,

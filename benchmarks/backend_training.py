@@ -15,8 +15,9 @@ from benchmark import SIZES, config_of
 from model import GPT, cross_entropy, initialize
 from tensor_parallel_from_scratch import cut_model, vocab_parallel_cross_entropy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 SCRIPT = Path(__file__).with_name("backend.py")  # the script that calls this module
@@ -27,6 +28,9 @@ def training(groups: dict, repeats: int) -> dict:
         f"MLP, DDP, {name}": steps(wide_mlp, partial(ddp, group=group, hook=hook), mlp_loss)
         for name, group, hook in ddp_sides(groups)
     }
+    for name in ("gloo", "shm"):  # gradients travel in half precision
+        wrap = partial(ddp, group=groups[name], hook=fp16_compress_hook)
+        mlp[f"MLP, DDP, {name}, float16"] = steps(wide_mlp, wrap, mlp_loss)
     gpt = partial(steps, partial(gpt_of, "medium"), loss=gpt_loss, size="medium")
     sides = mlp | {"MLP, DDP, nothing sent": steps(wide_mlp, lambda model: model, mlp_loss)}
     sides["GPT, nothing sent"] = gpt(lambda model: model)
@@ -38,6 +42,8 @@ def training(groups: dict, repeats: int) -> dict:
             what = "freed" if free else "kept"
             wrap = partial(sharded, mesh=mesh, free=free, allocate=name == "shm")
             sides[f"GPT, FSDP2 {what}, {name}"] = gpt(wrap)
+        half = partial(wrap, reduce_dtype=torch.bfloat16)
+        sides[f"GPT, FSDP2 kept, {name}, bfloat16 reduced"] = gpt(half)
     return bench.alternate(repeats, sides)
 
 
@@ -69,10 +75,16 @@ def ddp(model: nn.Module, group, hook) -> nn.Module:
     return model
 
 
-def sharded(model: nn.Module, mesh: DeviceMesh, free: bool, allocate: bool) -> nn.Module:
-    for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, reshard_after_forward=free)
+def sharded(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    free: bool,
+    allocate: bool,
+    reduce_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for module in (*model.blocks.values(), model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=free, mp_policy=policy)
     if allocate:  # gather into memory that all ranks see
         model.set_allocate_memory_from_process_group_for_comm(True)
     return model
