@@ -12,11 +12,8 @@ import argparse
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "transformer_basics"), str(ROOT / "benchmarks")]
@@ -25,16 +22,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank
 
 import bench
 import torch
-import torch.distributed as dist
-from benchmark import SIZES, MeshRun, config_of
-from flops import matmul_peak, wait
-from model import GPT, cross_entropy, initialize
+from benchmark import SIZES, config_of
+from flops import matmul_peak
+from gpt_sides import alone, bare, hugging_face, template, together
+from model import GPT
 from parallelize import apply_compile, apply_tensor_parallel
 from runtime import Worker, distributed_worker
 from tensor_parallel_from_scratch import cut_model, vocab_parallel_cross_entropy
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -76,106 +71,6 @@ def pin_to_a_core() -> None:
     """Pin this rank, and every thread that it will start, to a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-
-
-# ---- sides: functions that train a few steps and return tokens per second
-
-
-def template(mesh: str, size: str, worker: Worker, batch: int, **more) -> Callable[[], float]:
-    """train.py's own step on this mesh."""
-    usual = {"size": size, "precision": "fp32", "compile": False, "batch_size": batch}
-    usual |= {"keep_gathered": True, "sequence_parallel": False, "clip": 1.0}
-    usual |= {"activation_checkpointing": None}
-    run = MeshRun(mesh, SimpleNamespace(**usual | more), worker)
-    return lambda: run.tokens_per_second(STEPS)
-
-
-def bare(
-    size: str,
-    worker: Worker,
-    batch: int,
-    wrap=lambda model: model,
-    loss=cross_entropy,
-    clip: bool = True,
-) -> Callable[[], float]:
-    """The plainest loop, with the model that `wrap` returns; `batch` sequences per rank."""
-    config = config_of(size)
-    model = wrap(initialize(GPT(config), 0).to(worker.device))
-    return loop(model, lambda x, y: loss(model(x), y), config, worker, batch, clip)
-
-
-def hugging_face(size: str, worker: Worker, batch: int):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = config_of(size)
-    theirs = GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.block_size,
-        n_layer=config.layers,
-        n_head=config.heads,
-        n_embd=config.dim,
-        tie_word_embeddings=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(theirs).to(worker.device)
-    return loop(model, lambda x, y: cross_entropy(model(x).logits, y), config, worker, batch)
-
-
-def loop(model: nn.Module, loss_of, config, worker: Worker, batch: int, clip: bool = True):
-    # DTensors get their own group: a fused call takes tensors of one kind.
-    groups = [
-        {"params": [p for p in model.parameters() if isinstance(p, DTensor) == kind]}
-        for kind in (False, True)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (batch, config.block_size + 1), generator=generator)
-    x, y = tokens[:, :-1].to(worker.device), tokens[:, 1:].to(worker.device)
-
-    def tokens_per_second() -> float:
-        started = wait(worker.device)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(x, y).backward()
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        wait(worker.device)
-        return STEPS * x.numel() / (time.perf_counter() - started)
-
-    return tokens_per_second
-
-
-STEPS = 4  # per sample
-
-
-def alone(side: Callable[[], float], worker: Worker, threads: int = 1) -> Callable[[], float]:
-    """Rank 0 works, the other ranks wait."""
-
-    def run() -> float:
-        torch.set_num_threads(threads)
-        rate = side() if worker.is_main else 0.0
-        torch.set_num_threads(1)
-        dist.barrier()
-        return rate
-
-    return run
-
-
-def together(side: Callable[[], float], worker: Worker, copies: int = 1) -> Callable[[], float]:
-    """All ranks work, from a common start to the end of the last one, on `copies` batches."""
-
-    def run() -> float:
-        dist.barrier()
-        rate = torch.tensor(side() * copies, device=worker.device)  # NCCL adds on GPUs only
-        dist.all_reduce(rate, op=dist.ReduceOp.MIN)
-        return rate.item()
-
-    return run
 
 
 # ---- the parts

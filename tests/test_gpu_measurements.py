@@ -140,7 +140,7 @@ import sys
 sys.path.insert(0, "BENCHMARKS")
 import torch
 from types import SimpleNamespace
-import gpt
+import gpt_sides as gpt
 config = gpt.config_of("124M")
 model = torch.nn.Embedding(config.vocab_size, 1)
 worker, seen = SimpleNamespace(device=torch.device("cpu")), []
@@ -167,8 +167,8 @@ import torch
 import gpu_measurements
 import gpu_speed as g
 layers, heads, batch, length = 4, 4, 4, 128
-gpu_measurements.SIZES["tiny"] = ((layers, heads, 256, length, 512), batch)
-config = g.config_of("tiny")
+config = gpu_measurements.GPTConfig(512, length, layers, heads, 256)
+gpu_measurements.SIZES["tiny"] = (config, batch)
 gc.disable()
 with gpu_measurements.distributed_worker("cuda") as worker:
     for flags in ({}, {"activation_checkpointing": "full"}):

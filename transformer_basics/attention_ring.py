@@ -8,11 +8,14 @@ G  query heads for each key head: H / K
 """
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+TILE = 512  # scores that exist at a time: of 512 queries and 512 keys
 
 # ---- which tokens are whose
 
@@ -46,9 +49,6 @@ class Ring:
         self.group, self.causal, self.balanced = group, causal, balanced
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def chunks(self, x: Tensor, dim: int = -2) -> tuple[Tensor, ...]:
-        return x.chunk(len(chunks_of(self.rank, self.size, self.balanced)), dim)
-
     def visible(self, step: int) -> Iterator[tuple[int, int, bool]]:
         """Which pairs of chunks have scores to compute in `step`.
 
@@ -60,6 +60,20 @@ class Ring:
             for j, key_chunk in enumerate(chunks_of(source, self.size, self.balanced)):
                 if key_chunk <= query_chunk or not self.causal:
                     yield i, j, self.causal and key_chunk == query_chunk
+
+    def tiles(self, step: int, tokens: int) -> Iterator[tuple[slice, slice, bool]]:
+        """The same pairs in tiles: at most `TILE` of this rank's S = `tokens` queries, and of keys.
+
+        Yields (rows, columns, masked). A chunk's queries see no later tile of the same chunk.
+        """
+        length = tokens // len(chunks_of(self.rank, self.size, self.balanced))
+        starts = range(0, length, TILE)
+        for i, j, masked in self.visible(step):
+            for row, column in product(starts, starts):
+                if column <= row or not masked:
+                    places = ((i * length, row), (j * length, column))
+                    rows, columns = (slice(c + t, c + min(t + TILE, length)) for c, t in places)
+                    yield rows, columns, masked and row == column
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to send `x` to the next rank. The returned function waits for the previous rank's.
@@ -128,17 +142,19 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q_BKGSD.dtype, torch.float32)
         out_BKGSD = torch.zeros_like(q_BKGSD, dtype=wide)
         lse_BKGS1 = torch.full_like(out_BKGSD[..., :1], -torch.inf)  # no key yet: exp(lse) = 0
-        queries, outs, lses = (ring.chunks(x) for x in (q_BKGSD.to(wide), out_BKGSD, lse_BKGS1))
+        queries = q_BKGSD.to(wide)
         kv = torch.stack([k_BK1SD, v_BK1SD])  # one message instead of two
         for step in range(ring.size):
             # Sent while this rank computes. After the last step no rank needs them.
             arrives = ring.pass_on(kv) if step < ring.size - 1 else None
-            keys, values = (ring.chunks(x.to(wide)) for x in kv)
-            for i, j, masked in ring.visible(step):
-                out, lse = attend(queries[i], keys[j], values[j], masked)
-                both = torch.logaddexp(lses[i], lse)
-                outs[i].mul_((lses[i] - both).exp()).add_(out.mul_((lse - both).exp()))
-                lses[i].copy_(both)
+            keys, values = kv.to(wide)
+            for rows, columns, masked in ring.tiles(step, q_BKGSD.shape[-2]):
+                before, so_far = lse_BKGS1[..., rows, :], out_BKGSD[..., rows, :]
+                key, value = keys[..., columns, :], values[..., columns, :]
+                out, lse = attend(queries[..., rows, :], key, value, masked)
+                both = torch.logaddexp(before, lse)
+                so_far.mul_((before - both).exp()).add_(out.mul_((lse - both).exp()))
+                before.copy_(both)
             if arrives:
                 kv = arrives()
         out_BKGSD = out_BKGSD.to(q_BKGSD.dtype)
@@ -153,22 +169,21 @@ class RingAttention(torch.autograd.Function):
         ring, wide = ctx.ring, ctx.wide
         dout_BKGSD = dout_BKGSD.to(wide)
         delta_BKGS1 = (dout_BKGSD * out_BKGSD).sum(-1, keepdim=True)
-        dq_BKGSD = torch.zeros_like(q_BKGSD, dtype=wide)
-        of_queries = (q_BKGSD.to(wide), dout_BKGSD, lse_BKGS1, delta_BKGS1, dq_BKGSD)
-        queries, douts, lses, deltas, dqs = (ring.chunks(x) for x in of_queries)
+        queries, dq_BKGSD = q_BKGSD.to(wide), torch.zeros_like(q_BKGSD, dtype=wide)
+        of_queries = (dout_BKGSD, lse_BKGS1, delta_BKGS1)
         kv = torch.stack([k_BK1SD, v_BK1SD])
         gradients_arrive = None
         for step in range(ring.size):
             arrives = ring.pass_on(kv) if step < ring.size - 1 else None
-            keys, values = (ring.chunks(x.to(wide)) for x in kv)
+            keys, values = kv.to(wide)
             dkv = torch.zeros_like(kv, dtype=wide)
-            dks, dvs = (ring.chunks(x) for x in dkv)
-            for i, j, masked in ring.visible(step):
-                block = (queries[i], keys[j], values[j], masked, douts[i], lses[i], deltas[i])
-                dq, dk, dv = attend_backward(*block)
-                dqs[i].add_(dq)
-                dks[j].add_(dk)
-                dvs[j].add_(dv)
+            for rows, columns, masked in ring.tiles(step, q_BKGSD.shape[-2]):
+                tile = (x[..., rows, :] for x in of_queries)
+                key, value = keys[..., columns, :], values[..., columns, :]
+                dq, dk, dv = attend_backward(queries[..., rows, :], key, value, masked, *tile)
+                dq_BKGSD[..., rows, :] += dq
+                dkv[0, ..., columns, :] += dk
+                dkv[1, ..., columns, :] += dv
             if gradients_arrive:  # the previous ranks' summands for these keys and values
                 dkv += gradients_arrive()
             # Gradients follow their keys and values one step later, and return to their own rank.

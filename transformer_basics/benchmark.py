@@ -21,26 +21,29 @@ import torch
 import torch.distributed as dist
 from activation_checkpointing import CHECKPOINTING
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least, between
-from config import AXES, PRECISIONS, Settings
+from config import AXES, PRECISIONS, SHAPE, Settings
 from counting_by_axis import CountByAxis
 from data import batch_part
 from flops import matmul_peak, wait
 from model import GPTConfig, initialize
 from optimizer import make_optimizer
 from parallelize import spread_model
+from presets import PRESETS, SMOLLM2, VOCABULARIES
 from runtime import Worker, distributed_worker
 from step import train_step
 from torch.distributed.elastic.multiprocessing.errors import record
 
-SIZES = {  # layers, heads, width, tokens of a sequence, size of the vocabulary; sequences per rank
-    "tiny": ((2, 4, 64, 64, 256), 2),
-    "small": ((4, 4, 128, 256, 256), 8),
-    "medium": ((6, 6, 384, 256, 256), 4),
-    "large": ((16, 8, 512, 256, 256), 2),
-    "124M": ((12, 12, 768, 1024, 50304), 8),
-    "350M": ((24, 16, 1024, 1024, 50304), 8),
-    "1B": ((16, 16, 2048, 1024, 50304), 8),
+SIZES = {  # a model, and its sequences per rank
+    "tiny": (GPTConfig(256, 64, 2, 4, 64), 2),
+    "small": (GPTConfig(256, 256, 4, 4, 128), 8),
+    "medium": (GPTConfig(256, 256, 6, 6, 384), 4),
+    "large": (GPTConfig(256, 256, 16, 8, 512), 2),
+    "llama": (GPTConfig(256, 256, 6, 6, 384, kv_heads=2, mlp_dim=1024, **SMOLLM2), 4),
+    "124M": (GPTConfig(50304, 1024, 12, 12, 768), 8),
+    "350M": (GPTConfig(50304, 1024, 24, 16, 1024), 8),
+    "1B": (GPTConfig(50304, 1024, 16, 16, 2048), 8),
 }
+SIZES |= {name: (GPTConfig(VOCABULARIES[name], **PRESETS[name]), 1) for name in PRESETS}
 
 
 @record
@@ -90,10 +93,7 @@ class MeshRun:
         config, batch = config_of(args.size), batch_size(args, worker.world_size)
         axes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
         self.settings = Settings(
-            layers=config.layers,
-            heads=config.heads,
-            dim=config.dim,
-            block_size=config.block_size,
+            **{name: getattr(config, name) for name in SHAPE},
             batch_size=batch,
             accumulate=2 * axes["pp"] if axes["pp"] > 1 else 1,
             lr=1e-4,
@@ -156,8 +156,7 @@ def usual(ranks: int, args) -> list[str]:
 
 
 def config_of(size: str) -> GPTConfig:
-    layers, heads, dim, block_size, vocab_size = SIZES[size][0]
-    return GPTConfig(vocab_size, block_size, layers, heads, dim)
+    return SIZES[size][0]
 
 
 def batch_size(args, ranks: int) -> int:
@@ -178,7 +177,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 def parse_args():
     parser = ArgumentParser(description="Speed, traffic and memory of a GPT on a list of meshes.")
     add = parser.add_argument
-    add("--size", choices=SIZES, default="small", help="size of the GPT")
+    add("--size", choices=SIZES, default="small", help="a GPT or Llama of that size, or a preset")
     add("--mesh", action="append", help="a mesh such as 'dp_shard=2 tp=2'; may be repeated")
     add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
     add("--clip", type=between(0, math.inf), default=1.0, help="clip the gradient norm (0: never)")
