@@ -106,20 +106,26 @@ def equals_one_process(expected: dict, actual: dict, kind: str) -> None:
     # fp32 sums in another order: about 1e-7 for numbers of order one, times 5 for other machines.
     # AdamW divides by the root of small squares, which magnifies that: a hundredth of a step of its
     # lr is allowed. bf16 has 8 bits: an error of 4e-3 in each number on the way.
-    tolerance = {"loss": 2e-6, "norm": 2e-6, "gradients": 1e-6, "parameters": 1e-6}
+    tolerance = {"loss": 2e-6, "norm": 2e-6, "gradients": (1e-6, 1e-6), "parameters": (1e-6,)}
     if KINDS[kind][1] == "adamw":
-        tolerance["parameters"] = 1e-2 * LR
-    if kind == "bf16":
-        tolerance = {"loss": 1e-2, "norm": 2e-2, "gradients": 1e-2, "parameters": 1e-2}
+        tolerance["parameters"] = (1e-2 * LR,)
+    # Of two e4m3 numbers that are equally near, rounding decides by the last bit of fp32. One such
+    # number changed gradients of the first step by 1e-5, and of the last by 1e-4, when its change
+    # had grown. A wrong scale changes those of the first step by more than 1e-4.
+    if "fp8" in kind:
+        tolerance = {"loss": 1e-4, "norm": 1e-3, "gradients": (2e-5, 2e-4), "parameters": (5e-5,)}
+    if "bf16" in kind:
+        tolerance = {"loss": 1e-2, "norm": 2e-2, "gradients": (1e-2, 1e-2), "parameters": (1e-2,)}
     for part in ("loss", "norm"):
         assert len(actual[part]) == len(expected[part]) == STEPS
         for step, (a, b) in enumerate(zip(actual[part], expected[part], strict=True)):
             close(a, b, tolerance[part], f"{part} in step {step}")
     for part in ("gradients", "parameters"):  # of the first and the last step, at the end
-        for found, wanted in zip(actual[part], expected[part], strict=True):
+        pairs = zip(actual[part], expected[part], tolerance[part], strict=True)
+        for found, wanted, limit in pairs:
             assert found.keys() == wanted.keys()
             for name, tensor in wanted.items():
-                close(found[name], tensor, tolerance[part], f"{part} {name}")
+                close(found[name], tensor, limit, f"{part} {name}")
 
 
 def close(actual, expected, tolerance, what):
@@ -720,7 +726,7 @@ def test_identity_is_all_that_changes_what_is_computed():
             "rope_theta",
             "rope_scaling",
         ),
-        *("dropout", "lora_rank", "lora_alpha"),
+        *("dropout", "lora_rank", "lora_alpha", "fp8"),
     }
     assert Settings().identity().keys() == fields - config.MAY_CHANGE
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 
 # Matrix products; attention has a name of its own for each kernel. Together they are all but a few
 # per cent of a block's operations.
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm")
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm_v2")  # the last: --fp8
 
 
 def apply_activation_checkpointing(model: GPT, mode: str | int) -> GPT:

@@ -93,6 +93,7 @@ class Settings:
     clip: float = 1.0
     dropout: float = 0.0
     precision: str = "fp32"
+    fp8: bool = False
     activation_checkpointing: str | int | None = None  # full, selective, every Nth block
     flex_attention: bool = False
     compile: bool = False
@@ -176,9 +177,7 @@ class Settings:
         """The settings with their missing values filled in for this number of ranks.
 
         They are --dp-replicate, --accumulate, --lora-alpha, and the steps of --tokens and
-        --eval-tokens.
-
-        Raises `UserError` if the settings do not fit the number of ranks.
+        --eval-tokens. Raises `UserError` if the settings do not fit the number of ranks.
         """
         model_ranks = self.pp * self.dp_shard * self.cp * self.tp
         dp_replicate = self.dp_replicate or max(1, ranks // model_ranks)

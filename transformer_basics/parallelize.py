@@ -17,6 +17,7 @@ from arguments import UserError
 from attention import use_flex_attention
 from config import AXES, PRECISIONS, Settings
 from context_parallel import apply_context_parallel, fsdp_mesh
+from float8 import apply_float8
 from lora import add_adapters
 from model import GPT, GPTConfig
 from pipeline import Pipeline, numbers_of
@@ -74,6 +75,8 @@ def shard_model(config: GPTConfig, settings: Settings, mesh: DeviceMesh, stage: 
         apply_tensor_parallel(model, mesh["tp"], settings.sequence_parallel, settings.loss_parallel)
     if settings.lora_rank:
         add_adapters(model, settings.lora_rank, settings.lora_alpha)
+    if settings.fp8:  # not embeddings, norms, attention and head
+        apply_float8(model, mesh.device_type, PRECISIONS[settings.precision])
     if settings.activation_checkpointing:
         apply_activation_checkpointing(model, settings.activation_checkpointing)
     if settings.compile:

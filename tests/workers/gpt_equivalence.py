@@ -23,6 +23,7 @@ from counting_by_axis import CountByAxis
 from data import batch_part
 from evaluation import mean_over_ranks
 from flags import parse_args
+from float8 import apply_float8
 from model import GPT, initialize
 from optimizer import make_optimizer
 from parallelize import spread_model
@@ -56,6 +57,11 @@ KINDS = {
     "deep dropout": (f"--clip 0.1 {LLAMA} --tied --layers 5 --dropout 0.2", "sgd"),
     "dropped documents": ("--clip 0.1 --document-masks --dropout 0.5", "adamw"),
     "qwen": (f"--clip 0.1 {LLAMA} --kv-heads 1 --head-dim 8 --qk-norm", "sgd"),
+    # Of the layers, one process has the same: test_transformer_basics_float8.py has an oracle.
+    "fp8": ("--clip 0.1 --dim 32 --fp8", "sgd"),
+    "fp8 bf16": ("--clip 0 --dim 32 --fp8 --precision bf16", "sgd"),
+    "fp8 deep": ("--clip 0.1 --dim 32 --fp8 --layers 5", "sgd"),
+    "fp8 qwen": (f"--clip 0.1 {LLAMA} --dim 32 --fp8 --kv-heads 1 --head-dim 16 --qk-norm", "sgd"),
 }
 TP, SP, LP = "--tp {}", "--tp {} --sequence-parallel", "--tp {} --loss-parallel"
 ALL = SP + " --loss-parallel"
@@ -63,13 +69,13 @@ MESHES = {  # ranks -> flags -> kinds
     2: {
         "": ("sgd", "adamw", "tied", "bf16", "llama", "documents", "dropout", "dropped documents"),
         "--activation-checkpointing --accumulate 4": ("sgd", "dropout"),
-        "--dp-shard 2": ("adamw", "clip", "tied", "padded", "bf16", "llama", "qwen"),
+        "--dp-shard 2": ("adamw", "clip", "tied", "padded", "bf16", "llama", "qwen", "fp8 bf16"),
         "--dp-shard 2 --accumulate 4": ("clip", "tied", "documents", "llama documents", "dropout"),
         "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
-        "--dp-shard 2 --compile": ("clip", "documents"),
+        "--dp-shard 2 --compile": ("clip", "documents", "fp8"),
         "--dp-shard 2 --compile --activation-checkpointing": ("dropout",),
-        "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama", "dropout"),
+        "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama", "dropout", "fp8"),
         "--dp-shard 2 --activation-checkpointing 2 --loss-chunks 5": (
             "clip",
             "tied",
@@ -88,18 +94,18 @@ MESHES = {  # ranks -> flags -> kinds
             "qwen",
             "dropout",
         ),
-        SP.format(2): ("sgd", "documents", "dropout"),
-        TP.format(2) + " --compile": ("sgd", "qwen"),
+        SP.format(2): ("sgd", "documents", "dropout", "fp8"),
+        TP.format(2) + " --compile": ("sgd", "qwen", "fp8"),
         TP.format(2) + " --compile --activation-checkpointing selective": ("dropout",),
         LP.format(2): ("clip",),
-        ALL.format(2): ("adamw", "tied", "padded", "bf16", "llama", "qwen", "qwen2"),
+        ALL.format(2): ("adamw", "tied", "padded", "bf16", "llama", "qwen", "qwen2", "fp8 qwen"),
         ALL.format(2) + " --activation-checkpointing --accumulate 2": (
             "clip",
             "qwen",
             "documents",
             "dropped documents",
         ),
-        "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen", "dropout"),
+        "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen", "dropout", "fp8"),
         "--cp 2 --accumulate 4 --reduce-once": ("clip",),
         "--cp 2 --activation-checkpointing --accumulate 2": ("clip", "qwen", "dropout"),
         "--cp 2 --loss-chunks 3 --activation-checkpointing": ("clip", "tied"),
@@ -118,13 +124,19 @@ MESHES = {  # ranks -> flags -> kinds
             "documents",
             "dropout",
             "dropped documents",
+            "fp8",
         ),
         "--pp 2 --schedule interleaved": ("smollm",),
         "--pp 2 --accumulate 4 --schedule interleaved --activation-checkpointing": (
             "deep",
             "deep dropout",
         ),
-        "--pp 2 --accumulate 4 --schedule zero-bubble": ("deep", "smollm", "deep dropout"),
+        "--pp 2 --accumulate 4 --schedule zero-bubble": (
+            "deep",
+            "smollm",
+            "deep dropout",
+            "fp8 deep",
+        ),
     },
     4: {
         TP.format(4): ("clip", "llama"),
@@ -132,7 +144,7 @@ MESHES = {  # ranks -> flags -> kinds
         "--dp-replicate 2 --dp-shard 2": ("adamw", "clip"),
         "--dp-replicate 2 --dp-shard 2 --accumulate 4": ("clip", "dropout"),
         "--dp-shard 2 " + TP.format(2): ("adamw", "clip"),
-        "--dp-shard 2 " + ALL.format(2): ("sgd", "tied", "llama", "qwen", "dropout"),
+        "--dp-shard 2 " + ALL.format(2): ("sgd", "tied", "llama", "qwen", "dropout", "fp8"),
         "--dp-replicate 2 " + TP.format(2): ("clip", "qwen"),
         "--dp-replicate 2 " + ALL.format(2): ("adamw",),
         "--cp 4": ("clip", "grouped"),
@@ -177,12 +189,21 @@ QUICK = {
             "dropout",
             "dropped documents",
         ),
-        ALL.format(2) + " --activation-checkpointing selective": ("tied", "qwen", "dropout"),
+        ALL.format(2) + " --activation-checkpointing selective": (
+            "tied",
+            "qwen",
+            "dropout",
+            "fp8",
+            "fp8 qwen",
+        ),
         "--cp 2 --accumulate 2": ("clip", "grouped", "dropout"),
         "--pp 2 --accumulate 4 --loss-chunks 5": ("clip", "tied", "dropout"),
         "--pp 2 --accumulate 4 --schedule zero-bubble": ("smollm",),
     }
 }
+if torch.__version__ < "2.13":  # CPUs have no fp8 products yet
+    for meshes in (*MESHES.values(), *QUICK.values()):
+        meshes |= {m: [kind for kind in kinds if "fp8" not in kind] for m, kinds in meshes.items()}
 CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]
 
 
@@ -244,6 +265,8 @@ def one_process(kind: str) -> dict:
     # Rows that pad the vocabulary are no part of this loss, as its logits are cut.
     model = GPT(settings.model(settings.pad_vocab_to or VOCABULARY))
     first_values(model)
+    if settings.fp8:
+        apply_float8(model, "cpu", torch.float32)
     optimizer = plain_optimizer(name, model)
     found = {"loss": [], "norm": [], "gradients": []}
     dropping = Dropping(model, settings.dropout)
