@@ -229,18 +229,19 @@ def test_a_compiled_layer_computes_the_same():
 @needs_cpu_kernel
 @pytest.mark.parametrize(
     ("flags", "where"),
-    [("--dim 24 --heads 2", "blocks.0.attention.query has 24 inputs and 24"),
+    [("--dim 24 --heads 2 --head-dim 8", "blocks.0.attention.query has 24 inputs and 16"),
      ("--dim 32 --heads 2 --mlp-dim 40", "blocks.0.mlp.expand has 32 inputs and 40")],
 )  # fmt: skip
 def test_sizes_that_16_does_not_divide(flags, where):
-    result = python(TRAIN, "--fp8", *flags.split())
+    result = python(TRAIN, "--fp8", "--steps", 1, "--sample", 0, *flags.split())
     assert result.returncode == 2
     assert f"--fp8 needs multiples of 16, but {where} outputs on a rank" in result.output
 
 
 @needs_cpu_kernel
 def test_sizes_are_those_of_a_rank():
-    result = pool.run(TRAIN, "--fp8", "--dim", 16, "--heads", 2, "--tp", 2, ranks=2)
+    flags = ("--fp8", "--steps", 1, "--sample", 0, "--dim", 16, "--heads", 2, "--tp", 2)
+    result = pool.run(TRAIN, *flags, ranks=2)
     assert result.returncode == 2
     said = "blocks.0.attention.query has 16 inputs and 8 outputs on a rank"
     assert result.output.count(said) == 1
