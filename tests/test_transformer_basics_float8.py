@@ -183,6 +183,24 @@ def test_gradients_of_a_model():
         assert (gradient - expected[name]).norm() < 0.1 * rounding, name
 
 
+@needs_cpu_kernel
+@pytest.mark.slow
+def test_adapters_on_a_mesh_equal_one_process(tmp_path):
+    """Only the first step: then a number that is rounded to its other neighbour changes others."""
+    worker = ROOT / "tests/workers/gpt_lora.py"
+    pool.run(worker, tmp_path / "alone", "fp8 alone", ranks=1).check()
+    pool.run(worker, tmp_path / "found", "fp8", ranks=2).check()
+    expected = torch.load(tmp_path / "alone")["", "fp8"]
+    found = torch.load(tmp_path / "found")
+    assert len(found) == 4
+    for (mesh, _), actual in found.items():
+        assert actual["frozen"]
+        assert actual["loss"][0] == pytest.approx(expected["loss"][0], abs=5e-6)
+        for name, gradient in expected["gradients"][0].items():
+            difference = (actual["gradients"][0][name] - gradient).abs().max()
+            assert difference < 2e-5 < 0.1 * gradient.abs().max(), f"{mesh} {name}"
+
+
 class CountProducts(TorchDispatchMode):
     def __init__(self):
         super().__init__()

@@ -92,6 +92,10 @@ IN_FLOAT64 = {
     "--pp 2 --accumulate 4 --schedule zero-bubble": ("rank 1", "rank 1, adamw"),
     SP: ("rank 1",),
 }
+# Frozen weights in fp8: compared with one process that runs the same program.
+KINDS |= {"fp8": (f"--clip 0.1 {LLAMA} --dim 64 --fp8 --lora-rank 4 --lora-alpha 2", "sgd")}
+IN_FLOAT8 = {mesh: ("fp8",) for mesh in ("--dp-shard 2", SP, "--pp 2", "--cp 2")}
+OTHERS = {"float64": IN_FLOAT64, "fp8": IN_FLOAT8, "fp8 alone": {"": ("fp8",)}}
 LAYERS = ("query", "key", "value", "out", "expand", "contract", "gate")  # of a block
 
 
@@ -226,7 +230,7 @@ def as_local(tensor: torch.Tensor) -> torch.Tensor:
 def main(output: str, group: str) -> None:
     with worker_of_test(gpu_per_rank=True) as worker:
         is_float64 = group == "float64"
-        meshes, results = IN_FLOAT64 if is_float64 else GROUPS[group][1], {}
+        meshes, results = OTHERS[group] if group in OTHERS else GROUPS[group][1], {}
         with in_float64() if is_float64 else nullcontext():
             for mesh, kinds in meshes.items():
                 results |= {(mesh, kind): on_mesh(mesh, kind, worker) for kind in kinds}
