@@ -62,6 +62,7 @@ bench: $(TESTS) ready ## run the benchmarks and write benchmarks/results/
 	.venv/bin/python benchmarks/ddp.py
 	.venv/bin/python benchmarks/fsdp.py
 	.venv/bin/python benchmarks/gpt.py
+	.venv/bin/python benchmarks/llama.py
 	.venv/bin/python benchmarks/backend.py
 	.venv/bin/python benchmarks/rpc.py
 	.venv/bin/python benchmarks/clusters.py

@@ -1019,8 +1019,8 @@ def test_make_other_targets(project):
     ]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
-    names = ("collectives", "ddp", "fsdp", "gpt", "backend", "rpc", "clusters", "planner")
-    benchmarks = [f"python benchmarks/{name}.py" for name in names]
+    names = ("collectives", "ddp", "fsdp", "gpt", "llama", "backend", "rpc", "clusters")
+    benchmarks = [f"python benchmarks/{name}.py" for name in (*names, "planner")]
     assert make(project, "bench")[1] == [CHECK, *benchmarks]
     assert make(project, "readme")[1] == [CHECK, "python tests/readme.py --write"]
     assert make(project, "gpu")[1] == ["python benchmarks/gpu.py"]  # installs and checks nothing
