@@ -42,7 +42,8 @@ def training(groups: dict, repeats: int) -> dict:
             what = "freed" if free else "kept"
             wrap = partial(sharded, mesh=mesh, free=free, allocate=name == "shm")
             sides[f"GPT, FSDP2 {what}, {name}"] = gpt(wrap)
-        half = partial(wrap, reduce_dtype=torch.bfloat16)
+        kept = partial(sharded, mesh=mesh, free=False, allocate=name == "shm")
+        half = partial(kept, reduce_dtype=torch.bfloat16)
         sides[f"GPT, FSDP2 kept, {name}, bfloat16 reduced"] = gpt(half)
     return bench.alternate(repeats, sides)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the GPT let run: functions that train a few steps, timed."""
+"""Training loops that the benchmarks of the GPT compare: each returns tokens per second."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Measure how fast a Llama trains, over long sequences too, and how long it takes to begin.
+"""Measure how fast a Llama trains, also on long sequences, and how long its start takes.
 
     python benchmarks/llama.py               # about ten minutes; writes results/llama.md
     python benchmarks/llama.py --repeats 1 --parts training --no-write      # a quick look

@@ -3,8 +3,8 @@
     python benchmarks/planner.py               # calibrate, then every mesh: about ten minutes
     python benchmarks/planner.py --repeats 1 --steps 8 --seconds 1 --no-write      # a quick look
 
-calibrate.py measures four constants on as many ranks as the mesh has; transformer_basics/train.py
-then trains a GPT on the mesh, and logs tokens per second and peak memory.
+calibrate.py measures the machine's constants on as many ranks as the mesh has. Then
+transformer_basics/train.py trains a GPT on the mesh, and logs tokens per second and peak memory.
 """
 
 import argparse

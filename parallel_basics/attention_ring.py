@@ -62,9 +62,9 @@ class Ring:
                     yield i, j, self.causal and key_chunk == query_chunk
 
     def tiles(self, step: int, tokens: int) -> Iterator[tuple[slice, slice, bool]]:
-        """The same pairs in tiles: at most `TILE` of this rank's S = `tokens` queries, and of keys.
+        """The visible pairs of chunks, cut into tiles of at most TILE queries and TILE keys.
 
-        Yields (rows, columns, masked). A chunk's queries see no later tile of the same chunk.
+        tokens: S. Yields (rows, columns, masked), slices of this rank's queries and of the keys.
         """
         length = tokens // len(chunks_of(self.rank, self.size, self.balanced))
         starts = range(0, length, TILE)

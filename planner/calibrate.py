@@ -4,9 +4,9 @@ r"""Measures the constants of this machine in a minute, and writes them as a clu
     python planner/plan.py --gpu runs/this_machine.toml --model gpt-template --gpus 2 \
         --sequence 128 --batch-tokens 2K
 
-Look at: the share of the datasheet's numbers that this machine reaches. Measured are a matrix
-product, a copy, a layer so small that only the host's work is left, on a CPU one that is not small,
-and an all_reduce of two sizes.
+Look at: the share of the datasheet's numbers that this machine reaches. It measures a matrix
+product, a copy, a layer so small that only the host's work is left, an all_reduce of two sizes,
+and, on a CPU, a layer of width 256.
 """
 
 import argparse
@@ -67,6 +67,7 @@ def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float
         "peak_tflops": flop_s / 1e12,
         "hbm_gb_s": bytes_s / 1e9,
         "memory_passes": passes(flop_s, bytes_s, seconds) if device.type == "cpu" else 9,
+        "activation_factor": 1 if device.type == "cuda" else 2,
         "launch_s": launch,
         "base_gib": base,
         "gpu_memory_gb": memory_gb(device) / (1 if device.type == "cuda" else ranks),
@@ -100,12 +101,13 @@ def passes(flop_s: float, bytes_s: float, seconds: float) -> float:
 
     A GPU waits for memory between the products; a CPU computes there (exponentials, norms), and a
     product of a layer's shapes reaches less than a large one. So its number has to be measured.
-    6 FLOP per weight (12 h^2) and token, 34 h bytes kept per token: step_time.py.
+    6 FLOP per weight (12 h^2) and token, 6 s h for attention, 34 h bytes kept: step_time.py.
     """
     width, sequences, length = 256, 8, 128
     whole = median_seconds(layer(width, 4, sequences, length, CPU), CPU, seconds)
     tokens = sequences * length
-    products = 6 * 12 * width**2 * tokens / flop_s
+    # Of the weights, and of a causal attention, half of whose scores a flash kernel skips.
+    products = 6 * (12 * width**2 + length * width) * tokens / flop_s
     return max(0.0, whole - products) * bytes_s / (34 * width * tokens)
 
 
@@ -167,9 +169,8 @@ def as_toml(found: dict[str, float]) -> str:
     cluster = {k: found[k] for k in ("gpu_memory_gb", "peak_tflops", "hbm_gb_s", "nvlink_gb_s")}
     cluster["nic_gb_s"] = found["nvlink_gb_s"]
     cluster["gpus_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
-    measured = ("memory_passes", "launch_s", "hop_s", "base_gib")
-    constants = {"gemm_efficiency": 1, "activation_factor": 1 if torch.cuda.is_available() else 2}
-    constants |= {key: found[key] for key in measured} | {"fixed_s": 0}
+    measured = ("activation_factor", "memory_passes", "launch_s", "hop_s", "base_gib")
+    constants = {"gemm_efficiency": 1} | {key: found[key] for key in measured} | {"fixed_s": 0}
     lines = [f"{key} = {value:.3g}" for key, value in cluster.items()]
     lines += ["", "[constants]", *(f"{key} = {value:.3g}" for key, value in constants.items())]
     return "\n".join(lines) + "\n"

@@ -59,7 +59,7 @@ def pytest_terminal_summary(terminalreporter, config):
     tests, files = config.stash[SPENT], Counter()
     for name, seconds in tests.items():
         files[name.partition("::")[0]] += seconds
-    if tests:  # all of them, for comparisons: .pytest_cache/v/processor_seconds
+    if tests and config.pluginmanager.hasplugin("cacheprovider"):  # all, for comparisons
         config.cache.set("processor_seconds", dict(tests))
     terminalreporter.section(f"{NAME}: {files.total():,.0f}")
     for spent in (files, tests):

@@ -734,6 +734,7 @@ def test_calibration_is_a_cluster_that_plan_reads(tmp_path):
     found = tomllib.loads(path.read_text())
     assert found["peak_tflops"] > 0
     assert found["constants"]["base_gib"] > 0.05
+    assert found["constants"]["activation_factor"] == 2  # fp32; the formulas count bf16
     job = ("--model", "gpt-template", "--sequence", 128, "--batch-tokens", "2K", "--gpus", 2)
     assert "calibrated; no published run" in plan(*job, "--gpu", path)
 
@@ -745,9 +746,12 @@ def test_a_measured_layer_takes_the_time_that_the_formulas_say(monkeypatch):
     cluster = shapes.Cluster(16, 0.2, 10, 1, 1, 1)
     stack = stacks.Stack(gemm_efficiency=1, memory_passes=passes)
     model = shapes.Model(1, 256, 4, 4, 64, 1024, 0, 256, 0)
-    mesh = shapes.Mesh(1, 1, 0, 1, 0, 1, 1, 1, 8, 1, 128, 0, 0, 1)
-    given = (model, mesh, cluster, stack)
-    assert step_time.products_s(*given) + step_time.traffic_s(*given) == pytest.approx(0.05)
+    one = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "virtual_stages", "cp"), 1)
+    none = ("zero_stage", "sequence_parallel", "full_checkpointing", "selective_checkpointing")
+    batch = {"micro_batch": 8, "accumulation": 1, "sequence": 128, "flash": 1}
+    given = (model, shapes.Mesh(**one, **dict.fromkeys(none, 0), **batch), cluster, stack)
+    terms = (step_time.products_s, step_time.attention_s, step_time.traffic_s)
+    assert sum(term(*given) for term in terms) == pytest.approx(0.05)
 
 
 def test_calibration_counts_what_an_optimizer_imports(tmp_path):

@@ -11,6 +11,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
+import benchmark
 import config
 import data
 import numpy as np
@@ -1138,6 +1139,17 @@ def assert_differences(output: str, rows: int) -> None:
         loss, norm, gradient, parameter = map(float, line.split()[-4:])
         assert max(loss, norm, gradient) < 1e-5
         assert parameter < 5e-4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", benchmark.SIZES)
+def test_the_benchmark_can_train_every_size_on_its_usual_meshes(size, ranks):
+    usual = {"size": size, "batch_size": None, "clip": 1.0, "precision": "fp32", "compile": False}
+    usual |= {"activation_checkpointing": None, "keep_gathered": False, "sequence_parallel": False}
+    args, config = SimpleNamespace(**usual), benchmark.config_of(size)
+    for mesh in benchmark.usual(ranks, args):
+        settings = benchmark.settings_of(mesh, args, ranks)
+        assert config.vocab_size % settings.tp == 0
 
 
 @pytest.mark.slow

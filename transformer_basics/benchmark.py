@@ -43,7 +43,9 @@ SIZES = {  # a model, and its sequences per rank
     "350M": (GPTConfig(50304, 1024, 24, 16, 1024), 8),
     "1B": (GPTConfig(50304, 1024, 16, 16, 2048), 8),
 }
-SIZES |= {name: (GPTConfig(VOCABULARIES[name], **PRESETS[name]), 1) for name in PRESETS}
+SIZES |= {  # rows of the embedding: a multiple of 64, as train.py pads them
+    name: (GPTConfig(-(-VOCABULARIES[name] // 64) * 64, **PRESETS[name]), 2) for name in PRESETS
+}
 
 
 @record
@@ -91,21 +93,7 @@ class MeshRun:
 
     def __init__(self, mesh: str, args, worker: Worker):
         config, batch = config_of(args.size), batch_size(args, worker.world_size)
-        axes = dict.fromkeys(AXES, 1) | parse_mesh(mesh)
-        self.settings = Settings(
-            **{name: getattr(config, name) for name in SHAPE},
-            batch_size=batch,
-            accumulate=2 * axes["pp"] if axes["pp"] > 1 else 1,
-            lr=1e-4,
-            clip=args.clip,
-            precision=args.precision,
-            activation_checkpointing=args.activation_checkpointing,
-            compile=args.compile,
-            keep_gathered=args.keep_gathered,
-            sequence_parallel=args.sequence_parallel and axes["tp"] > 1,
-            loss_parallel=axes["tp"] > 1,
-            **axes,
-        ).on(worker.world_size)
+        self.settings = settings_of(mesh, args, worker.world_size)
         self.worker = worker
         self.mesh, self.model, self.pipeline = spread_model(config, self.settings, worker.device)
         initialize(self.model, seed=0)
@@ -142,6 +130,25 @@ class MeshRun:
         return sum(c for c, _ in over), sum(b for _, b in over), sum(t.nbytes for t in held)
 
 
+def settings_of(mesh: str, args, ranks: int) -> Settings:
+    """train.py's settings for this mesh. Raises `UserError` if it does not fit the model."""
+    config, axes = config_of(args.size), dict.fromkeys(AXES, 1) | parse_mesh(mesh)
+    return Settings(
+        **{name: getattr(config, name) for name in SHAPE},
+        batch_size=batch_size(args, ranks),
+        accumulate=2 * axes["pp"] if axes["pp"] > 1 else 1,
+        lr=1e-4,
+        clip=args.clip,
+        precision=args.precision,
+        activation_checkpointing=args.activation_checkpointing,
+        compile=args.compile,
+        keep_gathered=args.keep_gathered,
+        sequence_parallel=args.sequence_parallel and axes["tp"] > 1,
+        loss_parallel=axes["tp"] > 1,
+        **axes,
+    ).on(ranks)
+
+
 def usual(ranks: int, args) -> list[str]:
     """Each axis alone with all ranks, if the model divides by them, and dp_shard with tp=2."""
     meshes = [f"dp_replicate={ranks}", f"dp_shard={ranks}"]
@@ -150,7 +157,7 @@ def usual(ranks: int, args) -> list[str]:
         meshes.append(f"tp={ranks}")
     if 1 < ranks <= config.layers:
         meshes.append(f"pp={ranks}")
-    if ranks > 2 and ranks % 2 == 0:
+    if ranks > 2 and ranks % 2 == 0 and config.heads % 2 == 0:
         meshes.append(f"dp_shard={ranks // 2} tp=2")
     return meshes
 

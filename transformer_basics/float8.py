@@ -9,11 +9,12 @@ tensor is divided by a scale first. Here each row has a scale of its own, its la
     gradient of the input    dx = dy W      fp8: a scale per token of dy, and per input of W
     gradient of the weight   dW = dy^T x    the compute dtype, as without fp8
 
-In the first two, a scale belongs to all terms of a sum, so it multiplies the sum. And it depends on
-one token or on the weight: a rank or a micro-batch with fewer tokens computes what one process
-does. dW is a sum over tokens, so its scales would depend on which tokens a rank has. (torchao calls
-the recipe rowwise_with_gw_hp; there W has one scale in dx.) With tensor parallelism a rank may have
-a part of a row: `quantize` takes the largest value of the full row, over the ranks.
+In the first two products every term of a sum has the same scale, so the scale multiplies the sum. A
+scale depends on one token or on the weight, never on other tokens: a rank or micro-batch with fewer
+tokens computes what one process computes. dW is a sum over tokens, so its scales would depend on
+which tokens a rank has. (torchao calls the recipe rowwise_with_gw_hp; there W has one scale in dx.)
+With tensor parallelism a rank may have a part of a row: `quantize` takes the largest value of the
+full row, over the ranks.
 
 Embeddings, norms, attention and the head stay in the compute dtype, and FSDP gathers and sends the
 weights in it. No GPU has run this file yet; its speed is not measured.

@@ -57,7 +57,7 @@ KINDS = {
     "deep dropout": (f"--clip 0.1 {LLAMA} --tied --layers 5 --dropout 0.2", "sgd"),
     "dropped documents": ("--clip 0.1 --document-masks --dropout 0.5", "adamw"),
     "qwen": (f"--clip 0.1 {LLAMA} --kv-heads 1 --head-dim 8 --qk-norm", "sgd"),
-    # Of the layers, one process has the same: test_transformer_basics_float8.py has an oracle.
+    # The single process uses the same fp8 layers; test_transformer_basics_float8.py has an oracle.
     "fp8": ("--clip 0.1 --dim 32 --fp8", "sgd"),
     "fp8 bf16": ("--clip 0 --dim 32 --fp8 --precision bf16", "sgd"),
     "fp8 deep": ("--clip 0.1 --dim 32 --fp8 --layers 5", "sgd"),
