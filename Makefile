@@ -37,7 +37,7 @@ demo: ready ## train one model with two processes, on handwritten digits
 	@echo "  ddp_basics/README.md              what you just ran, and what to try with it"
 	@echo "  make test                         proves what the examples claim"
 
-test: $(TESTS) ready ## run all tests, with the notebooks: about 45 minutes on two cores
+test: $(TESTS) ready ## run all tests, with the notebooks: about an hour on two cores
 	-@$(MAKE) --no-print-directory .venv-emulated/installed
 	.venv/bin/python -m pytest -n 3
 
