@@ -15,18 +15,17 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from pathlib import Path
 
-import psutil
 from exercises import check as check  # for the chapters
+from processes import end_processes, folder_of
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = uuid.uuid4().hex  # marks, in the environment, every process that this kernel starts
-FOLDER = Path(tempfile.gettempdir(), f"course_{KERNEL}")  # temporary files
+FOLDER = folder_of(KERNEL)  # temporary files
 _client = None  # ipyparallel's connection to the ranks, while there are any
 _started = ()  # (n, timeout) of the last start_ranks()
 _cells = []  # (line, cell) of each %%px that has run without an error since then
@@ -272,29 +271,11 @@ def run_script(
     print(text["stdout"], end="")
 
 
-def end_processes(mark: str) -> None:
-    """Kill the processes whose mark begins with `mark`.
-
-    By mark and not by parent: a killed torchrun leaves its workers without one.
-    """
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # gone, or another user's
-            if process.environ().get("COURSE_MARK", "").startswith(mark):
-                process.kill()
-                found.append(process)
-    psutil.wait_procs(found, timeout=10)
-
-
-if __name__ == "__main__":  # this is the guard, started below
-    sys.stdin.read()  # returns once the kernel is gone
-    end_processes(KERNEL := sys.argv[1])
-    shutil.rmtree(Path(tempfile.gettempdir(), f"course_{KERNEL}"), ignore_errors=True)
-else:
-    # A kernel that is killed runs no clean-up of its own, but its end of this pipe closes.
-    guard = subprocess.Popen(
-        [sys.executable, __file__, KERNEL], stdin=subprocess.PIPE, start_new_session=True
-    )
-    os.environ["COURSE_MARK"] = KERNEL
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank: they share the cores
-    _define_px()
+guard = subprocess.Popen(
+    [sys.executable, ROOT / "notebooks/processes.py", KERNEL],
+    stdin=subprocess.PIPE,
+    start_new_session=True,
+)
+os.environ["COURSE_MARK"] = KERNEL
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank: they share the cores
+_define_px()

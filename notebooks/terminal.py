@@ -23,7 +23,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from course import FOLDER, KERNEL, ROOT, end_processes
+from course import FOLDER, KERNEL, ROOT
+from processes import end_processes
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 RUNS = FOLDER / "runs"

@@ -170,14 +170,14 @@ class Job:
         """Those in the sessions of its forks; else those with the mark in their environment."""
         if self.leaders:
             return those(lambda p: os.getsid(p.pid) in self.leaders)
-        return those(lambda p: p.environ().get("TEST_JOB_MARK") == self.mark)
+        return those(lambda p: environment(p).get("TEST_JOB_MARK") == self.mark)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks that run now, in order."""
         numbers = {}
         for process in self.processes():
             with contextlib.suppress(*GONE, KeyError):  # KeyError: no rank
-                numbers[process] = int(process.environ()["RANK"])
+                numbers[process] = int(environment(process)["RANK"])
         return sorted(numbers, key=numbers.get)
 
     def agents(self) -> list[psutil.Process]:
@@ -315,11 +315,21 @@ def those(
 ) -> list[psutil.Process]:
     """Those processes (of this machine, or `among` some) of which that is true by now."""
     found = []
-    for process in psutil.process_iter() if among is None else among:
+    # Not process_iter(): that keeps the object of whoever had a number before.
+    for known in psutil.pids() if among is None else among:
         with contextlib.suppress(*GONE):
+            process = psutil.Process(known) if among is None else known
             if condition(process):
                 found.append(process)
     return found
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    """Its variables: a process has none while it becomes another program, so it is asked again."""
+    until = time.monotonic() + 1
+    while not (variables := process.environ()) and time.monotonic() < until:
+        time.sleep(0.001)
+    return variables
 
 
 def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -20,7 +20,7 @@ COVERED = {
     "*/checkpoint.py": 8, "*/saves.py": 3, "*/runtime.py": 8, "*/agreement.py": 3,
     "*/stopping.py": 3, "*_from_scratch.py": 20, "parallel_basics/attention_ring.py": 6,
     "notebooks/course.py": 4, "notebooks/exercises.py": 4, "notebooks/ranks.py": 1,
-    "notebooks/terminal.py": 4, "custom_backend/shm/*.h": 7, "custom_backend/shm/*.cpp": 2,
+    "notebooks/processes.py": 2, "notebooks/terminal.py": 4, "custom_backend/shm/*.h": 7, "custom_backend/shm/*.cpp": 2,
     "custom_backend/shm/heap*.h": 9, "custom_backend/pipe/*": 11,
     "transformer_basics/lora.py": 12, "transformer_basics/chat.py": 5,
     "transformer_basics/generate.py": 4, "transformer_basics/attention.py": 6,

@@ -5,22 +5,27 @@ import ast
 import base64
 import functools
 import json
+import os
 import re
+import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import nbformat
 import psutil
 import pytest
-from helpers import ROOT, Job, still_running, those
+from helpers import ROOT, Job, environment, still_running, those
 
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
 
 import course  # noqa: E402
+import processes  # noqa: E402
 
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SHOWS = {"print", "display", "show", "start_ranks", "run_script", "check"}
 SHOWS |= {"ranks", "curves", "bars", "timeline", "movie"}  # of figures
@@ -669,7 +674,7 @@ def wait_until_gone(processes, timeout: float = 20) -> None:
 def of_this_kernel() -> list[psutil.Process]:
     """Ranks and scripts that `course` has started here, and whatever they have started."""
     mark = f"{course.KERNEL}/"
-    return those(lambda p: p.environ().get("COURSE_MARK", "").startswith(mark))
+    return those(lambda p: environment(p).get("COURSE_MARK", "").startswith(mark))
 
 
 SCRIPT = """
@@ -677,6 +682,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 
 mode, rank = sys.argv[1], os.environ.get("RANK", "alone")
 print("here is", rank, flush=True)
@@ -740,6 +746,46 @@ def test_run_script_ends_a_hang(script, ranks, timeout):
     with pytest.raises(TimeoutError, match=rf"did not end within {timeout} s\nhere is"):
         course.run_script(script, "hang", ranks=ranks, timeout=timeout)
     assert not of_this_kernel()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere another rule")
+def test_what_is_becoming_another_program_is_ended_too(tmp_path):
+    """In the middle of exec() a process has no environment, and so no mark."""
+    script = tmp_path / "becomes.sh"
+    script.write_text('#!/bin/sh\nexec "$0"\n')
+    script.chmod(0o700)
+    variables = os.environ | {"COURSE_MARK": (mark := f"test/{uuid.uuid4().hex}")}
+    started = [subprocess.Popen([script], env=variables) for _ in range(10)]
+    try:
+        for _ in range(100):
+            assert len(processes.marked(mark)) == len(started)
+        processes.end_processes(mark)
+        assert None not in [process.poll() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="only root chooses a pid")
+def test_the_number_of_an_ended_process_is_used_again():
+    """psutil knows the old one and refuses to kill the new one."""
+    mark = f"test/{uuid.uuid4().hex}"
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with subprocess.Popen(["sleep", "0.1"]) as old:
+            list(psutil.process_iter())
+        LAST_PID.write_text(str(old.pid - 1))
+        marked = os.environ | {"COURSE_MARK": mark}
+        with subprocess.Popen(["sleep", "1000"], env=marked) as new:
+            try:
+                if new.pid == old.pid:  # else some other process was faster
+                    processes.end_processes(mark)
+                    assert not psutil.pid_exists(new.pid)
+                    return
+            finally:
+                new.kill()
+    raise TimeoutError("no process got the number")
 
 
 LIFE = """

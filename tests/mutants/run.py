@@ -249,8 +249,9 @@ def wait_for(process: int, mark: str, seconds: float) -> int | None:
     finally:  # at Ctrl-C too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
-        for other in psutil.process_iter():
+        for pid in psutil.pids():
             with contextlib.suppress(psutil.Error):  # gone, or another user's
+                other = psutil.Process(pid)
                 if other.environ().get("MUTANT") == mark:
                     other.kill()
 
