@@ -13,8 +13,8 @@ the first collective in which the ranks differ, what each rank called, and at wh
     --bug stuck    the last rank hangs while it reads its data, without an exception
     --bug none     no file is written
 
-NCCL's watchdog writes such files when it ends a job (TORCH_NCCL_DUMP_ON_TIMEOUT; the path is in
-TORCH_FR_DUMP_TEMP_FILE). Gloo has no watchdog. To get the files with Gloo, copy flight_recorder().
+NCCL's watchdog writes such a file when it ends a process (TORCH_FR_DUMP_TEMP_FILE has the path).
+Gloo has no watchdog. To get the files with Gloo, copy flight_recorder().
 """
 
 import argparse

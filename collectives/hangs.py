@@ -265,10 +265,10 @@ ALL = (skipped, shapes, sizes, operations, rank0_barrier, slow, dead)
 CASES = {case.__name__.replace("_", "-"): case for case in ALL}
 
 NCCL_HAS_MORE = """
-NCCL has more: a watchdog thread that notices a timeout, names the collective and the group, and
-ends the process; and the flight recorder (TORCH_FR_BUFFER_SIZE), which keeps each rank's last
-collectives for `torchfrtrace` to compare. Gloo has no watchdog: the call itself raises. Only Gloo
-has monitored_barrier: with NCCL, make a second group with Gloo."""
+NCCL has more: a watchdog thread that notices a timeout and ends the process (before torch 2.15 it
+names the collective and the group); and the flight recorder (TORCH_FR_BUFFER_SIZE), which keeps
+each rank's last collectives for `torchfrtrace` to compare. Gloo has no watchdog: the call itself
+raises. Only Gloo has monitored_barrier: with NCCL, make a second group with Gloo."""
 
 
 def parse_args():

@@ -218,7 +218,7 @@ def show_missing_rank(board, rank: int, world_size: int, timeout: timedelta) -> 
     rows = []
     for method in ("tcp://", "file://", "store"):  # env:// is tcp:// with the address elsewhere
         place = dist.PrefixStore(f"4/{method}", board)
-        # Gloo again: NCCL connects only in the first collective.
+        # Gloo again: NCCL before torch 2.15 connects in the first collective.
         seen = join(method, place, rank, world_size, world_size + 1, timeout, "gloo")
         said = collect(place, rank, world_size, [f"{seen['seconds']:.1f}", seen["error"]])
         rows += [[method, r, *said[r]] for r in sorted({0, world_size - 1})]

@@ -208,7 +208,7 @@ def show_missing_rank(timeout: float, worker: Worker) -> None:
 
 def try_new_group(timeout: float, **options) -> str:
     """Make a group of all ranks and use it. Returns "made", or the error."""
-    # Gloo, which connects in new_group. NCCL connects in the first collective and would hang there.
+    # Gloo, which connects in new_group. NCCL before torch 2.15 would hang in the first collective.
     try:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), **options)
         dist.barrier(group=group)

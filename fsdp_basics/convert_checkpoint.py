@@ -7,8 +7,8 @@
 
 It converts only the model, a third of a checkpoint of train.py; the rest is optimizer state. Look
 at the last lines: they compare the tensors in the result with those of the source. The way back
-writes one unsharded tensor per name. Any number of ranks can load it: dcp.load reads from a file
-only the rows that a rank needs.
+writes one unsharded tensor per name. Any number of ranks can load it: dcp.load reads one after
+another, each whole, and keeps the rows that the rank needs.
 """
 
 import warnings

@@ -7,9 +7,10 @@ run continues from the one before.
     checkpoints/step_00000044/.metadata                        which part of which tensor lies where
     checkpoints/step_00000044/run.pt                           step, settings, generators, checksums
 
-Every rank writes and reads only its own part, also when the mesh has changed: tensors have the
-names and shapes of the full model, and are resharded while they are read. No part of the model
-travels between ranks; on several nodes the folder lies on a disk that all nodes share.
+Every rank writes its own part, and reads the saved shards that overlap its part, also when the mesh
+has changed: tensors have the names and shapes of the full model, and are resharded while they are
+read. No part of the model travels between ranks; on several nodes the folder lies on a disk that
+all nodes share.
 """
 
 import os

@@ -1,16 +1,20 @@
 """clusters/network.md, security.md and platforms.md: what of them can be seen without a GPU."""
 
 import base64
+import inspect
+import mmap
 import os
 import pickle
 import re
 from datetime import timedelta
 from pathlib import Path
 
+import pool
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import ROOT, TORCHRUN, Job, free_port
+from torch.distributed import distributed_c10d
 from torch.distributed.run import get_args_parser
 
 CLUSTERS = ROOT / "clusters"
@@ -64,6 +68,49 @@ def test_the_variables_are_known_to_nccl(nccl):
 def test_the_option_is_torchruns():
     assert "torchrun --numa-binding=node" in text("network.md")
     assert get_args_parser().parse_args(["--numa-binding=node", "x.py"]).numa_binding == "node"
+
+
+# ---- chapter 18, "The same with NCCL"
+
+NEW_NCCL = pytest.mark.skipif(torch.__version__ < "2.15", reason="the backend nccl is another one")
+
+
+@NEW_NCCL
+def test_what_the_course_says_of_torchs_nccl_is_in_torch():
+    page = (ROOT / "notebooks/18_traces_and_hangs.ipynb").read_text()
+    source = inspect.getsource(distributed_c10d)
+    for name in ("TORCH_DIST_USE_NCCL2", "nccl-legacy", "TORCH_DIST_NAN_CHECK"):
+        assert name in page
+        assert name in source
+    library = Path(torch.__file__).parent / "lib/libtorch_cuda.so"
+    if not library.exists():
+        pytest.skip("this torch has no NCCL")
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+        for line in ("Operation timed out", "Aborting process on rank "):
+            assert line in page
+            assert code.find(line.encode()) > 0
+
+
+NAN = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+try:
+    dist.all_reduce(torch.full((2,), torch.nan))
+except RuntimeError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+@NEW_NCCL
+def test_a_nan_is_an_error_at_its_collective(tmp_path):
+    script = tmp_path / "nan.py"
+    script.write_text(NAN)
+    assert "NaN" not in pool.run(script, ranks=2).check().output
+    checked = pool.run(script, ranks=2, TORCH_DIST_NAN_CHECK="1").check().output
+    assert checked.count("NaN found in input tensor") == 2
 
 
 # ---- security.md

@@ -100,9 +100,18 @@ def torch_attention(settings: Settings, mesh: DeviceMesh) -> AbstractContextMana
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """(dp_replicate, shards): FSDP shards over dp_shard and cp, flattened to one axis."""
+    """(dp_replicate, shards), or shards alone if there is one copy.
+
+    FSDP shards over dp_shard and cp, flattened to one axis. DTensor tries all placements on all
+    axes of a mesh when it meets an operation first: an axis of one rank would make it several times
+    slower.
+    """
+    shards = mesh["dp_shard"]
+    if mesh["cp"].size() > 1:
+        # There are no public names for these two methods; fully_shard calls them, too.
+        shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    if mesh["dp_replicate"].size() == 1:
+        return shards
     if mesh["cp"].size() == 1:
         return mesh["dp_replicate", "dp_shard"]
-    # There are no public names for these two methods; fully_shard calls them, too.
-    shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])  # no public name

@@ -58,7 +58,8 @@ def compare(args, worker: Worker) -> None:
         total = sum(steps[-1][name].numel() for name in steps[-1] if name.startswith("parameter"))
         all_held = sum(held for _, (_, held), _ in rows)
         print(
-            f"The model has {total:,}, all ranks hold {all_held:,}: norms are whole on all of tp."
+            f"The model has {total:,}, all ranks hold {all_held:,}: "
+            "norms, positions and a few biases are whole on all of tp."
         )
         print("\nin one step, rank 0      calls  bytes sent")
         for axis, (calls, nbytes) in rows[0][2].items():

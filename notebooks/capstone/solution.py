@@ -1,4 +1,4 @@
-"""A solution of the capstone: one_process.py on any number of ranks that divides a batch of 24.
+"""A solution of the capstone: one_process.py on up to 12 ranks that divide a batch of 24.
 
 torchrun --standalone --nproc_per_node=2 notebooks/capstone/solution.py
 """

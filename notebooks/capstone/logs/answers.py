@@ -37,8 +37,8 @@ JOBS = {
     1: Job(
         1,
         {2},
-        "the ranks that raise are those that wait: which rank has made fewer steps than the "
-        "others, and did not come?",
+        "all three raise because they wait: which rank has called backward() once less than the "
+        "others, and waits elsewhere?",
         (
             "continue",
             "if local_y.max() > 2:",
@@ -49,13 +49,13 @@ JOBS = {
             "that one go instead?",
             "dist.barrier()": "rank 2 waits here because it is one step ahead: where has it left "
             "one out?",
-            "y[47] = 3  # a typing error": "a wrong label alone harms no other "
-            "rank: which line makes a hang of it?",
+            "y[47] = 3  # a typing error": "without the check the job would end at "
+            "once with an IndexError: which line makes a hang of it?",
         },
         (
             Cause(
                 "the network between the ranks is slow: the timeout of 30 s is too short",
-                "all steps before took milliseconds, and a longer timeout only delays the error",
+                "three steps went well on all ranks, and a longer timeout only delays the error",
             ),
             Cause(
                 "rank 2 leaves out a backward(), in which the other ranks wait for it",
@@ -70,8 +70,9 @@ JOBS = {
             ),
         ),
         "a rank that leaves out a step leaves out its collectives. From then on each of its "
-        "all-reduces meets the next one of the others, and the last one has no partner. Let it "
-        "call backward() on a loss of 0, or let all ranks agree to leave the step out",
+        "all-reduces meets the one of the step before on the others, and their last one has no "
+        "partner. Let it call backward() on a loss of 0, or let all ranks agree to leave the step "
+        "out",
     ),
     2: Job(
         2,
@@ -104,8 +105,8 @@ JOBS = {
             ),
             Cause(
                 "the random generators were not restored, so the ranks saw other data",
-                "no random number is drawn after the data, and other data does not change weights "
-                "before the first step",
+                "each start draws the same numbers from seed 0, and other data does not change "
+                "weights before the first step",
             ),
         ),
         "DDP compares nothing later: equal gradients, of unequal weights, keep them unequal, and "
