@@ -5,7 +5,7 @@
 
     GPipe, 1F1B             one stage per rank; by hand in pipeline_from_scratch.py
     Interleaved1F1B         two smaller stages per rank, stage i on rank i mod p: the pipeline fills
-                            and empties in half the time, for twice the messages
+                            and empties in half the time, for twice an inner rank's messages
     InterleavedZeroBubble   interleaved, and backward is split: the previous stage waits for the
                             gradient of the input; the gradients of the weights fill the gaps
     ZBVZeroBubble           split backward, too, but rank 0 has the first and the last stage, so

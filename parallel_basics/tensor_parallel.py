@@ -144,7 +144,7 @@ def formula(
         for kind in ("attention", "mlp"):
             yield phase, kind, "all_reduce", config.layers, activation
     yield "backward", "head", "all_reduce", 1, activation
-    if cut_logits:  # the loss: the largest logit, the sum of exp, the target's logit of each token
+    if cut_logits:  # the loss: the largest logit, the sum of exp, the target's log p of each token
         yield "forward", "outside", "all_reduce", 3, 4 * tokens
     else:
         yield "forward", "head", "all_gather", 1, 4 * tokens * config.vocab_size

@@ -415,6 +415,40 @@ def test_operations_that_differ_wait_for_each_other(hangs):
     assert said == "collective: ALLREDUCE [2], but Rank 1 is running collective: BROADCAST [2]"
 
 
+MIXED = """
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank = dist.get_rank()
+x = torch.arange(1.0, 7) * (rank + 1)
+if rank == 0:
+    dist.all_reduce(x)
+else:
+    shard = torch.empty(2)
+    names = "reduce_scatter_single", "reduce_scatter_tensor"  # torch 2.15, and before
+    next(getattr(dist, name) for name in names if hasattr(dist, name))(shard, x)
+    x = shard
+extreme = torch.tensor([1.0, 2.0, 4.0])[rank]
+dist.all_reduce(extreme, op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
+print(f"rank {rank}: {x.tolist()}, {extreme.item():g}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_some_operations_that_differ_do_not_wait(tmp_path):
+    """Chapter 3, "When it hangs": what Gloo makes of the same messages is not told apart."""
+    script = tmp_path / "mixed.py"
+    script.write_text(MIXED)
+    said = pool.run(script, ranks=3).check().output
+    assert "rank 0: [6.0, 12.0, 18.0, 24.0, 30.0, 36.0]" in said
+    assert "rank 1: [18.0, 24.0]" in said
+    assert "rank 2: [30.0, 36.0]" in said
+    assert len(re.findall(r"\], [4567]$", said, re.MULTILINE)) == 3  # no error; not always a sum
+
+
 @pytest.mark.slow
 def test_the_stacks_show_a_barrier_of_rank_0_alone(hangs):
     rows = table(hangs, "rank0-barrier: a barrier inside")[1:3]

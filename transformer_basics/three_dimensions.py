@@ -59,7 +59,7 @@ def compare(args, worker: Worker) -> None:
         all_held = sum(held for _, (_, held), _ in rows)
         print(
             f"The model has {total:,}, all ranks hold {all_held:,}: "
-            "norms, positions and a few biases are whole on all of tp."
+            "norms, positions, some biases are whole on all of tp."
         )
         print("\nin one step, rank 0      calls  bytes sent")
         for axis, (calls, nbytes) in rows[0][2].items():

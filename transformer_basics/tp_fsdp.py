@@ -91,7 +91,7 @@ def tp_bytes(config: GPTConfig, tokens: int, tp: int) -> float:
 
     It sums activations: for the embedding in forward, for the head in backward, and for each
     attention and each MLP in both. The loss sums three numbers for each token: the largest logit,
-    the sum of the exponentials, the logit of the target.
+    the sum of the exponentials, the target's log-probability.
     """
     activation = 4 * tokens * config.dim  # (B, T, C)
     sums = (2 + 4 * config.layers) * activation + 3 * 4 * tokens

@@ -110,7 +110,8 @@ JOBS = {
             ),
         ),
         "DDP compares nothing later: equal gradients, of unequal weights, keep them unequal, and "
-        "no error comes. Load on every rank, or before Net is wrapped",
+        "no error comes. Load on every rank: to load on rank 0 before net is wrapped is not "
+        "enough, because DDP sends no state of the optimizer",
         ", such as 0 or 0,1",
     ),
     3: Job(
