@@ -125,7 +125,8 @@ def join(method: str, board, rank: int, world_size: int, declared: int, timeout,
     """
     seen, keep, started = {"before": dist.is_initialized(), "error": ""}, [], time.perf_counter()
     # torchrun sets this variable to True: rank 0 then expects the agent's store at the address that
-    # env:// or tcp:// names, and opens none. patch.dict undoes all changes, also those of METHODS.
+    # env:// or tcp:// names (in torch 2.15 only at MASTER_ADDR:MASTER_PORT), and opens none.
+    # patch.dict undoes all changes, also those of METHODS.
     with patch.dict(os.environ, {"TORCHELASTIC_USE_AGENT_STORE": "False"}):
         where = METHODS[method](board, rank, declared, keep)
         try:
