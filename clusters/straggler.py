@@ -1,4 +1,4 @@
-"""Find the straggler, the rank that all other ranks wait for: four lines in a training loop.
+"""Find the straggler, the rank that all other ranks wait for: four lines in a training script.
 
     torchrun --standalone --nproc_per_node=2 clusters/straggler.py                    # no rank
     torchrun --standalone --nproc_per_node=2 clusters/straggler.py --slow-rank 1      # rank 1
