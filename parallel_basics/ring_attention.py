@@ -21,8 +21,8 @@ out = softmax(scores) @ v and lse = log(sum(exp(scores))). Then, for two sets of
 Liu et al., Ring Attention (arXiv 2310.01889); Milakov and Gimelshein, Online normalizer calculation
 for softmax (arXiv 1805.02867); backward as in Dao et al., FlashAttention (arXiv 2205.14135).
 
-attention_ring.py has the attention and the order of the tokens. This script trains a GPT with it and
-compares it with one process, for two ways to distribute the tokens: in order, and balanced
+attention_ring.py has the attention and the order of the tokens. This script trains a GPT with it
+and compares it with one process, for two ways to distribute the tokens: in order, and balanced
 (zigzag). Look at
 
 1. the differences: rounding. (AdamW divides each gradient by its own size: it enlarges the rounding
