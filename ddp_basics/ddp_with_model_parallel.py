@@ -41,7 +41,7 @@ def main() -> None:
             )
         devices = choose_devices(args.device, worker)
         kind = devices[0].type
-        backend = dist.get_default_backend_for_device(kind)
+        backend = choose_backend(kind)
         # Bound to no device: NCCL connects each of a rank's two GPUs at its first use.
         group = None if kind == "cpu" else dist.new_group(backend=backend)
         if worker.is_main:
@@ -69,6 +69,13 @@ def choose_devices(device: str, worker: Worker) -> list[torch.device]:
     if devices[0].type != "cpu":
         torch.accelerator.set_device_index(devices[0].index)  # else all ranks would use GPU 0, too
     return devices
+
+
+def choose_backend(kind: str) -> str:
+    """The name `nccl` means, since torch 2.15, one GPU per rank; `nccl-legacy` takes several."""
+    if kind == "cuda" and dist.is_backend_available("nccl-legacy"):
+        return "nccl-legacy"
+    return dist.get_default_backend_for_device(kind)
 
 
 def own_devices(device: str, local_rank: int) -> list[str]:

@@ -383,6 +383,13 @@ def test_halves_live_on_their_devices(load):
     assert model(torch.rand(2, 1, 8, 8)).device == devices[1]
 
 
+def test_a_group_of_two_gpus_per_rank_has_the_nccl_that_takes_them(load):
+    """The nccl of torch 2.15 binds a group to one device."""
+    backend = load("ddp_with_model_parallel").choose_backend
+    assert backend("cpu") == "gloo"
+    assert backend("cuda") == ("nccl" if torch.__version__ < "2.15" else "nccl-legacy")
+
+
 def test_device_choice(load, monkeypatch):
     module, chosen = load("ddp_with_model_parallel"), []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
