@@ -8,7 +8,7 @@ from helpers import ROOT
 
 # chapter, what its text says, what its cells print
 SAYS = [
-    ("08", "The last column has not grown", "     564,784   2,823,824       1,694,280"),
+    ("08", "the last column has not grown", "     564,784   2,823,824       1,694,280"),
     ("08", "Stages 1 and 2 send what DDP sends", "stage 1            2,823,824"),
     ("04", "`recursive_halving_doubling` for 1 GB", "6.726   211.513"),
     ("06", "The 1.828 is the norm of rank 0's own gradient", "1.828             0.20"),
