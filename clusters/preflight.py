@@ -107,7 +107,7 @@ def read_hosts(file: str) -> dict[str, str | None]:
     try:
         lines = Path(file).read_text().splitlines()
     except OSError as error:
-        fail(f"{file}: {error.strerror}")
+        fail(f"the hosts file {file}: {error.strerror}")
     rows = [words for line in lines if (words := line.partition("#")[0].split())]
     hosts = {row[0]: row[1] if row[1:] else None for row in rows}
     if not hosts or len(hosts) < len(rows):
