@@ -1,4 +1,4 @@
-"""The end of what a kernel has started: processes are found by a mark in their environment.
+"""End the processes that a kernel has started. A mark in their environment identifies them.
 
 By mark and not by parent: a killed torchrun leaves its workers without one. As a script this is the
 guard of one kernel, which waits for the end of its standard input: a kernel that is killed runs no
@@ -16,28 +16,29 @@ import psutil
 
 
 def folder_of(kernel: str) -> Path:
-    """Of its temporary files."""
+    """The folder of a kernel's temporary files."""
     return Path(tempfile.gettempdir(), f"course_{kernel}")
 
 
 def end_processes(mark: str) -> None:
     """Kill the processes whose COURSE_MARK begins with `mark`.
 
-    What one of them starts while it is being killed is found by the next look.
+    A process may start another one while it is being killed: we look again until none is left.
     """
     while found := marked(mark):
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if psutil.wait_procs(found, timeout=10)[1]:
-            return  # waiting for a device, say: it ends when that answers
+            return  # the kernel holds one back, for a device perhaps: it ends later
 
 
 def marked(mark: str) -> list[psutil.Process]:
+    """The running processes whose COURSE_MARK begins with `mark`."""
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(psutil.Error):  # gone, or another user's
-            # Not from process_iter(): that keeps the object of whoever had this number before.
+            # process_iter() may return an old object, of an ended process with the same number.
             process = psutil.Process(pid)
             if environment(process).get("COURSE_MARK", "").startswith(mark):
                 found.append(process)
@@ -45,7 +46,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def environment(process: psutil.Process, seconds: float = 1) -> dict[str, str]:
-    """In the middle of exec() a process has none for a moment: that is waited for."""
+    """The variables of a process. In the middle of exec() it has none: wait up to `seconds`."""
     until = time.monotonic() + seconds
     while not (variables := process.environ()) and time.monotonic() < until:
         time.sleep(0.001)

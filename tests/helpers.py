@@ -315,7 +315,7 @@ def those(
 ) -> list[psutil.Process]:
     """Those processes (of this machine, or `among` some) of which that is true by now."""
     found = []
-    # Not process_iter(): that keeps the object of whoever had a number before.
+    # process_iter() may return an old object, of an ended process with the same number.
     for known in psutil.pids() if among is None else among:
         with contextlib.suppress(*GONE):
             process = psutil.Process(known) if among is None else known

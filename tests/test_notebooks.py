@@ -682,7 +682,6 @@ import os
 import subprocess
 import sys
 import time
-import uuid
 
 mode, rank = sys.argv[1], os.environ.get("RANK", "alone")
 print("here is", rank, flush=True)

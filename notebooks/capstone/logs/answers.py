@@ -14,9 +14,9 @@ class Cause:
 class Job:
     number: int
     ranks: set[int]  # that hold the mistake
-    wrong_ranks: str  # what to tell about others
+    wrong_ranks: str  # the hint if other ranks are named
     code: tuple[str, ...]  # the lines that may be named, without indentation
-    wrong_line: str  # what to tell about lines that are not
+    wrong_line: str  # the hint if another line is named
     wrong_lines: dict[str, str]  # and about tempting ones
     causes: tuple[Cause, ...]  # a, b, c, d
     why: str
