@@ -72,7 +72,7 @@ def choose_devices(device: str, worker: Worker) -> list[torch.device]:
 
 
 def choose_backend(kind: str) -> str:
-    """The name `nccl` means, since torch 2.15, one GPU per rank; `nccl-legacy` takes several."""
+    """Since torch 2.15 `nccl` binds a group to one GPU per rank; `nccl-legacy` takes several."""
     if kind == "cuda" and dist.is_backend_available("nccl-legacy"):
         return "nccl-legacy"
     return dist.get_default_backend_for_device(kind)

@@ -102,9 +102,8 @@ def torch_attention(settings: Settings, mesh: DeviceMesh) -> AbstractContextMana
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """(dp_replicate, shards), or shards alone if there is one copy.
 
-    FSDP shards over dp_shard and cp, flattened to one axis. DTensor tries all placements on all
-    axes of a mesh when it meets an operation first: an axis of one rank would make it several times
-    slower.
+    FSDP shards over dp_shard and cp, flattened to one axis. An axis of one rank is left out: when
+    DTensor first meets an operation, it tries all placements on all axes of the mesh.
     """
     shards = mesh["dp_shard"]
     if mesh["cp"].size() > 1:
