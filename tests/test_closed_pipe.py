@@ -15,7 +15,10 @@ TABLES = (
     "planner/fit.py",
     "clusters/goodput.py",
     "clusters/merge_traces.py --help",
-    "transformer_basics/memory_at_scale.py --ranks 1 --pp 1 --tp 1 --dp-shard 1",
+    pytest.param(
+        "transformer_basics/memory_at_scale.py --ranks 1 --pp 1 --tp 1 --dp-shard 1 --layers 1",
+        marks=pytest.mark.slow,
+    ),
 )
 
 

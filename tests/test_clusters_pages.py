@@ -104,6 +104,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @NEW_NCCL
 def test_a_nan_is_an_error_at_its_collective(tmp_path):
     script = tmp_path / "nan.py"

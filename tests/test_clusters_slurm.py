@@ -13,7 +13,17 @@ import pool
 import psutil
 import pytest
 import torch
-from helpers import PROGRAMS, ROOT, Job, Result, clean_environment, learned, those
+from helpers import (
+    PROGRAMS,
+    ROOT,
+    Job,
+    Patience,
+    Result,
+    clean_environment,
+    environment,
+    learned,
+    those,
+)
 
 SLURM = ROOT / "clusters/slurm"
 LAB = ROOT / "clusters/lab.py"
@@ -56,10 +66,10 @@ class Cluster:
         command = ("env", *variables, "sbatch", "--parsable", f"--output={output}", *args)
         return self.run(*command).check().output.strip()
 
-    def finish(self, *args, output: Path, timeout: float = 120, **environment: str) -> int:
+    def finish(self, *args, output: Path, **environment: str) -> int:
         """Run a job to its end; its exit status. (sbatch --wait looks every ten seconds.)"""
         job = self.submit(*args, output=output, **environment)
-        self.wait_until(lambda: self.state(job, "JobState") in ENDED, output, timeout=timeout)
+        self.wait_until(lambda: self.state(job, "JobState") in ENDED, output)
         return int(self.state(job, "ExitCode").split(":")[0])
 
     def state(self, job: str, what: str) -> str:
@@ -67,17 +77,32 @@ class Cluster:
         return re.search(rf"{what}=(\S+)", shown)[1]
 
     def wait_until(self, condition: Callable[[], object], *logs: Path, timeout: float = 120):
-        until = time.monotonic() + timeout
+        """Raises AssertionError if no job makes progress for `timeout` seconds."""
+        patience = PatienceWithJobs(self, logs, timeout)
         while True:
             asked = time.monotonic()
             if value := condition():
                 return value
-            said = "\n".join(log.read_text() for log in logs if log.exists())
-            assert time.monotonic() < until, self.run("squeue").output + said[-6000:]
+            if patience.is_over():
+                said = "\n".join(log.read_text() for log in logs if log.exists())
+                raise AssertionError(f"{patience.why}\n{self.run('squeue').output}{said[-6000:]}")
             time.sleep(max(0.2, 5 * (time.monotonic() - asked)))  # to ask takes a processor, too
+
+    def processes(self) -> list[psutil.Process]:
+        """Of the daemons, and of the jobs, which get the variables that sbatch had."""
+        return those(lambda p: environment(p).get("SLURM_CONF") == self.environment["SLURM_CONF"])
 
     def idle(self) -> bool:
         return not self.run("squeue", "--noheader").check().output
+
+
+class PatienceWithJobs(Patience):
+    def __init__(self, cluster: Cluster, logs: tuple[Path, ...], seconds: float):
+        self.logs = logs
+        super().__init__([cluster], seconds)
+
+    def printed(self) -> int:
+        return sum(log.stat().st_size for log in self.logs if log.exists())
 
 
 def path() -> str:
@@ -96,7 +121,9 @@ def running(tmp_path_factory):
             if re.search("a lab needs|no hosts could be made", job.output):
                 pytest.skip(job.output.strip())
             raise
-        yield Cluster(name, conf, tmp_path_factory.mktemp("jobs"))
+        cluster = Cluster(name, conf, tmp_path_factory.mktemp("jobs"))
+        assert {p.name() for p in cluster.processes()} >= {"slurmctld", "slurmd"}
+        yield cluster
         job.process.terminate()
         for process in those(lambda p: p.name() == "sleep", job.processes()):
             process.kill()

@@ -6,7 +6,7 @@ import pool
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import REPEAT, ROOT, python, torchrun
+from helpers import ROOT
 from sklearn.datasets import load_digits
 from torch import nn
 from workers.fsdp_minimal import STEPS
@@ -68,18 +68,14 @@ def printed_losses(result) -> list[float]:
     return [float(x) for x in re.findall(r"epoch \d +loss ([\d.]+)", result.output)]
 
 
-@pytest.mark.timeout(600 + 60 * REPEAT)
-def test_minimal_runs_and_ends_with_status_0():
-    """Started as a person does. REPEAT=30 is the proof that no exit is aborted."""
-    for _ in range(REPEAT):
-        losses = []
-        for ranks in (1, 2):
-            alone = ranks == 1
-            result = (python(MINIMAL, cold=True) if alone else torchrun(MINIMAL)).check()
-            pattern = r"rank 0 holds ([\d,]+) of ([\d,]+) parameters"
-            held, total = (int(x.replace(",", "")) for x in re.findall(pattern, result.output)[0])
-            assert held == total / ranks  # each first dimension is even
-            assert result.output.count("rank 0 holds") == 1
-            losses.append(printed_losses(result))
-        assert len(losses[0]) == EPOCHS
-        assert losses[1] == pytest.approx(losses[0], abs=5e-3)  # in float32
+def test_one_process_and_two_ranks_print_the_same_losses():
+    losses = []
+    for ranks in (1, 2):
+        result = pool.run(MINIMAL, ranks=ranks).check()
+        pattern = r"rank 0 holds ([\d,]+) of ([\d,]+) parameters"
+        held, total = (int(x.replace(",", "")) for x in re.findall(pattern, result.output)[0])
+        assert held == total / ranks  # each first dimension is even
+        assert result.output.count("rank 0 holds") == 1
+        losses.append(printed_losses(result))
+    assert len(losses[0]) == EPOCHS
+    assert losses[1] == pytest.approx(losses[0], abs=5e-3)  # in float32

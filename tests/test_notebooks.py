@@ -747,6 +747,7 @@ def test_run_script_ends_a_hang(script, ranks, timeout):
     assert not of_this_kernel()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere another rule")
 def test_what_is_becoming_another_program_is_ended_too(tmp_path):
     """In the middle of exec() a process has no environment, and so no mark."""

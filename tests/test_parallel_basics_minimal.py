@@ -6,7 +6,7 @@ import pool
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import REPEAT, ROOT, python, torchrun
+from helpers import ROOT, python
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -60,14 +60,6 @@ def check_output(output: str, ordinary: list[dict], ranks: int) -> None:
     assert output.count(f"rank 0 holds {held:,} of 36,010 parameters") == 1
     assert output.count("rank 0 holds") == 1
     assert "Warning" not in output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120 + 30 * REPEAT)
-def test_both_commands_of_its_docstring_end_with_status_0(ordinary):
-    check_output(python(MINIMAL, "--steps", STEPS, cold=True).check().output, ordinary, 1)
-    for _ in range(REPEAT):
-        check_output(torchrun(MINIMAL, "--steps", STEPS).check().output, ordinary, 2)
 
 
 def test_it_is_minimal():

@@ -206,6 +206,7 @@ def test_odd_heads_are_a_doubt(tmp_path):
     assert "not validated for: head_dim 100 (no multiple of 8: attention is far slower)" in output
 
 
+@pytest.mark.slow
 def test_a_plot(tmp_path):
     path = tmp_path / "plan.png"
     assert f"{path} shows the plans" in plan(*JOB, "--plot", path)
@@ -276,6 +277,7 @@ def test_the_flags_of_a_plan_run(tmp_path, axis, sequence):
 # score.py and the rows.
 
 
+@pytest.mark.slow
 def test_the_readme_has_the_score():
     for flags in (["--leave-out", "model"], ["--leave-out", "fifth"], ["--one-node"]):
         assert printed(python(SCORE, *flags).check().output) in README
@@ -754,6 +756,7 @@ def test_a_measured_layer_takes_the_time_that_the_formulas_say(monkeypatch):
     assert sum(term(*given) for term in terms) == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_calibration_counts_what_an_optimizer_imports(tmp_path):
     """torch.optim imports 0.15 GiB more than torch, in a process that has trained nothing yet."""
     script = tmp_path / "optimizer.py"

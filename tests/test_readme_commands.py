@@ -13,7 +13,7 @@ from pathlib import Path
 import printed_commands
 import psutil
 import pytest
-from helpers import ROOT
+from helpers import REPEAT, ROOT
 from printed_commands import REASONS, Block, Command, blocks_in, blocks_of, left_out
 
 PAGES = printed_commands.pages()
@@ -274,10 +274,15 @@ SOME = [block for block in SOME if any(not command.reason for command in block)]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900 * REPEAT)
 @pytest.mark.parametrize("block", SOME, ids=lambda block: f"{block[0].file}:{block[0].line}")
 def test_as_printed(block):
+    """REPEAT=30 is the proof that no minimal.py is aborted when the interpreter ends."""
     here = [command for command in block if not left_out(command)]
     if not here:
         pytest.skip(f"{left_out(block[0])}: {block[0]}")
-    for outcome in printed_commands.run(here):
-        assert outcome.as_printed, f"status {outcome.status}: {outcome.command}\n{outcome.output}"
+    for _ in range(REPEAT):
+        for outcome in printed_commands.run(here):
+            assert outcome.as_printed, (
+                f"status {outcome.status}: {outcome.command}\n{outcome.output}"
+            )

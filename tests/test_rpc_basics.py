@@ -32,6 +32,7 @@ def test_minimal(ranks):
     assert "has counted to 6" in output
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_before_the_first_line():
     """torch warns in each worker that joins, once per process; here all processes are new."""
     output = pool.run(SCRIPTS / "minimal.py", ranks=2, timeout=60, cold=True).check().output
@@ -161,6 +162,7 @@ def test_ddp_with_rpc_says_what_does_not_work(ranks, says):
 # ---- rref_lifetime.py
 
 
+@pytest.mark.slow
 def test_an_object_lives_as_long_as_the_references_to_it():
     """The script itself waits for the counts that it prints, and fails if they never come."""
     output = pool.run(SCRIPTS / "rref_lifetime.py", "--rounds", 5, ranks=3).check().output

@@ -121,6 +121,7 @@ def result_of(output: str) -> tuple[int, float, int, float]:
     return int(refused), float(mean), int(most), float(output.split("accuracy: ")[1])
 
 
+@pytest.mark.slow
 def test_stale_gradients_spoil_training_and_a_bound_helps():
     """0.1 is chance. The README has such a table."""
     args = ("--steps", 60, "--pull-every")

@@ -158,6 +158,7 @@ def losses(folder, data, *meshes) -> list[float]:
     return [value for line in lines for key, value in line.items() if key.endswith("loss")]
 
 
+@pytest.mark.slow
 def test_a_run_on_chats_goes_on_with_other_ranks(prepared, tmp_path):
     expected = losses(tmp_path / "one", prepared / "out", (1, ""))
     assert len(expected) == 8

@@ -235,6 +235,7 @@ def test_the_script_says_what_it_trains(run):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_mesh(run, base, tmp_path):
     meshes = (2, "--dp-shard 2"), (2, "--tp 2 --sequence-parallel")
     losses, said = trained(tmp_path, base, *meshes)

@@ -358,9 +358,10 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
     found["held"] = sum(p.to_local().numel() for p in model.parameters())
     found["axes"], found["ranks"] = mesh.mesh_dim_names, mesh.mesh.flatten().tolist()
 
-    def count(*_) -> None:
-        if not torch.compiler.is_compiling():  # True where torch.compile reads: left out there
-            found["mlp_calls"] += 1
+    def count(mlp, _) -> None:
+        if torch.compiler.is_compiling():  # torch.compile reads only this line
+            return
+        found["mlp_calls"] += mlp is first_block.mlp
 
     def note_tokens(block, inputs) -> None:
         found["tokens"] = inputs[0].shape[1]
@@ -368,7 +369,8 @@ def on_mesh(flags: str, kind: str, worker) -> dict:
     def note_output(model, inputs, output) -> None:
         found["logits_are_cut"] = isinstance(output, DTensor)
 
-    first_block.mlp.register_forward_pre_hook(count)
+    for block in model.blocks.values():  # all, so that torch.compile compiles their code once
+        block.mlp.register_forward_pre_hook(count)
     if not settings.compile:
         first_block.register_forward_pre_hook(note_tokens)
     model.register_forward_hook(note_output)
