@@ -47,4 +47,4 @@ def evaluate(
         module.training = mode
     dist.all_reduce(total)
     count, *sums = total.tolist()
-    return {name: value / count for name, value in zip(names, sums, strict=True)}
+    return {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}

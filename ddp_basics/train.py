@@ -168,7 +168,7 @@ def train_step(
     # So far the gradient is divided by the number of samples: by local_batch above, and by the
     # number of ranks in DDP. It must be divided by the number of losses: samples, or tokens.
     dist.all_reduce(sums)
-    loss_sum, count = sums
+    loss_sum, count = sums[0], sums[1].clamp(min=1)  # 0 losses: all labels were masked
     scaler.unscale_(optimizer)  # otherwise clipping would see the scaled gradients
     gradients = [p.grad for p in ddp_model.parameters() if p.grad is not None]
     factor = settings.batch_size / count  # 1 if each sample has one loss

@@ -34,17 +34,14 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Give a sharded model on the meta device memory for this rank's shards, without values yet.
 
-    buffers: where these are, if not on `device`: offloaded shards are on the CPU, and FSDP copies
-        parameters to the GPU, but no buffers.
+    A buffer that several modules share becomes one buffer for each of them.
     Raises `UserError` naming a tensor that is neither a parameter nor a buffer.
     """
     model.to_empty(device=device)
     for name, module in model.named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            setattr(module, key, buffer.to(buffers or device))
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise UserError(
@@ -70,12 +67,22 @@ def initialize(model: nn.Module, build: Callable[[], nn.Module], worker: Worker)
             state[name] = value.contiguous()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
-    values = dict(built[0].named_buffers()) if built else {}
+    values = dict(built[0].named_buffers(remove_duplicate=False)) if built else {}
     for name, buffer in model.named_buffers():
         value = (values[name].to(buffer) if built else torch.empty_like(buffer)).contiguous()
         if value.numel():
             dist.broadcast(value.view(-1).view(torch.uint8), src=0)  # bytes: any dtype
         buffer.copy_(value)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers to `device`, once they have their values.
+
+    Offloaded shards are on the CPU. FSDP copies parameters to the GPU, but no buffers.
+    """
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, buffer.to(device))
 
 
 def materialize(

@@ -39,10 +39,9 @@ class Metrics:
             return
         path = output_dir / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        if lines and not lines[-1].endswith("\n"):
-            lines.pop()  # cut short by a kill
+        whole = [line for line in lines if line.endswith("\n")]  # the last may be cut by a kill
         try:
-            parsed = {line: json.loads(line) for line in lines}
+            parsed = {line: json.loads(line) for line in whole}
             kept = {line: values for line, values in parsed.items() if values["step"] <= step}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is not a file of this script: move it away") from None

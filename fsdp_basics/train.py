@@ -23,7 +23,7 @@ from checkpoint import check_shared, resume, start_save
 from config import PRECISIONS, Settings, parse_args
 from evaluation import evaluate
 from loading import batches, check_same_data, check_same_order, make_loader, split
-from materialize import allocate, build_on_meta, initialize
+from materialize import allocate, build_on_meta, initialize, move_buffers
 from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memory
 from optimizer import make_optimizer, set_learning_rate
 from replicas import average_buffers, check_replicas
@@ -80,6 +80,7 @@ def train(settings: Settings, worker: Worker) -> int:
         step, saved_run = resume(folder, parts, settings.identity(), worker)
     if step == 0:  # else the save has the values, and no rank builds the full model
         initialize(model, build, worker)
+    move_buffers(model, worker.device)  # with --offload: FSDP moves parameters only
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
@@ -177,7 +178,7 @@ def shard(model: nn.Module, place: torch.device, settings: Settings, worker: Wor
         fully_shard(unit, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **root_options)  # other parameters
     prefetch_blocks([unit[0] for unit in modules], settings.prefetch)
-    allocate(model, place, worker.device)
+    allocate(model, place)
     if worker.is_main:
         total = sum(p.numel() for p in model.parameters())
         held = sum(p.to_local().numel() for p in model.parameters())
@@ -207,7 +208,7 @@ def train_step(
     # So far the gradient is divided by the number of samples: by local_batch above, and by the
     # number of ranks in FSDP. It must be divided by the number of losses: samples, or tokens.
     dist.all_reduce(sums)
-    loss_sum, count = sums
+    loss_sum, count = sums[0], sums[1].clamp(min=1)  # 0 losses: all labels were masked
     scaler.unscale_(optimizer)  # otherwise clipping would see the scaled gradients
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     factor = settings.batch_size / count  # 1 if each sample has one loss

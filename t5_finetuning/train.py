@@ -268,7 +268,7 @@ def train_step(
     # weight to the tokens of a rank with short summaries. So far the gradient is divided by the
     # pairs: by local_batch above, and by FSDP's mean over the ranks.
     dist.all_reduce(sums)
-    loss_sum, count = sums
+    loss_sum, count = sums[0], sums[1].clamp(min=1)  # 0 losses: all labels were masked
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     factor = settings.batch_size / count
     for gradient in gradients:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: as in every job, see helpers.py
+import helpers
 import torch
 import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
@@ -63,6 +64,33 @@ def pytest_collectstart(collector):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     use(item.path)
+    item.stash[BEGAN] = len(helpers.RAN)
+
+
+BEGAN = pytest.StashKey[int]()  # how many jobs had ended when the test began
+of_fixtures = {}  # name -> the jobs that its last setup ran
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    before = len(helpers.RAN)
+    try:
+        return (yield)
+    finally:
+        of_fixtures[fixturedef.argname] = helpers.RAN[before:]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A failing test's report ends with the last jobs of the test and its fixtures."""
+    report = yield
+    if report.failed:
+        jobs = [job for name in item.fixturenames for job in of_fixtures.get(name, [])]
+        jobs += helpers.RAN[item.stash.get(BEGAN, 0) :]
+        for command, output in list(dict.fromkeys(jobs))[-3:]:
+            says = f"{output}\n\nTo run this job again, with an empty output folder:\n{command}"
+            report.sections.append(("a job of this test", says))
+    return report
 
 
 def unit(nodeid: str) -> str:
@@ -131,8 +159,6 @@ def shm_is_compiled(request):
     """Before the clocks of tests run: on a new machine it takes minutes."""
     asked_for = request.config.getoption("backend") == "shm"
     if (asked_for or request.path.stem.startswith("test_custom_backend_shm")) and not compiled:
-        import helpers
-
         helpers.python(TESTS.parent / "custom_backend/shm/build.py", timeout=800).check()
         compiled.append("shm")
 

@@ -99,8 +99,18 @@ class Result:
 def typed(command: list, cwd: Path, **environment: str) -> str:
     """A line for a shell that runs this command as a test has run it."""
     variables = {"OMP_NUM_THREADS": "1", **environment}
+    if os.environ.get("TEST_DEVICE", "cpu") != "cpu":  # workers/place.py reads it
+        variables |= {"TEST_DEVICE": os.environ["TEST_DEVICE"]}
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return f"cd {cwd} && {' '.join(words)} {shlex.join(map(str, command))}"
+
+
+RAN: list[tuple[str, str]] = []  # (command, last lines of output): conftest.py shows them
+
+
+def note(command: str, output: str) -> None:
+    """Remember a job that has ended, for the report of a test that fails."""
+    RAN.append((command, "\n".join(output.splitlines()[-40:])))
 
 
 class Job:
@@ -153,6 +163,7 @@ class Job:
 
     def __exit__(self, *_) -> None:
         self.kill()
+        note(self.command, self.output)
         self.log.close()
 
     @property

@@ -11,6 +11,7 @@ from helpers import (
     Patience,
     Result,
     clean_environment,
+    note,
     on_backend,
     torchrun_command,
     typed,
@@ -75,6 +76,7 @@ def run(
     finally:
         for job in jobs:
             job.kill()
+        note(command, jobs[0].output if jobs else "")
     output = jobs[0].output
     jobs[0].log.close()
     assert not left, f"processes were left running: {left}\n{output[-3000:]}"

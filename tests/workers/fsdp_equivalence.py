@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import train
 from communication import CountTraffic
 from config import Settings
-from materialize import build_on_meta, initialize
+from materialize import build_on_meta, initialize, move_buffers
 from model import VisionTransformer
 from optimizer import make_optimizer, set_learning_rate
 from task import compute_loss, units
@@ -146,6 +146,7 @@ def sharded(model: str, settings: Settings, worker) -> nn.Module:
     place = torch.device("cpu") if settings.offload else worker.device
     train.shard(module, place, settings, worker)
     initialize(module, lambda: build(model), worker)
+    move_buffers(module, worker.device)
     return module
 
 
