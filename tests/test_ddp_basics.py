@@ -102,6 +102,28 @@ def test_the_norm_and_the_limit_are_of_unscaled_gradients(monkeypatch):
         close(ours, theirs, 1e-7)
 
 
+def test_a_batch_whose_labels_are_all_masked_changes_nothing(monkeypatch):
+    """Its loss has nothing to be divided by."""
+
+    def masked_loss(model, batch):
+        images, labels = batch
+        loss_sum = torch.nn.functional.cross_entropy(model(images), labels, reduction="sum")
+        return loss_sum, (labels != -100).sum(), {}
+
+    for module in (train, evaluation):
+        monkeypatch.setattr(module, "compute_loss", masked_loss)
+        monkeypatch.setattr(module.dist, "all_reduce", lambda total: None)
+    images, labels = torch.rand(8, 1, 8, 8), torch.full((8,), -100)
+    model, worker = SmallCNN(channels=8), Worker(0, 0, 1, torch.device("cpu"))
+    before = [p.clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings, scaler = Settings(batch_size=8), torch.amp.GradScaler("cpu", enabled=False)
+    loss, norm = train.train_step(model, [images, labels], optimizer, scaler, settings, worker)
+    assert (loss, norm) == (0, 0)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    assert evaluation.evaluate(model, TensorDataset(images, labels), 8, 0, worker) == {"loss": 0}
+
+
 def test_accumulation_communicates_once_per_step(matrix):
     assert matrix[2]["all_reduces"] == {1: 1, 2: 1, 4: 1}
 

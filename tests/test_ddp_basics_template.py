@@ -418,6 +418,17 @@ def test_throughput_is_of_training_alone(monkeypatch):
     assert throughput.steps_per_second == 2.0
 
 
+def test_a_run_goes_on_after_a_line_that_a_kill_has_cut(tmp_path):
+    """Twice: nothing of the cut line may be left before the next one."""
+    file, worker = tmp_path / "metrics.jsonl", Worker(0, 0, 1, CPU)
+    file.write_text('{"step": 22, "epoch": 0, "loss": 1.0}\n{"step": 44, "ep')
+    for step, following in ((22, 44), (44, 66)):
+        log = metrics.Metrics(tmp_path, step, 88, worker)
+        log.log(following, 0, loss=0.5)
+        log.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [22, 44, 66]
+
+
 def test_loss_that_is_no_number_stops_the_run(tmp_path):
     args = ("--optimizer", "sgd", "--lr", 1e30, "--clip", 0, "--warmup", 0, "--log-every", 3)
     result = pool.run(TRAIN, *args, "--output-dir", tmp_path, ranks=2)

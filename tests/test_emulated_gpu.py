@@ -166,6 +166,21 @@ def test_half_precision_learns_nearly_what_fp32_does(name, precision, runs, tmp_
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
+def test_a_model_with_buffers_is_offloaded_and_goes_on(tmp_path):
+    """Its shards are on the CPU, and BatchNorm's statistics on the GPU."""
+    shutil.copytree(ROOT / "fsdp_basics", tmp_path / "own")
+    line, model = "        self.norm = nn.LayerNorm(dim)\n", tmp_path / "own/model.py"
+    normalized = "        self.norm = nn.BatchNorm1d((image_size // patch_size) ** 2)\n"
+    assert model.read_text().count(line) == 1
+    model.write_text(model.read_text().replace(line, normalized))
+    train = TRAIN["fsdp"].replace("fsdp_basics", str(tmp_path / "own"))
+    for name, flags in (("plain", ()), ("offloaded", ("--offload",))):
+        for epochs in (1, 2):  # the second run continues the first one's
+            more = ("--log-every", 1, "--epochs", epochs, "--output-dir", tmp_path / name)
+            run(train, *flags, *more, gpus=2).check()
+    assert_same(tmp_path / "offloaded", tmp_path / "plain")
+
+
 def test_fp16_with_offload_is_refused():
     """GradScaler copies 1 / scale to the CPU and does not wait for it."""
     result = run(TRAIN["fsdp"], "--precision", "fp16", "--offload", gpus=2)

@@ -6,6 +6,9 @@ import pool
 import pytest
 import torch
 from helpers import ROOT
+from materialize import build_on_meta, materialize
+from runtime import Worker
+from torch.distributed.fsdp import fully_shard
 from workers.own_model import HALF, SAMPLES, Odd, Own, data, plain
 
 SCRIPT = ROOT / "tests/workers/own_tasks.py"
@@ -111,6 +114,25 @@ def test_copies_of_shards_equal_a_plain_loop(found):
 
 
 # ---- buffers
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_modules_share_gets_its_values_in_each(group, persistent):
+    """A rotary table that the model gives to every block."""
+
+    def build():
+        table, blocks = torch.rand(4), [torch.nn.Linear(4, 4) for _ in range(2)]
+        for block in blocks:
+            block.register_buffer("table", table, persistent=persistent)
+        return torch.nn.Sequential(*blocks)
+
+    model = fully_shard(build_on_meta(build))
+    cpu = torch.device("cpu")
+    torch.manual_seed(0)
+    materialize(model, build, cpu, Worker(0, 0, 1, cpu))
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    assert all(torch.equal(block.table, expected) for block in model)
 
 
 def test_a_run_begins_with_an_ordinarily_built_module_and_keeps_its_buffers(found):
