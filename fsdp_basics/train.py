@@ -111,6 +111,9 @@ def train(settings: Settings, worker: Worker) -> int:
             if not (step % settings.log_every == 0 or end_of_epoch or saving or stopped_by):
                 continue
 
+            if finish_save:  # the save from before: it counts, whatever follows
+                finish_save()
+                finish_save = None
             check_finite(step, float(loss), float(grad_norm), settings.precision)
             average_buffers(model)  # BatchNorm's statistics are those of a rank's own batches
             check_replicas(model, step, worker)  # replicas can diverge without an error
@@ -124,8 +127,6 @@ def train(settings: Settings, worker: Worker) -> int:
                 **peak_memory(worker.device),
             )
             if saving:  # before the evaluation, which may take longer than a scheduler waits
-                if finish_save:
-                    finish_save()  # the previous save
                 finish_save = start_save(
                     folder, parts, step, run, worker, settings.keep, save_group
                 )

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import count
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,30 +46,29 @@ READ_LATER = ("CUDA_VISIBLE_DEVICES",)  # when CUDA starts, in the fork
 def keep(requests: Connection) -> None:
     """Fork a process for each request; when the other end is closed, end them and return.
 
-    requests: receives the arguments of `play`; sends ("started", pid) for each and, once it has
-    ended, ("ended", pid, exit status).
+    requests: receives a number and the arguments of `play`; sends ("started", number, pid) for each
+    and, once it has ended, ("ended", number, exit status).
     """
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # collections in forks need not look at, and so copy, what was there before
     fork = get_context("fork")
-    running = []
+    running = {}  # the numbers of their requests
     while True:
         # Look every 10 ms: a sentinel would also wait for the children of a process.
         if requests.poll(0.01 if running else None):
             try:
-                told = requests.recv()
+                number, *told = requests.recv()
             except EOFError:
                 for process in running:
                     end_session(process.pid)
                 return
             process = fork.Process(target=play, args=(requests, *told))
             process.start()
-            running.append(process)
-            requests.send(("started", process.pid))
+            running[process] = number
+            requests.send(("started", number, process.pid))
         for process in [process for process in running if process.exitcode is not None]:
-            running.remove(process)
-            requests.send(("ended", process.pid, process.exitcode))
+            requests.send(("ended", running.pop(process), process.exitcode))
 
 
 def play(requests: Connection, command: list[str], cwd: str, environment: dict, log: str) -> None:
@@ -106,6 +106,9 @@ def end_session(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+NUMBERS = count()  # of requests, to all keepers
+
+
 class Keeper:
     """The tests' end of a keeper: asks it for forks, and hears how they have ended."""
 
@@ -120,7 +123,9 @@ class Keeper:
             start_new_session=True,
         )
         other.close()
-        self.running: dict[int, Fork] = {}  # by process: the number of one that has ended returns
+        # By the number of the request. A test that is interrupted between a request and its answer
+        # leaves an answer that belongs to no fork: it is dropped.
+        self.asked: dict[tuple[int, int], Fork] = {}
         self.lock = threading.Lock()
         atexit.register(self.process.wait)
         atexit.register(self.connection.close)  # first: this ends it
@@ -133,9 +138,11 @@ class Keeper:
 
     def start(self, fork: "Fork", *told) -> None:
         with self.lock:
-            self.connection.send(told)
+            number = os.getpid(), next(NUMBERS)  # the runner of mutants forks this process
+            self.asked[number] = fork
+            self.connection.send((number, *told))
             while fork.pid is None:
-                self.hear(fork)
+                self.hear()
 
     def look(self) -> None:
         """Hear what there is to hear."""
@@ -143,13 +150,13 @@ class Keeper:
             while self.connection.poll():
                 self.hear()
 
-    def hear(self, asked_for: "Fork | None" = None) -> None:
-        said, pid, *status = self.connection.recv()  # EOFError: the keeper has ended
-        if said == "started":
-            asked_for.pid = pid
-            self.running[pid] = asked_for
-        else:
-            (self.running.pop(pid).status,) = status
+    def hear(self) -> None:
+        said, number, value = self.connection.recv()  # EOFError: the keeper has ended
+        fork = self.asked.get(number)
+        if fork and said == "started":
+            fork.pid = value
+        elif fork:
+            self.asked.pop(number).status = value
 
 
 class Fork:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pool
 import psutil
 import pytest
-from helpers import COLD, Job, keeper, python
+from helpers import COLD, Job, clean_environment, keeper, python
 
 LAST = Path("/proc/sys/kernel/ns_last_pid")
 pytestmark = pytest.mark.skipif(COLD, reason="nothing is forked")
@@ -78,6 +78,16 @@ def test_a_number_of_a_process_may_return(script):
                 assert job.process.poll() is None
                 return
     pytest.fail("100 processes, and none had the number of one that had ended")
+
+
+def test_an_answer_that_a_killed_test_has_left_is_dropped(script, tmp_path):
+    (tmp_path / "log").touch()
+    says = script("print('ran')\n")
+    told = ([str(says)], str(tmp_path), clean_environment(), str(tmp_path / "log"))
+    keeper(0).connection.send(((0, 0), *told))  # as from a test that did not live to hear of it
+    for _ in range(3):
+        assert python(says).check().output == "ran\n"
+    assert (tmp_path / "log").read_text() == "ran\n"
 
 
 def test_a_fork_shows_the_traceback_of_a_new_process(script):

@@ -120,6 +120,16 @@ def test_ranks_draw_their_own_numbers_and_every_save_but_two_goes(tmp_path):
     assert output.count("grad norm") == len(logged)  # a log file tells as much as the metrics
 
 
+def test_an_asynchronous_save_counts_although_the_next_loss_is_nan(tmp_path):
+    args = ("--epochs", 1, "--optimizer", "sgd", "--lr", 1e30, "--clip", 0, "--warmup", 0)
+    args = (*args, "--checkpoint-every", 1, "--log-every", 1, "--async-save")
+    result = pool.run(TRAIN, *args, "--output-dir", tmp_path, ranks=2)
+    assert re.search(r"step [23]: the loss is nan", result.output)
+    saved = {save.name for save in (tmp_path / "checkpoints").iterdir()}
+    assert saved
+    assert saved <= {"step_00000001", "step_00000002"}  # none is unfinished
+
+
 @pytest.mark.slow
 def test_loss_that_is_no_number_stops_the_run(tmp_path):
     args = ("--optimizer", "sgd", "--lr", 1e30, "--clip", 0, "--warmup", 0, "--log-every", 3)

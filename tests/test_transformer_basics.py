@@ -855,6 +855,14 @@ def test_a_kill_during_an_asynchronous_save_leaves_the_save_before(corpus, tmp_p
 
 
 @pytest.mark.slow
+def test_an_asynchronous_save_counts_although_the_next_loss_is_nan(corpus, tmp_path):
+    args = (*TINY, "--lr", 1e38, "--warmup", 0, "--checkpoint-every", 1, "--log-every", 1)
+    result = pool.run(TRAIN, *args, "--async-save", "--data", *corpus, "--output-dir", tmp_path)
+    assert "step 2: the loss is nan" in result.output
+    assert [save.name for save in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.slow
 def test_a_stop_waits_for_an_asynchronous_save(corpus, tmp_path):
     script = ROOT / "tests/workers/gpt_async_save.py"
     args = (*TINY, "--steps", 4000, "--checkpoint-every", 4000, "--data", *corpus)

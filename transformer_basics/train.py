@@ -5,7 +5,7 @@ r"""Train a GPT on source code, sharded over a mesh of devices: the template to 
     torchrun --standalone --nproc_per_node=4 transformer_basics/train.py --steps 100 \
         --dp-shard 2 --tp 2
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \
-        --rdzv-id=gpt transformer_basics/train.py --tp 8     # two nodes: the same line on each
+        --rdzv-id=gpt transformer_basics/train.py --tp 2     # two nodes: the same line on each
 
 Look at the loss: it is the same for every mesh. minimal.py has only the distributed lines.
 """
@@ -87,12 +87,12 @@ def train(settings: Settings, worker: Worker) -> int:
                 continue
 
             epoch = (step - 1) // batches.per_epoch
+            writer.finish()  # an asynchronous save from before: it counts, whatever follows
             report.training(step, epoch, mean_over_ranks(loss, mesh), lr, float(norm))
             check_replicas(model, step, worker)  # replicas can diverge without an error
             if evaluating:
                 loss = evaluate(model, pipeline, held_out, mesh, settings)
                 report.validation(step, epoch, loss)
-            writer.finish()  # an asynchronous save from before; from here on it counts
             if saving:
                 writer.save(step, run | report.cost())
             if stopped_by:
