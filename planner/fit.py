@@ -1,7 +1,7 @@
 """Fits the constants of every stack on published runs and writes them to stacks.toml.
 
-    python planner/fit.py               fit, and print the constants with their errors
-    python planner/fit.py --write       write stacks.toml as well
+    python planner/fit.py                     # fit, and print the constants with their errors
+    python planner/fit.py --write             # write stacks.toml as well
 
 Look at: constants that repeat, and those that are far from their prior: these have absorbed another
 term.

@@ -78,6 +78,13 @@ def test_a_docstring_that_is_not_raw_is_caught():
     assert not_in_sight(command, '"""\n\n    make \\\\\n        a\n"""') == ["make \\"]
 
 
+def test_what_explains_a_command_begins_with_a_hash():
+    """Else a shell takes it for arguments."""
+    line = re.compile(r"[^#]*?\S {2,}[^#\s\\]")
+    explained = [c for c in COMMANDS if any(map(line.match, map(str.strip, c.text.split("\n"))))]
+    assert explained == []
+
+
 def test_the_chinese_page_prints_the_same_commands():
     english, chinese = ([c for b in blocks_of(ROOT / name) for c in b] for name in FIRST_PAGES)
 
