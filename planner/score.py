@@ -1,8 +1,8 @@
 """Scores the formulas on published runs.
 
-    python planner/score.py                   # the rows that set the constants
-    python planner/score.py --leave-out model  # cross-validation: see below
-    python planner/score.py NAME.csv --json        # rows of yours, for a program
+    python planner/score.py                         # the rows that set the constants
+    python planner/score.py --leave-out model       # cross-validation: see below
+    python planner/score.py NAME.csv --json         # rows of yours, for a program
 
 One line per family: errors of time and memory; skill, which is 0 for the best single constant and 1
 for no error; how often "fits" is right; what the pick costs next to the best measured mesh. With

@@ -208,6 +208,15 @@ def test_scripts_and_flags_exist():
     assert [(str(c), flags) for c in ALL if (flags := unknown_flags(c))] == []
 
 
+def test_a_pattern_of_pytest_selects_a_test():
+    selecting = re.compile(r"pytest .*?(tests/\S+\.py) -k (\w+)$")
+    found = [(command, selecting.search(command.typed)) for command in ALL]
+    patterns = [(command, match[1], match[2]) for command, match in found if match]
+    assert patterns
+    for command, file, pattern in patterns:
+        assert re.search(rf"^def test_\w*{pattern}", (ROOT / file).read_text(), re.M), command
+
+
 def test_targets_of_make_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = {match[1] for c in ALL if (match := re.match(r"make ([\w-]+)", c.typed))}
