@@ -6,9 +6,11 @@ import sys
 import flags
 import pytest
 import torch
+from arguments import UserError
 from checkpoint import save_checkpoint
 from config import Settings
 from export import export
+from hugging_face import to_hugging_face
 from metrics import peak_memory
 from model import GPT, GPTConfig
 from optimizer import make_optimizer
@@ -16,7 +18,7 @@ from parallelize import spread_model
 from presets import PRESETS, VOCABULARIES
 from pretrained import Weights, copy_weights, read_config, read_weights
 from runtime import Worker
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 # (class of transformers, its settings), and the settings of ours that say the same
 SIZES = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -82,6 +84,105 @@ def test_a_family_goes_in_and_comes_out(group, family, tmp_path):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     again = type(theirs).from_pretrained(tmp_path / "exported")
     assert torch.equal(again(tokens).logits, expected)
+
+
+DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.norm.weight"
+BIAS, SECOND = "model.layers.0.self_attn.q_proj.bias", "model.layers.2.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (DOWN, lambda t: t[:12], r"\[12, 40\].* not \[24, 40\]"),
+        (DOWN, lambda t: t[:, :1], r"\[24, 1\].* not \[24, 40\]"),
+        (NORM, lambda t: t[:12], r"\[12\].* not \[24\]"),
+        ("model.embed_tokens.weight", lambda t: t[:49], r"\[49, 24\].* not \[50, 24\]"),
+        (BIAS, lambda _: torch.zeros(24), "this GPT has no such weight"),
+        (SECOND, lambda _: torch.zeros(24), "this GPT has no such weight"),
+        (NORM, None, "has no weight"),
+    ],
+)
+def test_weights_that_are_not_ours_are_refused(tmp_path, name, change, message):
+    import transformers
+
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    tensors = llama.state_dict()
+    last = tensors.pop(name, None)
+    if change:
+        tensors[name] = change(last).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    shape = {"architecture": "llama", "kv_heads": 2, "mlp_dim": 40, "block_size": 32}
+    model = GPT(GPTConfig(64, layers=2, heads=4, dim=24, token_count=50, **shape))
+    with pytest.raises(UserError, match=message) as error:
+        copy_weights(model, Weights(tmp_path, model.config))
+    assert name in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_gpt2s_old_files_are_read(tmp_path):
+    """Its masks are no weights; a tied head may be there or not; names lack the first word."""
+    config = GPTConfig(50, 32, layers=1, heads=2, dim=8, tied=True)
+    model, again = GPT(config), GPT(config)
+    theirs = to_hugging_face(model.state_dict(), config)
+    theirs = {name.removeprefix("transformer."): t.clone() for name, t in theirs.items()}
+    theirs |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.ones(1)}
+    save_file(theirs, tmp_path / "model.safetensors")
+    copy_weights(again, Weights(tmp_path, config))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+def config_file(folder, name: str, **settings) -> str:
+    """A folder that has a config.json only."""
+    import transformers
+
+    getattr(transformers, f"{name}Config")(**settings).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_quantised_folder_is_refused(tmp_path):
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    folder = config_file(tmp_path, "Qwen3", **SIZES, quantization_config=scheme)
+    with pytest.raises(UserError, match="is quantised: give the folder of the unquantised model"):
+        read_config(Settings(init_from=folder), token_count=50)
+
+
+def test_another_kind_of_rotary_positions_is_refused(tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    folder = config_file(tmp_path, "Llama", **SIZES, rope_parameters=rope)
+    with pytest.raises(UserError, match="yarn: give a model with rope_type default or llama3"):
+        read_config(Settings(init_from=folder), token_count=50)
+
+
+MISTRAL = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+MISTRAL |= {"num_key_value_heads": 8, "intermediate_size": 14336, "rms_norm_eps": 1e-5}
+MISTRAL |= {"max_position_embeddings": 32768, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("other", "theirs", "messages"),
+    [
+        ({"window": 4096}, {}, ["; leave out --window, or the --preset that sets it"]),
+        ({"rope_scaling": (8, 1, 4, 64)}, {}, ["; leave out --window and --rope-scaling, or"]),
+        ({"window": 9}, {"sliding_window": 4096}, ["--window 4096"]),
+        ({"window": None, "qkv_bias": True}, {}, ["--no-qkv-bias"]),
+        ({}, {"rope_theta": 1234567.5}, ["--rope-theta 1234567.5", "; leave out --window,"]),
+        ({"rope_theta": 7.0}, {"rope_theta": 1e4}, ["--rope-theta 10000.0"]),  # our default
+    ],
+)
+def test_the_advice_names_all_that_differs(tmp_path, monkeypatch, other, theirs, messages):
+    """And to follow it is enough."""
+    theirs = {"sliding_window": None, "rope_theta": 1e6} | theirs
+    rope = {"rope_type": "default", "rope_theta": theirs.pop("rope_theta")}
+    folder = config_file(tmp_path, "Mistral", **MISTRAL, **theirs, rope_parameters=rope)
+    ours = PRESETS["mistral-7b"] | {"rope_theta": 1e6} | other
+    with pytest.raises(UserError) as error:
+        read_config(Settings(**ours, init_from=folder), token_count=50)
+    assert all(message in str(error.value) for message in messages), error.value
+    advice = str(error.value).split("it fits ")[1].split(";")[0]
+    monkeypatch.setattr(sys, "argv", ["train.py", *advice.split(), "--init-from", folder])
+    read_config(flags.parse_args(), token_count=50)
 
 
 def test_a_shard_is_read_without_the_rest(tmp_path):

@@ -87,6 +87,8 @@ def shape_of(theirs) -> dict:
     block_size is the longest sequence. Raises `UserError`, without the name of the model, for one
     that does not compute what ours computes.
     """
+    if getattr(theirs, "quantization_config", None):  # its weights count only with their scales
+        raise UserError("is quantised: give the folder of the unquantised model (bf16 or fp32)")
     if theirs.model_type == "gpt2":
         refuse(
             ("activation_function", theirs.activation_function, "gelu_new"),
@@ -106,12 +108,13 @@ def shape_of(theirs) -> dict:
         raise UserError(f"is a {theirs.model_type}: none of gpt2, llama, mistral, qwen2 and qwen3")
     rope = theirs.rope_parameters
     kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise UserError(f"has rope_type {kind}: give a model with rope_type default or llama3")
     refuse(
         ("hidden_act", theirs.hidden_act, "silu"),
         ("attention_bias", getattr(theirs, "attention_bias", False), False),
         ("mlp_bias", getattr(theirs, "mlp_bias", False), False),
         ("use_sliding_window", getattr(theirs, "use_sliding_window", False), False),
-        ("rope_type", kind, "llama3" if kind == "llama3" else "default"),
     )
     return {
         "architecture": "llama",

@@ -55,19 +55,25 @@ def check_sizes(name: str, shape: dict, settings: Settings) -> None:
     if any(ours[key] != fitting[key] for key in SHAPE if key != "tied"):
         sizes = ("layers", "heads", "dim", "block_size")
         usual = vars(GPTConfig(**{key: fitting[key] for key in sizes}))
-        flags = [key for key in SHAPE if key not in (*sizes, "tied") and fitting[key] != usual[key]]
-        fits = " ".join(flag_of(key, fitting[key]) for key in (*sizes, *flags))
-        raise UserError(f"--init-from {name} has other sizes: it fits {fits}")
+        others = [key for key in SHAPE if key not in (*sizes, "tied")]
+        # A value of ours may be of --preset, so a default is said, too, where ours differs.
+        flags = [key for key in others if not ours[key] == fitting[key] == usual[key]]
+        absent = [flag_of(key) for key in flags if fitting[key] is None]
+        said = [flag_of(key, fitting[key]) for key in (*sizes, *flags) if fitting[key] is not None]
+        message = f"--init-from {name} has other sizes: it fits {' '.join(said)}"
+        if absent:  # no value of such a flag says so
+            message += f"; leave out {' and '.join(absent)}, or the --preset that sets it"
+        raise UserError(message)
     if settings.tied and not is_tied:
         raise UserError(f"--init-from {name} has a head of its own: leave out --tied")
 
 
-def flag_of(key: str, value) -> str:
+def flag_of(key: str, value=()) -> str:
     flag = "--" + key.replace("_", "-")
     if isinstance(value, bool):
         return flag if value else flag.replace("--", "--no-")
     values = value if isinstance(value, tuple) else [value]
-    return " ".join([flag, *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])
+    return " ".join([flag, *map(str, values)])
 
 
 def read_weights(settings: Settings, config: GPTConfig) -> "Weights":
@@ -90,7 +96,7 @@ class Weights:
 
     def __init__(self, folder: Path, config: GPTConfig):
         """Raises OSError if the folder has no safetensors."""
-        self.config, self.file_of = config, {}
+        self.folder, self.config, self.file_of = folder, config, {}
         index = folder / "model.safetensors.index.json"
         names = {"model.safetensors"}
         if index.exists():
@@ -112,7 +118,21 @@ class Weights:
         for other in others:
             if other in self.file_of:
                 return self.file_of[other].get_tensor(other)
-        raise UserError(f"--init-from has no weight {name}")
+        raise UserError(f"--init-from {self.folder} has no weight {name}")
+
+    def check_names(self) -> None:
+        """Raises `UserError` if a weight of the files would be left out, by any pipeline stage."""
+        with torch.device("meta"):
+            ours = GPT(self.config).state_dict()
+        read = {their_name(name, self.config) for name in ours}
+        read |= {name.removeprefix("transformer.") for name in read}
+        for name in self.file_of:
+            is_mask = not self.config.is_llama and name.endswith(".attn.bias")  # of old GPT-2 files
+            if name.endswith((".weight", ".bias")) and name not in read and not is_mask:
+                raise UserError(
+                    f"--init-from {self.folder} has {name}, this GPT has no such weight: "
+                    "give a folder whose weights fit its config.json"
+                )
 
 
 @torch.no_grad()
@@ -120,12 +140,23 @@ def copy_weights(model: GPT, weights: Weights) -> None:
     """Each rank copies its shards from the files: none holds a full weight of a sharded model.
 
     Rows that pad the vocabulary are 0: the files do not have them. Adapters stay as they are.
+    Raises `UserError` if the files have another weight, or one of another shape.
     """
+    weights.check_names()
     for name, parameter in model.named_parameters():
         if name.endswith(FACTORS):
             continue
         here = [indices_here(parameter, dim) for dim in range(parameter.dim())]
-        part = weights[name][tuple(slice(indices.start, indices.stop) for indices in here)]
+        full, expected = weights[name], list(parameter.shape)
+        if name in ("token_embedding.weight", "head.weight"):
+            expected[0] = model.config.token_count or expected[0]
+        if list(full.shape) != expected:
+            raise UserError(
+                f"--init-from {weights.folder} has {their_name(name, model.config)} for our {name} "
+                f"with the shape {list(full.shape)}, not {expected}: "
+                "give a folder whose weights fit its config.json"
+            )
+        part = full[tuple(slice(indices.start, indices.stop) for indices in here)]
         local = local_part(parameter)
         local[: len(part)] = part
         local[len(part) :] = 0
