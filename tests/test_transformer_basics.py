@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import sys
 from functools import partialmethod
@@ -503,6 +504,20 @@ def test_split_by_document():
     assert train + held_out == b"a line\n" * 100
     assert train.endswith(b"\n")
     assert 30 <= len(held_out) < 50
+    few = [("train.txt", b"x\n" * 500), ("notes.txt", b"y\n" * 5), ("line.txt", b"t\n" + b"z" * 90)]
+    train, held_out = text_files.split(few)  # of each its last part, whatever its size
+    assert [a + b for a, b in zip(train, held_out, strict=True)] == [text for _, text in few]
+    parts = zip(train, held_out, strict=True)
+    assert all(0.04 < len(last) / len(first + last) <= 0.1 for first, last in parts)
+
+
+def test_each_user_has_a_folder_for_tokens(monkeypatch):
+    """Else the second user of a machine may not write into the folder of the first."""
+    folders = set()
+    for user in (1, 2):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        folders.add(runpy.run_path(text_files.__file__)["CACHE"])
+    assert len(folders) == 2
 
 
 def test_bigram_loss_by_hand():
@@ -525,10 +540,11 @@ def one_rank(monkeypatch, tmp_path):
 def test_tokens_are_mapped_and_written_once(one_rank, tmp_path):
     files = [tmp_path / name for name in ("a.txt", "b.txt")]
     for file in files:
-        file.write_text(f"text of {file.name}: \u00e4")
+        file.write_text(f"\u00e4: the text of {file.name}")
     corpus = data.load_corpus(files, None, one_rank)
     assert all(isinstance(shard.tokens, np.memmap) for shard in corpus.train + corpus.validation)
-    assert sorted(texts_of(corpus).split(b"\0")[:2]) == [file.read_bytes() for file in files]
+    texts = texts_of(corpus).split(b"\0")[:4]  # two for training, and the last part of each
+    assert [texts[0] + texts[2], texts[1] + texts[3]] == [file.read_bytes() for file in files]
     assert corpus.tokenizer.decode(corpus.tokenizer.encode("x \u00e4")) == "x \u00e4"
     before = written(tmp_path / "cache")
     assert len(before) == 5  # tokens and borders of two shards, and the index
@@ -554,7 +570,7 @@ def test_bad_data(one_rank, tmp_path):
             data.load_corpus([tmp_path / name], None, one_rank)
     with pytest.raises(UserError, match="cannot load --tokenizer"):
         data.load_tokenizer(str(tmp_path / "no tokenizer"))
-    with pytest.raises(UserError, match="too short: 100 tokens are no batch of 8"):
+    with pytest.raises(UserError, match=r"too short: 100 tokens are no batch of 8.* give more"):
         Batches(one_document(np.zeros(100, np.uint16)), 16, 8, 0)
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 200_000_001)  # sparse

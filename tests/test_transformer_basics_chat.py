@@ -48,8 +48,13 @@ def test_a_template_that_changes_what_was_before_is_refused(tmp_path):
     theirs = byte_tokenizer()
     theirs.chat_template = "{{ messages | length }}" + TEMPLATE
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="here does not fit the tokenizer's chat template"):
-        tokens_of_chat([*HI, *HI], load_tokenizer(str(tmp_path)), "here")
+    tokenizer = load_tokenizer(str(tmp_path))
+    with pytest.raises(
+        UserError, match="here does not fit the tokenizer's chat template: an answer"
+    ):
+        tokens_of_chat(HI, tokenizer, "here")
+    with pytest.raises(UserError, match="cut the chat into chats that end with their only answer"):
+        tokens_of_chat([*HI, *HI], tokenizer, "here")
 
 
 def shard() -> Shard:

@@ -6,6 +6,7 @@ The expected tokens are written out here: bytes of the documents, each with a 0 
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tracemalloc
@@ -262,7 +263,11 @@ def test_processes_end_with_the_killed_one(tmp_path):
         (b'{"text": "a"}\nno json\n', "the line from byte 14 of .* is no JSON"),
         (b'{"text": "a"}\n{"body": "b"}\n', "the line from byte 14 of .* has no text in a field"),
         (b'{"text": 3}\n', "has no text in a field 'text': --field names"),
-        (b"[]\n", "has no text in a field 'text'"),
+        (
+            b'[\n {"text": "a"}\n]\n',
+            r"from byte 0 of .* is no JSON object.* one object per line \(jq",
+        ),
+        (b'[{"text": "a"}]\n', "is no JSON object: the file must have one object per line"),
         (b'{"text": "a"}\n', "of all documents none is for validation"),
     ],
 )
@@ -361,6 +366,30 @@ def sparse(folder: Path, shards: int, tokens: int) -> Path:
     index |= {"dtype": "uint16", "train": entries, "validation": []}
     write_json(folder / "index.json", index)
     return folder
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    """Each mapped file keeps a descriptor: the soft limit is raised to the hard one."""
+    folder, reader = sparse(tmp_path / "tokens", 100, 10), tmp_path / "reader.py"
+    reader.write_text(
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(PREPARE.parent)!r})\n"
+        "from shards import UserError, open_shards, read_index\n"
+        f"folder = Path({str(folder)!r})\n"
+        "for hard in (1000, 100):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))\n"
+        "    try:\n"
+        "        print(open_shards(folder, read_index(folder), 'train')[-1].tokens.tolist())\n"
+        "    except UserError as error:\n"
+        "        print(error)\n"
+    )
+    opened, refused = python(reader).check().output.splitlines()
+    assert opened == str([0] * 10)
+    assert re.search(
+        r"000\d\d.* cannot be opened: the limit .* is 100, .* with `ulimit -n`", refused
+    )
+    assert "prepare the text again" not in refused
 
 
 def test_20_billion_tokens_start_as_20_million(tmp_path, one_rank, monkeypatch):

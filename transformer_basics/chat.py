@@ -36,7 +36,7 @@ def messages_in(line: bytes, place: str) -> list[dict]:
     try:
         chat = json.loads(line)
     except ValueError:
-        raise UserError(f"{place} is no JSON") from None
+        raise UserError(f"{place} is no JSON: the file must have one chat per line") from None
     messages = chat.get("messages") if isinstance(chat, dict) else None
     if not isinstance(messages, list) or not messages:
         raise UserError(f'{place} has no chat: {{"messages": [{{"role": ..., "content": ...}}]}}')
@@ -83,7 +83,12 @@ def segments(
             if message["role"] == "assistant":
                 begin = tokenizer.render(messages[:i], True)
                 end = tokenizer.render(messages[: i + 1], False).rstrip()
-                if not (whole.startswith(end) and end.startswith(begin)):
+                if not whole.startswith(end):  # Qwen3's drops the thoughts of old answers
+                    raise ValueError(
+                        "it changes an answer that messages follow: cut the chat into chats that "
+                        "end with their only answer"
+                    )
+                if not end.startswith(begin):
                     raise ValueError("an answer changes what is before it")
                 yield whole[done : len(begin)], False, False
                 yield whole[len(begin) : len(end)], True, False

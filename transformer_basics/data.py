@@ -177,7 +177,8 @@ class Batches:
         if not self.per_epoch:
             raise UserError(
                 f"the text is too short: {self.windows.tokens:,} tokens are no batch of "
-                f"{batch_size} windows of {length} tokens"
+                f"{batch_size} windows of {length} tokens: give more text, or a smaller "
+                "--batch-size or --block-size"
             )
 
     def get(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:

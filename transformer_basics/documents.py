@@ -93,11 +93,15 @@ def json_lines(piece: Piece, field: str) -> Iterator[bytes]:
 
 def text_in(line: bytes, field: str, place: str) -> bytes:
     try:
-        text = json.loads(line)[field]
+        found = json.loads(line)
     except ValueError:
-        raise UserError(f"{place} is no JSON") from None
-    except (KeyError, TypeError, IndexError):
-        text = None
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{place} is no JSON object: the file must have one object per line "
+            "(jq -c '.[]' x.json > x.jsonl)"
+        )
+    text = found.get(field)
     if not isinstance(text, str):
         raise UserError(f"{place} has no text in a field {field!r}: --field names the field")
     return text.encode(errors="replace")  # JSON can hold half a pair of surrogates

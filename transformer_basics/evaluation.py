@@ -23,7 +23,8 @@ def held_out_windows(shards, settings: Settings) -> tuple[torch.Tensor, torch.Te
     if not batches:
         raise UserError(
             f"the held-out text is too short: {windows.tokens:,} tokens are no batch of "
-            f"{settings.batch_size} windows of {settings.block_size} tokens"
+            f"{settings.batch_size} windows of {settings.block_size} tokens: give "
+            "more text, or a smaller --batch-size or --block-size"
         )
     count = batches * settings.batch_size
     return windows.read(torch.arange(count) * windows.count // count)

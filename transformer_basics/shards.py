@@ -10,11 +10,14 @@ Each file gets its name when it is complete, and the index is written last. The 
 mapped: a rank reads the pages that its batches touch, and the ranks of a node share these pages.
 """
 
+import errno
 import hashlib
 import json
 import os
+import resource
 import zlib
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,6 +135,7 @@ def checksum_of(index: dict) -> str:
 
 def open_shards(folder: Path, index: dict, part: str) -> list[Shard]:
     """Map the files of one part; nothing is read. Raises `UserError` if one has another size."""
+    limit = raise_limit_of_files()
     shards = []
     for entry in index[part]:
         arrays = []
@@ -148,12 +152,28 @@ def open_shards(folder: Path, index: dict, part: str) -> list[Shard]:
                     )
                 arrays.append(np.memmap(file, dtype, mode="r"))
             except OSError as error:
+                if error.errno == errno.EMFILE:
+                    raise UserError(
+                        f"{file} cannot be opened: the limit of open files is {limit:,}, and each "
+                        f"file of {folder} stays open: raise the limit with `ulimit -n`"
+                    ) from None
                 raise UserError(
                     f"{file} cannot be read ({error.strerror}): copy all files of {folder}, or "
                     "prepare the text again"
                 ) from None
         shards.append(Shard(*arrays))
     return shards
+
+
+def raise_limit_of_files() -> int:
+    """Allow this process all the open files it may have, and return how many these are.
+
+    A mapped file keeps its descriptor, and the usual limit, 1,024, is less than a long text needs.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS refuses "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def files_of(entry: dict) -> dict[str, str]:

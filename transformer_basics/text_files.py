@@ -1,11 +1,12 @@
 """Text files given to train.py directly, and its default text: one process per node tokenises them.
 
-The documents become two shards: every twentieth document is for validation, the remaining ones for
-training. They are kept for the next run. prepare.py is for more text, and uses all processors.
+The documents become two shards, which are kept for the next run: about a twentieth of the text is
+for validation, the rest for training. prepare.py is for more text, and uses all processors.
 """
 
 import hashlib
 import json
+import os
 import sysconfig
 import tempfile
 import time
@@ -19,7 +20,8 @@ from runtime import Worker
 from shards import PARTS, ShardWriter, vocabulary_of, write_index
 from tokenizing import Tokenizer, ids
 
-CACHE = Path(tempfile.gettempdir()) / "gpt_tokens"
+# A folder per user: nobody may write into that of another.
+CACHE = Path(tempfile.gettempdir()) / f"gpt_tokens_{os.getuid()}"
 MOST_TEXT = 200_000_000  # bytes that train.py tokenises itself, while the other ranks wait
 
 
@@ -104,15 +106,20 @@ def standard_library() -> list[Path]:
 
 
 def split(documents: list[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
-    """Split documents (name, text) into texts for training, and one in twenty for validation.
+    """Split documents (name, text) into texts for training, and about a twentieth for validation.
 
-    A checksum of the name chooses full documents: half a document in training would make the other
-    half a poor test. A single document gives its last part.
+    Of 20 documents or more, a checksum of the name chooses one in 20: half a document in training
+    would make the other half a poor test. Fewer documents may have very unequal sizes: each gives
+    its last part.
     """
     if len(documents) == 1:
         text = documents[0][1]
-        cut = text.rfind(b"\n", 0, len(text) * 19 // 20) + 1 or len(text) * 19 // 20
+        most = len(text) * 19 // 20
+        cut = text.rfind(b"\n", len(text) * 9 // 10, most) + 1 or most
         return [text[:cut]], [text[cut:]]
+    if len(documents) < 20:
+        pairs = [split([document]) for document in documents]
+        return [first for (first,), _ in pairs], [last for _, (last,) in pairs]
     ordered = sorted(documents, key=lambda d: zlib.crc32(d[0].encode()))
     held_out = -(-len(ordered) // 20)
     return [text for _, text in ordered[held_out:]], [text for _, text in ordered[:held_out]]
