@@ -35,13 +35,16 @@ def save_checkpoint(
     file = folder / f"step_{step:08}.pt"
 
     def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         state = {name: part.state_dict() for name, part in parts.items()}
         state |= {"step": step, "run": run, "generators": all_generators}
         state["buffers"] = dict(parts["model"].named_buffers())  # a state dict may omit some
-        write_file(file, state)
-        for old in saves(folder)[:-keep]:
-            old.unlink()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(file, state)
+            for old in saves(folder)[:-keep]:
+                old.unlink()
+        except OSError as error:
+            raise UserError(f"cannot save to {folder}: {error}") from None
 
     on_rank_0(write, worker, f"writing {file}")
 
@@ -71,7 +74,9 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
         for name, part in parts.items():
             part.load_state_dict(state[name])
         for name, buffer in parts["model"].named_buffers():
-            buffer.copy_(state["buffers"][name])
+            # One that is not in the state dict may grow in forward, which computes it again.
+            if buffer.shape == state["buffers"][name].shape:
+                buffer.copy_(state["buffers"][name])
     except (KeyError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(

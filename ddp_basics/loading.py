@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from itertools import islice
 
 import torch
@@ -112,7 +113,8 @@ def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> No
             raise UserError(
                 f"rank {rank} has other data than rank 0 (lengths {lengths[1]} and {lengths[0]}): "
                 "copy the same files to every host; in load_data() sort the names that a folder "
-                "lists, and seed what shuffles"
+                "lists, and seed what shuffles; let random transforms draw from torch's generator, "
+                "not from those of random or NumPy"
             )
     lengths = [len(dataset) for dataset in datasets]
     if 0 in lengths:
@@ -152,37 +154,60 @@ def digests_of_samples(dataset: Dataset, workers: int) -> list[str]:
 
 
 def digests(samples: list) -> list[str]:
-    numbers = [repr(tensor.tolist()).encode() for tensor in tensors_of(samples)]
+    tensors = [leaf for leaf in leaves_of(samples) if isinstance(leaf, Tensor)]
+    numbers = [repr(tensor.tolist()).encode() for tensor in tensors]
     return [hashlib.sha256(n).hexdigest() for n in numbers]
 
 
 def to_device(batch, device: torch.device):
-    """`batch` with each tensor in its dicts, lists and tuples on `device`."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """`batch` with each tensor in its dicts, lists, tuples and dataclasses on `device`."""
+
+    def move(leaf):
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(move, batch)
 
 
 def split(batch, parts: int) -> list:
-    """`parts` micro-batches of equally many samples: each tensor is split along dim 0."""
+    """`parts` micro-batches of equally many samples: each tensor is split along dim 0.
+
+    Raises `UserError` if a part would not have the same samples in all its tensors.
+    """
     if parts == 1:
         return [batch]
-    if not tensors_of(batch):
+    leaves = leaves_of(batch)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise UserError(
+                f"--accumulate {parts} cannot split a batch with a {type(leaf).__name__}: let "
+                "collate() return only tensors, in dicts, lists, tuples or dataclasses, or use "
+                "--accumulate 1"
+            )
+    sizes = sorted({leaf.shape[0] if leaf.ndim else 1 for leaf in leaves})
+    if len(sizes) != 1 or sizes[0] % parts:
         raise UserError(
-            f"--accumulate cannot split a batch of type {type(batch).__name__}: collate() must "
-            "return tensors, in dicts, lists or tuples"
+            f"--accumulate {parts} cannot split a batch whose tensors have first dims of sizes "
+            f"{sizes}: let collate() stack the samples along dim 0 in each tensor, or use "
+            "--accumulate 1"
         )
-    return [map_tensors(lambda tensor, i=i: tensor.chunk(parts)[i], batch) for i in range(parts)]
+    return [map_leaves(lambda tensor, i=i: tensor.chunk(parts)[i], batch) for i in range(parts)]
 
 
-def map_tensors(function, value):
-    """`value` with each tensor in its dicts, lists and tuples replaced by function(tensor)."""
+def map_leaves(function, value):
+    """`value` with function(leaf) for each leaf of its dicts, lists, tuples and dataclasses."""
     if isinstance(value, Mapping):  # also a BatchEncoding of transformers
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    if hasattr(value, "_fields"):  # a namedtuple
+        return type(value)(*(map_leaves(function, item) for item in value))
     if isinstance(value, list | tuple):
-        return [map_tensors(function, item) for item in value]
-    return function(value) if isinstance(value, Tensor) else value
+        return [map_leaves(function, item) for item in value]
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{n: map_leaves(function, getattr(value, n)) for n in names})
+    return function(value)
 
 
-def tensors_of(value) -> list[Tensor]:
+def leaves_of(value) -> list:
     found = []
-    map_tensors(found.append, value)
+    map_leaves(lambda leaf: found.append(leaf) or leaf, value)
     return found

@@ -36,7 +36,7 @@ def main() -> None:
     for name, tensor in model.items():
         print(f"{name:40} {tuple(tensor.shape)!s:14} {str(tensor.dtype).removeprefix('torch.')}")
     count = sum(tensor.numel() for tensor in model.values())
-    print(f"{len(model)} tensors, {count:,} parameters: {args.source} -> {args.target}")
+    print(f"{len(model)} tensors, {count:,} numbers: {args.source} -> {args.target}")
     print(f"read again, equal bit for bit: {same}")
 
 
@@ -49,7 +49,7 @@ def read_model(source: Path) -> dict[str, torch.Tensor]:
         if source.suffix == ".safetensors":
             return load_file(source)
         if source.suffix == ".pt":
-            return torch.load(source, map_location="cpu", weights_only=True)
+            return model_in(torch.load(source, map_location="cpu", weights_only=True))
         found = newest(source)  # in a folder of saves; otherwise `source` is a sharded model
         folder = found[0] if found else source
         # The metadata has the name and shape of every tensor: allocate memory for the model only.
@@ -69,6 +69,15 @@ def read_model(source: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"cannot read a model from {source}: {reason}") from None
 
 
+def model_in(state) -> dict[str, torch.Tensor]:
+    """`state`, or its "model" if `state` is a checkpoint of ddp_basics/train.py."""
+    if isinstance(state, dict) and isinstance(state.get("model"), dict):
+        state = state["model"]
+    if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        raise ValueError("it holds no state dict of tensors: save model.state_dict()")
+    return state
+
+
 def write_model(target: Path, model: dict[str, torch.Tensor]) -> None:
     """Write `model` to `target`, in the format of its suffix: .safetensors, .pt, none (sharded).
 
@@ -77,7 +86,9 @@ def write_model(target: Path, model: dict[str, torch.Tensor]) -> None:
     if target.exists():
         raise UserError(f"{target} exists: name another target, or move it away")
     if target.suffix == ".safetensors":
-        save_file({name: tensor.contiguous() for name, tensor in model.items()}, target)
+        # It refuses tensors with gaps, and two that share memory, as tied weights do.
+        dense = torch.contiguous_format
+        save_file({name: t.clone(memory_format=dense) for name, t in model.items()}, target)
     elif target.suffix == ".pt":
         torch.save(model, target)
     else:

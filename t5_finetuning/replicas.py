@@ -126,7 +126,8 @@ def average_buffers(model: nn.Module) -> None:
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if not buffers or dist.get_world_size() == 1:
         return
-    # In float64 the mean of equal numbers is that number. One message for all buffers.
+    # In float64 the mean of equal float32 numbers is exactly that number; of equal float64 numbers
+    # it may be off by one rounding. One message for all buffers.
     flat = torch.cat([b.detach().flatten().double() for b in buffers])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()

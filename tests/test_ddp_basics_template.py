@@ -1,13 +1,19 @@
 """What the template adds to DDP: data that resume in place, SIGTERM, a log, one GPU per rank."""
 
+import contextlib
 import json
 import math
 import os
+import random
 import shutil
 from collections import UserDict
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import checkpoint
 import data
+import loading
 import metrics
 import pool
 import pytest
@@ -16,7 +22,15 @@ import torch
 from arguments import UserError
 from data import Shifted
 from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
-from loading import Seeded, batches, digests_of_samples, make_loader, split, to_device
+from loading import (
+    Seeded,
+    batches,
+    check_same_data,
+    digests_of_samples,
+    make_loader,
+    split,
+    to_device,
+)
 from replicas import checksum
 from runtime import Worker
 from stopping import StopRequests
@@ -41,19 +55,52 @@ class Noisy(Dataset):
 
 def test_a_batch_may_be_any_mapping():
     """A tokenizer of transformers returns a BatchEncoding, which is no dict."""
-    batch = UserDict(ids=torch.arange(8).view(4, 2), text="x")
-    assert to_device(batch, torch.device("meta"))["ids"].is_meta
+    batch = UserDict(ids=torch.arange(8).view(4, 2))
+    assert to_device(batch | {"text": "x"}, torch.device("meta"))["ids"].is_meta
     assert [part["ids"].tolist() for part in split(batch, 2)] == [
         [[0, 1], [2, 3]],
         [[4, 5], [6, 7]],
     ]
 
 
-def test_a_batch_that_cannot_be_split_is_an_error():
-    with pytest.raises(
-        UserError, match="--accumulate cannot split a batch of type SimpleNamespace"
-    ):
-        split(SimpleNamespace(ids=torch.arange(8)), 2)
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: object
+
+
+@dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    y: object
+
+
+@pytest.mark.parametrize("kind", [Pair, Record])
+def test_a_batch_keeps_its_type(kind):
+    """A loss reads batch.x."""
+    moved = to_device([kind(torch.arange(4), ("a", torch.arange(4)))], torch.device("meta"))[0]
+    assert moved.x.is_meta
+    assert moved.y[0] == "a"
+    assert moved.y[1].is_meta
+    parts = split(kind(torch.arange(4), None), 1) + split(kind(torch.arange(4), torch.ones(4)), 2)
+    assert [part.x.tolist() for part in parts] == [[0, 1, 2, 3], [0, 1], [2, 3]]
+
+
+UNSPLIT = {
+    "other type": (SimpleNamespace(ids=torch.arange(8)), "a SimpleNamespace"),
+    "strings": ([torch.zeros(4, 2), torch.zeros(4), ["a", "b", "c", "d"]], "a str"),
+    "two sizes": ([torch.zeros(4, 2), torch.zeros(5, 2)], r"sizes \[4, 5\]"),
+    "a list of images": ([torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)], r"sizes \[3\]"),
+    "number": ({"x": torch.zeros(4), "weight": torch.tensor(1.0)}, r"sizes \[1, 4\]"),
+    "nothing": ({}, r"sizes \[\]"),
+}
+
+
+@pytest.mark.parametrize("case", UNSPLIT)
+def test_a_batch_that_cannot_be_split_is_an_error(case):
+    batch, found = UNSPLIT[case]
+    with pytest.raises(UserError, match=f"^--accumulate 2 cannot split .*{found}: .*accumulate 1$"):
+        split(batch, 2)
+    assert split(batch, 1) == [batch]
 
 
 class OpensAFile(Dataset):
@@ -76,6 +123,25 @@ def test_with_workers_no_sample_is_read_in_the_rank():
     assert found == digests_of_samples(dataset, 0)
     assert dataset.opened
     assert len(set(found)) == 3
+
+
+class Jittered(Dataset):
+    """Its transform draws from Python's generator, which each process seeds by itself."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor(random.random())
+
+
+def test_ranks_whose_transforms_draw_other_numbers_are_told_of_transforms(monkeypatch):
+    def two_ranks(by_rank, own):
+        by_rank[:] = own, [(4, digests_of_samples(Jittered(), 0))]
+
+    monkeypatch.setattr(loading.dist, "all_gather_object", two_ranks)
+    with pytest.raises(UserError, match=r"transforms .* torch's generator"):
+        check_same_data([Jittered()], 0, Worker(0, 0, 2, CPU))
 
 
 def read(rank=0, ranks=1, workers=0, step=0, seed=0):
@@ -408,6 +474,15 @@ def test_the_last_evaluation_is_not_done_twice(tmp_path):
     assert "calls: start stop evaluate start stop evaluate start\n" in output  # no time of theirs
 
 
+def test_full_disk_is_one_sentence(tmp_path):
+    log = metrics.Metrics(tmp_path, 0, 9, Worker(0, 0, 1, CPU))
+    with open("/dev/full", "a", buffering=1) as log.file:
+        with pytest.raises(UserError, match=r"^cannot write /dev/full: No space left on device$"):
+            log.log(1, 0, loss=0.5)
+        with contextlib.suppress(OSError):  # what is left in the buffer
+            log.file.close()
+
+
 def test_throughput_is_of_training_alone(monkeypatch):
     clock = iter([0.0, 2.0, 50.0, 53.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
@@ -547,6 +622,32 @@ def test_each_rank_continues_with_its_own_random_numbers(tmp_path):
     output = pool.run(script, tmp_path / "saves", ranks=4, nodes=2).check().output
     for rank in range(4):
         assert f"rank {rank} draws the same: True\n" in output
+
+
+def growing() -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("table", torch.zeros(8), persistent=False)
+    model.register_buffer("scale", torch.zeros(1), persistent=False)
+    return model
+
+
+def test_a_buffer_that_grows_in_forward_is_computed_again(tmp_path, group):
+    """Such as a cache of rotary embeddings, which is not in the state dict."""
+    worker, grown, fresh = Worker(0, 0, 1, CPU), growing(), growing()
+    grown.table, grown.scale = torch.ones(16), torch.ones(1)
+    checkpoint.save_checkpoint(tmp_path, {"model": grown}, 3, {}, worker)
+    step, _ = checkpoint.resume(tmp_path, {"model": fresh}, {}, worker)
+    assert step == 3
+    assert torch.equal(fresh.weight, grown.weight)
+    assert fresh.table.tolist() == [0.0] * 8
+    assert fresh.scale.tolist() == [1.0]
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, group):
+    (tmp_path / "checkpoints").write_text("a file")
+    parts = {"model": torch.nn.Linear(2, 2)}
+    with pytest.raises(UserError, match=r"^cannot save to .*checkpoints: .*File exists"):
+        checkpoint.save_checkpoint(tmp_path / "checkpoints", parts, 1, {}, Worker(0, 0, 1, CPU))
 
 
 def test_only_the_newest_are_kept(tmp_path):

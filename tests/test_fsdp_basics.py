@@ -341,6 +341,24 @@ def test_convert_says_what_it_cannot_read(tmp_path, name):
         read_model(tmp_path / name)
 
 
+def test_convert_takes_the_model_of_a_ddp_checkpoint(tmp_path):
+    one, other = tmp_path / "step_00000022.pt", tmp_path / "model.safetensors"
+    model = {"weight": torch.rand(3, 2).t(), "tied": torch.rand(3)}
+    model["again"] = model["tied"]
+    torch.save({"model": model, "optimizer": {"state": {}}, "step": 22}, one)
+    write_model(other, read_model(one))
+    found = load_file(other)
+    assert found.keys() == model.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+
+
+@pytest.mark.parametrize("content", [{"optimizer": {}}, {"model": {"x": "y"}}, {"model": 1}, [1]])
+def test_convert_refuses_what_is_no_model(tmp_path, content):
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(UserError, match=r"cannot read a model from .*other\.pt: .*state dict"):
+        read_model(tmp_path / "other.pt")
+
+
 def test_convert_overwrites_nothing(tmp_path):
     (tmp_path / "a.pt").write_text("mine")
     with pytest.raises(UserError, match=r"a\.pt exists"):

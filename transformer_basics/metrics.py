@@ -70,7 +70,10 @@ class Metrics:
                 raise
         line = {"step": step, "epoch": epoch, **values}
         if self.file and (step, *line) not in self.kept:
-            self.file.write(json.dumps(line) + "\n")
+            try:
+                self.file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                raise UserError(f"cannot write {self.file.name}: {error.strerror}") from None
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
