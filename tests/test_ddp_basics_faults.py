@@ -462,7 +462,7 @@ import checkpoint, train
 write_file = checkpoint.write_file
 def slowly(file, state):
     print("writing", flush=True)
-    time.sleep(12)
+    time.sleep(24)
     write_file(file, state)
 checkpoint.write_file = slowly
 train.main()
@@ -474,7 +474,7 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
     """--timeout is how long a rank may be missing, not how long rank 0 may write."""
     script, folder = tmp_path / "slow_disk.py", tmp_path / "run"
     script.write_text(SLOW_DISK.format(directory=str(TRAIN.parent)))
-    args = ("--epochs", 1, "--timeout", 5, "--output-dir", folder)
+    args = ("--epochs", 1, "--timeout", 20, "--output-dir", folder)
     output = pool.run(script, *args, ranks=2).check().output
     assert output.count("writing\n") == 1
     assert f"rank 0 is writing {folder}/checkpoints/step_00000022.pt ...\n" in output  # after 10 s

@@ -433,7 +433,7 @@ import checkpoint, train
 write_file = checkpoint.write_file
 def slowly(file, state):
     print("writing", flush=True)
-    time.sleep(8)
+    time.sleep(24)
     write_file(file, state)
 checkpoint.write_file = slowly
 train.main()
@@ -444,7 +444,7 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
     """--timeout is how long a rank may be missing, not how long rank 0 may write."""
     script = tmp_path / "slow_disk.py"
     script.write_text(SLOW_DISK.format(directory=str(TRAIN.parent)))
-    args = (*SMALL, "--epochs", 1, "--timeout", 5, "--output-dir", tmp_path / "run")
+    args = (*SMALL, "--epochs", 1, "--timeout", 20, "--output-dir", tmp_path / "run")
     output = pool.run(script, *args, ranks=2).check().output
     assert output.count("writing") == 1
     assert "steps 22 of 22" in output
