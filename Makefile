@@ -77,7 +77,7 @@ foreign: $(TESTS) ready ## train 49 models of torchvision and transformers and c
 readme: $(TESTS) ready ## run every command of the READMEs and docstrings as printed: an hour
 	.venv/bin/python tests/readme.py --write
 
-mutants: $(TESTS) ready ## try one-line bugs, each of which must fail its tests, and record them: an hour
+mutants: $(TESTS) ready ## try one-line bugs, each of which must fail its tests, and record them: three hours
 	.venv/bin/python tests/mutants/run.py --write
 
 check: $(INSTALLED) ## print what this machine has, what is wrong, what to do
