@@ -11,7 +11,7 @@ from arguments import UserError
 from runtime import Worker
 from stopping import obey_the_rank_only
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 
 def make_loader(
@@ -100,8 +100,14 @@ class Seeded(Dataset):
 def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> None:
     """All ranks call this. Raise `UserError` if a rank has other data than rank 0.
 
-    The check compares the length and three samples of each data set. An empty data set is an error.
+    The check compares the length and three samples of each data set. An empty data set is an error,
+    and so is a stream, which has no length.
     """
+    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
+        raise UserError(
+            "load_data() returned an IterableDataset, of which a sampler cannot give each rank its "
+            "share: return data sets with a length, or read ddp_basics/streaming_data.py"
+        )
     own = []
     for dataset in datasets:
         own.append((len(dataset), digests_of_samples(dataset, workers) if len(dataset) else []))

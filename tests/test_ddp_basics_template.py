@@ -34,7 +34,7 @@ from loading import (
 from replicas import checksum
 from runtime import Worker
 from stopping import StopRequests
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 TRAIN = ROOT / "ddp_basics/train.py"
 CPU = torch.device("cpu")
@@ -142,6 +142,15 @@ def test_ranks_whose_transforms_draw_other_numbers_are_told_of_transforms(monkey
     monkeypatch.setattr(loading.dist, "all_gather_object", two_ranks)
     with pytest.raises(UserError, match=r"transforms .* torch's generator"):
         check_same_data([Jittered()], 0, Worker(0, 0, 2, CPU))
+
+
+def test_a_stream_is_sent_to_the_script_for_streams():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield torch.zeros(1)
+
+    with pytest.raises(UserError, match=r"IterableDataset.*streaming_data\.py"):
+        check_same_data([Stream()], 0, Worker(0, 0, 1, CPU))
 
 
 def read(rank=0, ranks=1, workers=0, step=0, seed=0):

@@ -222,7 +222,7 @@ def test_ddp_trains_where_each_rank_sees_one_gpu():
 
 def test_minimal_says_what_it_takes_where_a_rank_sees_one_gpu():
     said = run("ddp_basics/minimal.py --epochs 1", gpus=2, CUDA_VISIBLE_DEVICES=["0", "1"]).check()
-    assert re.search(r"^2 rank\(s\) on (cuda, nccl|cpu, gloo)$", said.output, re.M)
+    assert re.search(r"^2 rank\(s\) on cpu, gloo$", said.output, re.M)
 
 
 @pytest.mark.parametrize("script", ["spawn.py", "zero_optimizer.py"])

@@ -338,7 +338,7 @@ def tiny_qwen3(folder):
     [
         ({"layers": 3}, 50, "it fits --layers 2 --heads 4 --dim 24 --block-size 32"),
         ({"block_size": 64}, 50, "--block-size 32"),
-        ({"tied": True}, 50, "leave out --tied"),
+        ({"tied": True}, 50, "give --no-tied"),
         ({}, 256, "knows 50 tokens, the text has 256: give --tokenizer"),
         ({"init_from": "/nowhere/gpt2"}, 50, "cannot load --init-from /nowhere/gpt2"),
     ],

@@ -65,7 +65,7 @@ def check_sizes(name: str, shape: dict, settings: Settings) -> None:
             message += f"; leave out {' and '.join(absent)}, or the --preset that sets it"
         raise UserError(message)
     if settings.tied and not is_tied:
-        raise UserError(f"--init-from {name} has a head of its own: leave out --tied")
+        raise UserError(f"--init-from {name} has a head of its own: give --no-tied")
 
 
 def flag_of(key: str, value=()) -> str:
