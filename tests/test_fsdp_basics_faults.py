@@ -446,7 +446,7 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
     script.write_text(SLOW_DISK.format(directory=str(TRAIN.parent)))
     args = (*SMALL, "--epochs", 1, "--timeout", 20, "--output-dir", tmp_path / "run")
     output = pool.run(script, *args, ranks=2).check().output
-    assert output.count("writing") == 1
+    assert output.count("writing\n") == 1
     assert "steps 22 of 22" in output
     assert [save.name for save in saves(tmp_path / "run/checkpoints")] == ["step_00000022"]
 
