@@ -5,12 +5,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 from helpers import (
+    COLD,
     PYTHON,
     ROOT,
     Job,
     Patience,
     Result,
     clean_environment,
+    keeper,
     note,
     on_backend,
     torchrun_command,
@@ -58,6 +60,9 @@ def run(
     command = [interpreter, *torchrun_command(script, *args, ranks=ranks)[1:]]
     command = typed(command, folders[0], **own[0])
     jobs, left = [], []
+    if ranks > 1 and not (cold or COLD):  # else rank 0 would wait while rank 1's keeper begins
+        for number in (0, 1):
+            keeper(number, interpreter)
     try:
         for rank in range(ranks):
             told = environment(rank, ranks, store, nodes, **own[rank])
