@@ -1,6 +1,7 @@
 """tests/helpers.py: what a job prints is read whole, while it runs too."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import Job, before_others, installed, python, read_metrics, those
+from helpers import ROOT, Job, before_others, installed, python, read_metrics, those
 
 LINES = 100_000
 PRINT_LINES = f"""
@@ -112,3 +113,38 @@ def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     assert not installed("just_a_folder")
     assert not installed("no_such_package")
     assert installed("pytest")
+
+
+FAILS = """
+import sys
+import pytest
+from helpers import Job
+
+def run(word):
+    with Job([sys.executable, "-c", f"print('said', {word!r})"]) as job:
+        job.wait()
+
+@pytest.fixture(scope="module")
+def job_of_a_fixture():
+    run("first")
+
+def test_passes(job_of_a_fixture):
+    run("second")
+
+def test_fails(job_of_a_fixture):
+    run("third")
+    assert 1 == 2
+"""
+
+
+@pytest.mark.slow
+def test_the_report_of_a_failure_ends_with_its_jobs(tmp_path):
+    """Those of the test and of its fixtures, and not those of other tests."""
+    (tmp_path / "test_it.py").write_text(FAILS)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
+    with Job([*command, tmp_path], tmp_path, PYTHONPATH=str(ROOT / "tests")) as job:
+        said = job.wait().output
+    found = re.findall(r"a job of this test -+\n(.*)\n\nTo run .*\n(cd .*)\n", said)
+    assert [printed for printed, _ in found] == ["said first", "said third"], said
+    again = subprocess.run(found[1][1], shell=True, capture_output=True, text=True, timeout=300)
+    assert again.stdout == "said third\n"

@@ -56,7 +56,7 @@ def check_sizes(name: str, shape: dict, settings: Settings) -> None:
         sizes = ("layers", "heads", "dim", "block_size")
         usual = vars(GPTConfig(**{key: fitting[key] for key in sizes}))
         others = [key for key in SHAPE if key not in (*sizes, "tied")]
-        # A value of ours may be of --preset, so a default is said, too, where ours differs.
+        # --preset may have set our value: then name the flag even if the default would fit.
         flags = [key for key in others if not ours[key] == fitting[key] == usual[key]]
         absent = [flag_of(key) for key in flags if fitting[key] is None]
         said = [flag_of(key, fitting[key]) for key in (*sizes, *flags) if fitting[key] is not None]
@@ -121,7 +121,7 @@ class Weights:
         raise UserError(f"--init-from {self.folder} has no weight {name}")
 
     def check_names(self) -> None:
-        """Raises `UserError` if a weight of the files would be left out, by any pipeline stage."""
+        """Raises `UserError` if the files hold a weight that no pipeline stage reads."""
         with torch.device("meta"):
             ours = GPT(self.config).state_dict()
         read = {their_name(name, self.config) for name in ours}

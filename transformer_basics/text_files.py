@@ -20,7 +20,7 @@ from runtime import Worker
 from shards import PARTS, ShardWriter, vocabulary_of, write_index
 from tokenizing import Tokenizer, ids
 
-# A folder per user: nobody may write into that of another.
+# A folder per user: a second user of this machine may not write into the first one's.
 CACHE = Path(tempfile.gettempdir()) / f"gpt_tokens_{os.getuid()}"
 MOST_TEXT = 200_000_000  # bytes that train.py tokenises itself, while the other ranks wait
 
