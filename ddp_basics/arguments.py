@@ -83,7 +83,8 @@ def fail(message: str) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    # In one piece: other nodes may write to the same log.
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message}\n")
     tell_torchrun(message)
     sys.exit(2)
 

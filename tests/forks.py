@@ -40,7 +40,7 @@ IMPORTED = (
 # A process with another value of these is a new one: Python and its libraries read them at start.
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "MALLOC_", "TORCH_", "HF_", "CUDA_")
 READ_AT_START += ("HOME", "XDG_")  # where caches lie
-READ_LATER = ("CUDA_VISIBLE_DEVICES",)  # when CUDA starts, in the fork
+READ_LATER = ("CUDA_VISIBLE_DEVICES", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")  # in the fork
 
 
 def keep(requests: Connection) -> None:

@@ -1,7 +1,7 @@
 """Run real jobs: start a script under torchrun, watch it, stop it, and leave no process behind.
 
-A Job is a new process, with all that it starts. python() here and all of pool.py fork their
-processes from one that has imported PyTorch (forks.py), unless they are told to be cold.
+A Job is a new process, with all that it starts. python() and Torchrun here and all of pool.py fork
+their processes from one that has imported PyTorch (forks.py), unless they are told to be cold.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import forks
 import psutil
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEAT = int(os.environ.get("REPEAT", "1"))  # how often what once failed rarely is tried
@@ -67,11 +68,17 @@ def keeper(number: int, interpreter: Path = PYTHON) -> forks.Keeper:
 KEEPERS: dict[tuple[int, Path], forks.Keeper] = {}
 
 
+# Libraries that a test imports set variables for their own process: scikit-learn KMP_INIT_AT_FORK.
+AT_START = dict(os.environ)
+
+
 def clean_environment(**changes: str) -> dict[str, str]:
     """This process's environment without what torchrun and make set; one thread; no network."""
     drop = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCH")
     drop += ("MAKE", "MFLAGS", "REQUIREMENTS", "TEST_JOB_MARK")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(forks.READ_AT_START)}
+    env |= {k: v for k, v in AT_START.items() if k.startswith(forks.READ_AT_START)}
+    env = {k: v for k, v in env.items() if not k.startswith(drop)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     env |= {"PYTHONFAULTHANDLER": "1", **changes}  # SIGABRT shows where a process is
     return env
@@ -360,22 +367,45 @@ def python(
 
 
 def torchrun_command(script, *args, ranks: int = 2, options: tuple = ()) -> list:
-    launcher = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", *options]
+    alone = not any(option.startswith("--nnodes") for option in options)
+    launcher = [*TORCHRUN, *["--standalone"] * alone, f"--nproc_per_node={ranks}", *options]
     return [*launcher, *on_backend(script, *args)]
 
 
-def torchrun(
-    script,
-    *args,
-    ranks=2,
-    options=(),
-    timeout=300,
-    cwd: Path = ROOT,
-    **environment: str,
-) -> Result:
-    """Run `script` on `ranks` ranks of this machine; also asserts that no process is left."""
-    command = torchrun_command(script, *args, ranks=ranks, options=options)
-    with Job(command, cwd, **environment) as job:
+class Torchrun(Job):
+    """torchrun with `ranks` ranks on this machine.
+
+    It and its ranks are forks, by torchrun's own options --run-path and --start-method=fork: then
+    the ranks have one hash seed, and get SIGINT if torchrun is killed.
+    cold: as a reader starts it, for what it prints of ranks that fail, and for how they exit. With
+    a GPU it is always cold: torchrun looks for GPUs, and CUDA then does not start in a fork.
+    """
+
+    def __init__(
+        self, script, *args, ranks=2, options=(), cwd: Path = ROOT, cold=False, **environment: str
+    ):
+        command = torchrun_command(script, *args, ranks=ranks, options=options)
+        cold = cold or COLD or torch.cuda.is_available()
+        if cold or not keeper(0).may_fork(clean_environment(**environment)):
+            super().__init__(command, cwd, **environment)
+        else:
+            by_forks = [BY_FORKS, *command[len(TORCHRUN) :]]
+            super().__init__(by_forks, cwd, fork=0, **environment)
+            self.command = typed(command, cwd, **environment)
+
+    def ranks(self) -> list[psutil.Process]:
+        if not self.leaders:
+            return super().ranks()
+        children = still_running(psutil.Process(self.process.pid).children())
+        return sorted(children, key=psutil.Process.create_time)
+
+
+BY_FORKS = ROOT / "tests/workers/torchrun_by_forks.py"
+
+
+def torchrun(script, *args, timeout=300, **options) -> Result:
+    """Run Torchrun(script, *args, **options) to its end; also asserts that no process is left."""
+    with Torchrun(script, *args, **options) as job:
         result = job.wait(timeout)
         left = job.left_running()
         assert not left, f"left running: {left}\n{result.output[-3000:]}"

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Job, python, torchrun_command
+from helpers import ROOT, Torchrun, python
 
 sys.path.insert(0, str(ROOT / "clusters"))
 from goodput import daly, goodput, random_failures, replay, young
@@ -166,7 +166,7 @@ def test_a_training_that_is_killed_agrees(tmp_path):
     script, path = tmp_path / "slowly.py", tmp_path / "log.jsonl"
     script.write_text(SLOWLY.format(script=str(ROOT / "clusters/elastic_train.py")))
     args = ("--steps", 120, "--save-every", 20, "--output-dir", tmp_path)
-    with Job(torchrun_command(script, *args, options=("--max-restarts=1",)), **FRESH_STORE) as job:
+    with Torchrun(script, *args, options=("--max-restarts=1",), **FRESH_STORE) as job:
         job.wait_until(path.exists)
         rank1 = job.ranks()[1]  # to look for it takes steps, and could take all up to the next save
         job.wait_until(lambda: '"step": 50,' in path.read_text())

@@ -17,7 +17,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import PROGRAMS, ROOT, Job, free_port, still_running, torchrun, torchrun_command
+from helpers import (
+    PROGRAMS,
+    ROOT,
+    Job,
+    Torchrun,
+    free_port,
+    still_running,
+    torchrun,
+    torchrun_command,
+)
 
 pytestmark = pytest.mark.slow
 PAGE = (ROOT / "collectives/debugging.md").read_text()
@@ -288,7 +297,7 @@ def entries(output: str) -> dict[str, tuple[str, str]]:
 
 
 def test_a_rank_that_is_killed(here):
-    with Job(torchrun_command(DEBUGGING, "--steps", 600)) as job:
+    with Torchrun(DEBUGGING, "--steps", 600) as job:
         job.wait_until(lambda: "step 3" in job.output)
         job.ranks()[1].kill()
         output = job.wait(120).output
@@ -324,7 +333,7 @@ def limited():
 
 def test_a_rank_that_the_kernel_ends(here, limited):
     (here / "limited.py").write_text(LIMITED)
-    with Job(torchrun_command(here / "limited.py", limited)) as job:
+    with Torchrun(here / "limited.py", limited, cold=True) as job:
         output = job.wait(120).output
     assert entries(output)["1"][0] == "-9"
     assert "memory" not in output

@@ -20,12 +20,12 @@ from config import Settings
 from helpers import (
     ROOT,
     Job,
+    Torchrun,
     clean_environment,
     learned,
     reached,
     read_metrics,
     torchrun,
-    torchrun_command,
 )
 from rows import Copy
 
@@ -73,10 +73,8 @@ def assert_same_end(actual, expected):
 @pytest.mark.slow
 def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):
     """An epoch of 22 steps is saved, the next is half done: a rank dies, torchrun restarts both."""
-    command = torchrun_command(
-        TRAIN, *ARGS, "--output-dir", tmp_path, options=("--max-restarts=1",)
-    )
-    with Job(command) as job:
+    options = ("--max-restarts=1",)
+    with Torchrun(TRAIN, *ARGS, "--output-dir", tmp_path, options=options) as job:
         job.wait_until((tmp_path / "metrics.jsonl").exists)
         rank1 = job.ranks()[1]  # found before it is time: to look for it takes a while
         job.wait_until(lambda: reached(tmp_path, 40))
@@ -131,7 +129,7 @@ def test_a_signal_saves_and_the_same_command_continues(tmp_path, short, name):
     # torchrun signals the processes that load data, too: the ranks need them until they have saved.
     workers = 0 if to_one_rank else 1
     args = (*SHORT, "--workers", workers, "--output-dir", folder)
-    with Job(torchrun_command(script, *args)) as job:
+    with Torchrun(script, *args) as job:
         job.wait_until(lambda: job.output.count("at step 30") == 2)
         process = job.ranks()[1] if to_one_rank else job.process
         process.send_signal(number)
@@ -169,7 +167,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     """The first one is remembered, and seen after the step, which here does not end."""
     script = tmp_path / "stuck.py"
     script.write_text(STUCK.format(directory=str(TRAIN.parent)))
-    with Job([sys.executable, script, "--output-dir", tmp_path / "run"]) as job:
+    with Job([script, "--output-dir", tmp_path / "run"], fork=0) as job:
         job.wait_until(lambda: "in a step" in job.output)
         job.process.send_signal(signal.SIGINT)
         job.wait_until(lambda: "asked once" in job.output)
@@ -220,7 +218,7 @@ def handles_sigterm(process) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads signal masks from /proc")
 def test_sigterm_without_output_dir_says_that_nothing_is_saved():
-    with Job([sys.executable, TRAIN, "--epochs", 500]) as job:
+    with Job([TRAIN, "--epochs", 500], fork=0) as job:
         job.wait_until(lambda: handles_sigterm(job.process))
         job.process.terminate()
         result = job.wait(60)
@@ -271,7 +269,7 @@ def test_kill_9_during_a_save_leaves_a_whole_checkpoint(tmp_path, attempt):
                     return True
         return False
 
-    with Job([sys.executable, script, path]) as job:
+    with Job([script, path], fork=0) as job:
         job.wait_until(in_the_middle)
         job.process.kill()
         job.process.wait(10)
@@ -434,7 +432,7 @@ def test_foreign_metrics_file_is_left_alone(tmp_path):
 def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
     """A limit on the size of files stands in for the full disk: the write fails part of the way."""
     args = ("--epochs", 2, "--output-dir", tmp_path)
-    with Job([sys.executable, TRAIN, *args]) as job:
+    with Job([TRAIN, *args], fork=0) as job:
         job.wait_until(lambda: list((tmp_path / "checkpoints").glob("*.pt")))
         job.kill()
     before = checkpoint(tmp_path)["step"], last_save(tmp_path).read_bytes()
@@ -484,7 +482,7 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
 @pytest.mark.slow
 def test_sigterm_constant_is_the_exit_status(tmp_path):
     """143, as a shell reports it: a script behind `train.py && next` must not go on."""
-    with Job([sys.executable, TRAIN, "--epochs", 500, "--output-dir", tmp_path]) as job:
+    with Job([TRAIN, "--epochs", 500, "--output-dir", tmp_path], fork=0) as job:
         job.wait_until(lambda: reached(tmp_path, 22))
         job.process.terminate()
         assert job.wait(60).returncode == 128 + signal.SIGTERM

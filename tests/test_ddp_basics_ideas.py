@@ -322,7 +322,7 @@ def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
 
 @pytest.mark.parametrize("how", ["spawn", "environment"])
 def test_dead_rank_ends_the_job(how):
-    with Job([sys.executable, SPAWN, "--how", how, "--kill-rank", 1]) as job:
+    with Job([SPAWN, "--how", how, "--kill-rank", 1], fork=0) as job:
         result = job.wait(90)
         assert not job.left_running(), job.output
     assert result.returncode == 1, result.output
@@ -332,7 +332,7 @@ def test_dead_rank_ends_the_job(how):
 
 @pytest.mark.parametrize("how", ["spawn", "environment"])
 def test_sigterm_stops_all_ranks(how):
-    with Job([sys.executable, SPAWN, "--how", how, "--steps", 10**9]) as job:
+    with Job([SPAWN, "--how", how, "--steps", 10**9], fork=0) as job:
         job.wait_until(lambda: "2 rank(s)" in job.output)
         job.process.send_signal(signal.SIGTERM)
         result = job.wait(60)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torchvision
 import zero_optimizer
 from arguments import UserError
-from helpers import REPEAT, ROOT, TORCHRUN, Job, free_port, learned, python, torchrun
+from helpers import REPEAT, ROOT, Torchrun, free_port, learned, python, torchrun
 from runtime import Worker, choose_backend, own_device
 
 HERE = ROOT / "ddp_basics"
@@ -307,7 +307,7 @@ main()
 def test_torchruns_report_ends_with_the_sentence(tmp_path, flags, sentence):
     script = tmp_path / "mistake.py"
     script.write_text(MISTAKE.format(directory=str(HERE)))
-    result = torchrun(script, *flags)
+    result = torchrun(script, *flags, cold=True)
     *_, last, rule = result.output.splitlines()
     assert last == f"  traceback : {sentence}"
     assert set(rule) == {"="}
@@ -354,9 +354,9 @@ def test_two_nodes_train_as_one_does(on_one_node, tmp_path):
 def test_two_torchruns_train_as_one_does(on_one_node, tmp_path):
     script, folder = on_one_node
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    nodes = ("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=test", endpoint)
-    command = [*TORCHRUN, *nodes, script, *RUN, "--output-dir", tmp_path]
-    with Job(command) as a, Job(command) as b:
+    nodes = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=test", endpoint)
+    start = partial(Torchrun, script, *RUN, "--output-dir", tmp_path, options=nodes)
+    with start() as a, start() as b:
         results = a.wait().check(), b.wait().check()
         assert not a.left_running() + b.left_running()
     assert sum("4 rank(s) on cpu, gloo" in result.output for result in results) == 1
@@ -446,7 +446,7 @@ def test_runs_end_with_status_0():
     test_leaving_joins_the_threads_of_the_group looks at its cause; for its frequency set REPEAT.
     """
     with ThreadPoolExecutor(2) as threads:
-        run = partial(torchrun, TRAIN, "--epochs", 1)
+        run = partial(torchrun, TRAIN, "--epochs", 1, cold=True)
         for running in [threads.submit(run) for _ in range(REPEAT)]:
             running.result().check()
 

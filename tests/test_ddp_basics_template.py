@@ -21,7 +21,7 @@ import stopping
 import torch
 from arguments import UserError
 from data import Shifted
-from helpers import ROOT, Job, python, read_metrics, torchrun, torchrun_command
+from helpers import ROOT, Torchrun, python, read_metrics, torchrun
 from loading import (
     Seeded,
     batches,
@@ -324,7 +324,7 @@ def test_sigterm_is_heard_when_steps_take_4_seconds(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(SLOW_STEPS.format(directory=str(TRAIN.parent), path=str(TRAIN)))
     folder = tmp_path / "run"
-    with Job(torchrun_command(script, "--log-every", 50, "--output-dir", folder)) as job:
+    with Torchrun(script, "--log-every", 50, "--output-dir", folder) as job:
         job.wait_until(lambda: "a step of 4 s begins" in job.output)
         job.process.terminate()
         result = job.wait(60)
@@ -404,7 +404,7 @@ def test_rank_that_waits_for_ever_leaves_when_a_neighbour_has_died(tmp_path):
     """Else torchrun waits 30 s for it and says SIGKILL: at every restart."""
     script = tmp_path / "stuck.py"
     script.write_text(STUCK.format(directory=str(TRAIN.parent)))
-    result = torchrun(script, ranks=3)
+    result = torchrun(script, ranks=3, cold=True)  # as forks they end another way
     assert result.returncode == 1
     assert "about to die" in result.output
     assert "Sending process" in result.output  # torchrun's SIGTERM to the survivors

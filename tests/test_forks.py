@@ -1,5 +1,6 @@
 """tests/forks.py: a fork runs a script as a new process does, and what differs is known."""
 
+import json
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pool
 import psutil
 import pytest
-from helpers import COLD, Job, clean_environment, keeper, python
+from helpers import COLD, Job, Torchrun, clean_environment, keeper, python, torchrun
 
 LAST = Path("/proc/sys/kernel/ns_last_pid")
 pytestmark = pytest.mark.skipif(COLD, reason="nothing is forked")
@@ -112,6 +113,11 @@ def test_what_python_and_torch_read_at_their_start_is_for_a_new_process(name):
     assert not keeper(0).may_fork(environment | {name: "3"})
 
 
+def test_what_a_library_sets_in_the_tests_own_process_makes_no_job_cold(monkeypatch):
+    monkeypatch.setenv("KMP_SET_BY_AN_IMPORT", "FALSE")
+    assert keeper(0).may_fork(clean_environment())
+
+
 WAIT = "import time\nprint('ready', flush=True)\ntime.sleep(100)\n"
 
 
@@ -198,3 +204,49 @@ def test_a_rank_that_is_killed(script):
         job.wait_until(lambda: "ready" in job.output)
         job.process.kill()
         assert job.wait(10).returncode == -signal.SIGKILL
+
+
+TOLD = """
+import json, os, sys
+import beside
+own = ("ERROR_FILE", "RUN_ID", "MASTER_PORT", "TEST_JOB_MARK", "PYTHONHASHSEED", "_")
+told = {name: value for name, value in os.environ.items() if not name.endswith(own)}
+print(json.dumps([__name__, sys.argv, os.getcwd(), beside.__file__, told]))
+sys.exit(3 * (sys.argv[-1] == "fail"))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_forked_torchrun_are_told_what_torchrun_tells(script, tmp_path):
+    path = script(TOLD)
+    path.with_name("beside.py").touch()
+    options = {"cwd": tmp_path, "COLOUR": "red", "options": ("--max-restarts=2",)}
+    cold, forked = (
+        sorted(torchrun(path, "a b", 3, cold=cold, **options).check().output.splitlines())
+        for cold in (True, False)
+    )
+    assert len(cold) == 2
+    assert list(map(json.loads, cold)) == list(map(json.loads, forked))
+    cold, forked = (torchrun(path, "fail", cold=cold) for cold in (True, False))
+    assert cold.returncode == forked.returncode == 1
+    assert "exitcode  : 3 (pid:" in cold.output
+    assert "exitcode  : 3 (pid:" in forked.output
+    assert forked.command == cold.command
+
+
+DIES_ONCE = """
+import os, time
+print("rank", os.environ["RANK"], "start", os.environ["TORCHELASTIC_RESTART_COUNT"], os.getpid())
+while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(0.01)
+"""
+
+
+def test_a_rank_of_a_forked_torchrun_is_found_and_starts_again(script):
+    with Torchrun(script(DIES_ONCE), ranks=3, options=("--max-restarts=1",)) as job:
+        job.wait_until(lambda: job.output.count("start 0") == 3)
+        pids = [process.pid for process in job.ranks()]
+        assert all(f"rank {rank} start 0 {pid}\n" in job.output for rank, pid in enumerate(pids))
+        job.ranks()[1].kill()
+        assert job.wait(60).check().output.count("start 1") == 3
+        assert not job.left_running()

@@ -16,12 +16,12 @@ import torch.distributed.checkpoint as dcp
 from arguments import UserError
 from checkpoint import newest, problem_of, saves
 from convert_checkpoint import read_model
-from helpers import REPEAT, ROOT, Job, learned, reached, torchrun, torchrun_command
+from helpers import REPEAT, ROOT, Torchrun, learned, reached, torchrun
 from workers.fsdp_traffic import MODEL_BYTES
 
 TRAIN = ROOT / "fsdp_basics/train.py"
 SMALL = ("--dim", 32, "--depth", 2, "--log-every", 1)  # 22 steps an epoch
-ARGS = (*SMALL, "--epochs", 6)
+ARGS = (*SMALL, "--epochs", 4)
 
 pytestmark = pytest.mark.slow
 
@@ -63,10 +63,8 @@ def everything(path) -> dict[str, torch.Tensor]:
 
 def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):
     """An epoch of 22 steps is saved, the next is half done: a rank dies, torchrun restarts both."""
-    command = torchrun_command(
-        TRAIN, *ARGS, "--output-dir", tmp_path, options=("--max-restarts=1",)
-    )
-    with Job(command) as job:
+    options = ("--max-restarts=1",)
+    with Torchrun(TRAIN, *ARGS, "--output-dir", tmp_path, options=options) as job:
         job.wait_until((tmp_path / "metrics.jsonl").exists)
         rank1 = job.ranks()[1]  # found before it is time: to look for it takes a while
         job.wait_until(lambda: reached(tmp_path, 40))
@@ -77,15 +75,15 @@ def test_kill_9_in_mid_epoch_under_max_restarts(tmp_path, uninterrupted):
 
 
 def test_sigterm_saves_and_the_same_command_continues(tmp_path, uninterrupted):
-    with Job(torchrun_command(TRAIN, *ARGS, "--output-dir", tmp_path)) as job:
+    with Torchrun(TRAIN, *ARGS, "--output-dir", tmp_path) as job:
         job.wait_until(lambda: reached(tmp_path, 30))
         job.process.terminate()
         result = job.wait(60)
     assert result.returncode != 0
     assert result.output.count("stopped by SIGTERM after step") == 1
     step = newest(tmp_path / "checkpoints")[1]["step"]
-    assert 30 <= step < 132
-    assert f"after step {step} of 132: saved to" in result.output
+    assert 30 <= step < 88
+    assert f"after step {step} of 88: saved to" in result.output
     pool.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2).check()
     assert_same_end(tmp_path, uninterrupted)
 
@@ -134,7 +132,7 @@ def test_sigterm_is_seen_in_time_when_steps_are_slow(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(SLOW.format(directory=str(TRAIN.parent)))
     args = ("--epochs", 6, "--log-every", 1000, "--output-dir", tmp_path / "run")
-    with Job(torchrun_command(script, *SMALL, *args)) as job:
+    with Torchrun(script, *SMALL, *args) as job:
         job.wait_until(lambda: "a step is done" in job.output)
         job.process.terminate()
         result = job.wait(60)
@@ -161,12 +159,12 @@ train.main()
 
 def test_a_run_can_be_made_longer(tmp_path, uninterrupted):
     shutil.copytree(uninterrupted, tmp_path / "run")
-    args = (*SMALL, "--epochs", 7, "--output-dir", tmp_path / "run")
+    args = (*SMALL, "--epochs", 5, "--output-dir", tmp_path / "run")
     result = pool.run(TRAIN, *args, ranks=2).check()
-    assert "planned for 132 steps, now for 154: from here on the learning rate" in result.output
-    assert "steps 22 of 154" in result.output
+    assert "planned for 88 steps, now for 110: from here on the learning rate" in result.output
+    assert "steps 22 of 110" in result.output
     assert [save.name for save in saves(tmp_path / "run/checkpoints")] == [
-        "step_00000132", "step_00000154",
+        "step_00000088", "step_00000110",
     ]  # fmt: skip
 
 
@@ -213,7 +211,7 @@ def test_kill_9_during_a_save_leaves_a_whole_one(tmp_path, attempt):
             return saves(path) and max(2_000, share * 2e6) < size < 2e6
         return False
 
-    with Job(torchrun_command(script, path)) as job:
+    with Torchrun(script, path) as job:
         job.wait_until(in_the_middle)
         for rank in job.ranks():
             rank.kill()
@@ -276,7 +274,7 @@ def test_a_broken_save_costs_the_steps_since_the_one_before(tmp_path, uninterrup
     sentence = damage(broken, "flipped")  # torch itself would load it without a word
     result = pool.run(TRAIN, *ARGS, "--output-dir", tmp_path / "run", ranks=2).check()
     assert result.output.count(f"warning: {sentence}; continuing from the save before it") == 1
-    assert "steps 22 of 132" in result.output
+    assert "steps 22 of 88" in result.output
     assert_same_end(tmp_path / "run", uninterrupted)
     assert broken.with_name(f"{broken.name}.broken").is_dir()  # kept for diagnosis
 
@@ -352,7 +350,7 @@ def test_finished_run_is_left_as_it_is(tmp_path, uninterrupted):
     shutil.copytree(uninterrupted, tmp_path / "run")
     before = listing(tmp_path)
     result = pool.run(TRAIN, *ARGS, "--output-dir", tmp_path / "run", ranks=2).check()
-    assert "steps 0 of 132" in result.output
+    assert "steps 0 of 88" in result.output
     assert listing(tmp_path) == before
 
 
@@ -458,6 +456,6 @@ def test_a_save_may_take_longer_than_the_timeout(tmp_path):
 def test_runs_end_with_status_0():
     """REPEAT=100 repeats the proof for sharded models: see test_ddp_basics_faults.py."""
     with ThreadPoolExecutor(2) as threads:
-        run = partial(torchrun, TRAIN, *SMALL, "--epochs", 1)
+        run = partial(torchrun, TRAIN, *SMALL, "--epochs", 1, cold=True)
         for running in [threads.submit(run) for _ in range(REPEAT)]:
             running.result().check()
