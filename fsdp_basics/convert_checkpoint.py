@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from arguments import ArgumentParser, UserError, fail
-from checkpoint import newest
 from safetensors.torch import load_file, save_file
+from saves import newest
 
 # dcp warns that there is only one process, which is what we want.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")

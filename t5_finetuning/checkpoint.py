@@ -30,7 +30,6 @@ from runtime import Worker
 from saves import (
     checksum,
     make_empty,
-    newest,
     newest_of,
     problem_of,
     read_run,
@@ -168,16 +167,7 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     run: what of these settings must be the same now.
     Raises `UserError` if no save is whole, or if it is foreign or of a run with other settings.
     """
-    candidates = [saves(folder)]
-    dist.broadcast_object_list(candidates, src=0)  # names only: what is in them, each rank reads
-
-    def problem_on_any_rank(save: Path) -> str | None:
-        """Together the ranks read every file once."""
-        problems = [None] * worker.world_size
-        dist.all_gather_object(problems, problem_of(save, worker.rank, worker.world_size))
-        return next(filter(None, problems), None)
-
-    save, problems = newest_of(candidates[0], problem_on_any_rank)
+    save, broken = newest_whole(folder, worker)
     if save is None:
         return 0, {}
     state = read_run(save)
@@ -199,26 +189,46 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
         if worker.device.type == "cuda" and "cuda" in own_generators:
             torch.cuda.set_rng_state(own_generators["cuda"], worker.device)
     if worker.is_main:
-        for problem, broken in zip(problems, reversed(candidates[0]), strict=False):
+        for newer, problem in broken.items():
             print(f"warning: {problem}; continuing from the save before it")
-            set_aside(broken)
+            set_aside(newer)
         print(f"continuing from {save} after step {state['step']}", flush=True)
     return state["step"], state["run"]
 
 
+def newest_whole(folder: Path, worker: Worker) -> tuple[Path | None, dict[Path, str]]:
+    """All ranks call this. The newest save that is whole, and what is wrong with those after it.
+
+    None if there is no save. Raises `UserError` if none of them is whole.
+    """
+    candidates = [saves(folder)]
+    dist.broadcast_object_list(candidates, src=0)  # names only: what is in them, each rank reads
+
+    def problem_on_any_rank(save: Path) -> str | None:
+        """Together the ranks read every file once."""
+        problems = [None] * worker.world_size
+        dist.all_gather_object(problems, problem_of(save, worker.rank, worker.world_size))
+        return next(filter(None, problems), None)
+
+    save, problems = newest_of(candidates[0], problem_on_any_rank)
+    return save, dict(zip(reversed(candidates[0]), problems, strict=False))
+
+
 def load_model(
-    folder: Path, make: Callable[[dict], torch.nn.Module]
+    folder: Path, make: Callable[[dict], torch.nn.Module], worker: Worker
 ) -> tuple[torch.nn.Module, dict]:
     """All ranks call this. The model of the newest save in `folder`, and the settings of its run.
 
     make: the settings -> the model, spread over the mesh of those who load it.
     Raises `UserError` if there is no save, or a broken or foreign one.
     """
-    found = newest(folder)
-    if found is None:
+    save, broken = newest_whole(folder, worker)
+    if save is None:
         raise UserError(f"there is no checkpoint in {folder}")
-    save, state = found
-    run = state["run"]
+    if worker.is_main:
+        for problem in broken.values():
+            print(f"warning: {problem}; using the save before it", flush=True)
+    run = read_run(save)["run"]
     try:
         model = make(run)
     except KeyError:

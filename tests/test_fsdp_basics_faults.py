@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from arguments import UserError
-from checkpoint import newest, problem_of, saves
 from convert_checkpoint import read_model
 from helpers import REPEAT, ROOT, Torchrun, learned, reached, torchrun
+from saves import newest, problem_of, saves
 from workers.fsdp_traffic import MODEL_BYTES
 
 TRAIN = ROOT / "fsdp_basics/train.py"

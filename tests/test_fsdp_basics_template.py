@@ -5,8 +5,8 @@ import re
 
 import pool
 import pytest
-from checkpoint import newest
 from helpers import ROOT, read_metrics, torchrun
+from saves import newest
 from sharding import prefetch_blocks
 
 TRAIN, DDP_TRAIN = (ROOT / folder / "train.py" for folder in ("fsdp_basics", "ddp_basics"))

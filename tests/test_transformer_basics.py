@@ -1080,6 +1080,38 @@ def test_broken_checkpoints(straight, tmp_path):
     assert "is broken" in flipped.output
 
 
+# generate.py. Rank 1 does not see the newest save yet. Prints how many files the rank checks.
+LATE = """
+import os, sys
+sys.path.insert(0, {directory!r})
+import checkpoint, generate, saves
+checked, checksum, all_saves = [], saves.checksum, saves.saves
+saves.checksum = lambda file: checked.append(file) or checksum(file)
+if os.environ["RANK"] == "1":
+    saves.saves = checkpoint.saves = lambda folder: all_saves(folder)[:-1]
+generate.main()
+print("checked", len(checked))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_generate_read_one_save_and_each_file_once(straight, tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE.format(directory=str(FOLDER)))
+    args = (straight[0], "--tokens", 9)
+    alone = pool.run(FOLDER / "generate.py", *args).check().output
+    said = pool.run(script, *args, "--tp", 2, ranks=2).check().output
+    checked = [int(line.split()[1]) for line in said.splitlines() if line.startswith("checked")]
+    files = [path for path in (straight[0] / "checkpoints/step_00000008").iterdir()]
+    assert sum(checked) == len(files) - 1  # run.pt holds the sums, and has one of its own
+    assert text_of(said) == text_of(alone)
+
+
+def text_of(output: str) -> str:
+    lines = output.splitlines()
+    return "\n".join(x for x in lines if "rank(s) on" not in x and not x.startswith("checked"))
+
+
 def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -111,7 +111,7 @@ def test_buffers_have_the_values_of_an_ordinary_model(group, monkeypatch, tmp_pa
         def make(run):
             return spread_model(ordinary.config, settings, worker.device)[1]
 
-        model, _ = load_model(tmp_path, make)
+        model, _ = load_model(tmp_path, make, worker)
     expected = dict(ordinary.named_buffers())
     assert len(expected) == 4
     for name, buffer in model.named_buffers():

@@ -45,7 +45,7 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty")
 
-    model, run = load_model(checkpoint, saved_model)
+    model, run = load_model(checkpoint, saved_model, worker)
     config, named = model.config, run["tokenizer"]
     tokenizer = AutoTokenizer.from_pretrained(named) if named else byte_tokenizer()
     end = tokenizer.eos_token_id or 0  # as data.py ends a document

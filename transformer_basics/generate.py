@@ -41,11 +41,11 @@ def write(args, worker: Worker) -> None:
         made.append((pipeline, settings.length_multiple, mesh["cp"]))
         return model  # the weights are about to be loaded
 
-    model, run = load_model(args.run / "checkpoints", make)
+    model, run = load_model(args.run / "checkpoints", make, worker)
     model.eval()
     tokenizer = load_tokenizer(run["tokenizer"])
     prompt = torch.tensor([tokenizer.encode(args.prompt)], device=worker.device)
-    pipeline, length_multiple, cp = made[-1]  # of the checkpoint that was not broken
+    [(pipeline, length_multiple, cp)] = made
     options = (args.tokens, args.temperature, args.top_k, args.seed, length_multiple)
     tokens = generate(model, pipeline, prompt, *options, cp=cp)
     if worker.is_main:

@@ -23,12 +23,11 @@ def saves(folder: Path) -> list[Path]:
 def newest(folder: Path) -> tuple[Path, dict] | None:
     """The newest save in `folder` that is whole, and what its run.pt holds; None if there is none.
 
-    For one process, or for ranks that each look on their own. Raises `UserError` if all are broken.
+    For one process. Raises `UserError` if all are broken.
     """
     save, problems = newest_of(saves(folder), problem_of)
-    if os.environ.get("RANK", "0") == "0":
-        for problem in problems:
-            print(f"warning: {problem}; using the save before it", flush=True)
+    for problem in problems:
+        print(f"warning: {problem}; using the save before it", flush=True)
     return None if save is None else (save, read_run(save))
 
 
