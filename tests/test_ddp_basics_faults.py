@@ -126,10 +126,11 @@ def test_a_signal_saves_and_the_same_command_continues(tmp_path, short, name):
     script, folder = tmp_path / "waits.py", tmp_path / "run"
     waiting = 1 if to_one_rank else "all"
     script.write_text(WAITS.format(directory=str(TRAIN.parent), waiting=waiting))
-    # torchrun signals the processes that load data, too: the ranks need them until they have saved.
+    # A cold torchrun signals the processes that load data, too: the ranks need them until they have
+    # saved.
     workers = 0 if to_one_rank else 1
     args = (*SHORT, "--workers", workers, "--output-dir", folder)
-    with Torchrun(script, *args) as job:
+    with Torchrun(script, *args, cold=name == "SIGTERM") as job:
         job.wait_until(lambda: job.output.count("at step 30") == 2)
         process = job.ranks()[1] if to_one_rank else job.process
         process.send_signal(number)

@@ -1,7 +1,7 @@
 r"""Train a GPT on source code, sharded over a mesh of devices: the template to copy.
 
-    python transformer_basics/train.py --steps 100                                   # one process
-    torchrun --standalone --nproc_per_node=2 transformer_basics/train.py             # data parallel
+    python transformer_basics/train.py --steps 100                          # one process
+    torchrun --standalone --nproc_per_node=2 transformer_basics/train.py    # data parallel: minutes
     torchrun --standalone --nproc_per_node=4 transformer_basics/train.py --steps 100 \
         --dp-shard 2 --tp 2
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \
