@@ -226,13 +226,16 @@ def test_ranks_that_are_left(here):
         ranks[1].send_signal(signal.SIGSTOP)  # a rank that SIGTERM does not end
         for printed, left in ((command("kill PID"), ranks[1:]), (command("kill -9"), [])):
             subprocess.run(printed.replace("PID PID", numbers), shell=True, timeout=60)
-            wait_until(lambda left=left: still_running(ranks) == left)
+            wait_until(lambda left=left: still_running(ranks) == left, shows=lambda: ranks)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 60) -> None:
+def wait_until(
+    condition: Callable[[], object], timeout: float = 60, shows: Callable[[], object] = str
+) -> None:
+    """shows: what the error of a condition that stays false shows."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, shows()
         time.sleep(0.05)
 
 
