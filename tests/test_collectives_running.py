@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 from helpers import (
@@ -224,6 +225,8 @@ def test_ranks_that_are_left(here):
 
         numbers = f"{ranks[0].pid} {ranks[1].pid}"
         ranks[1].send_signal(signal.SIGSTOP)  # a rank that SIGTERM does not end
+        # Until it has stopped, which takes a while on a busy machine, SIGTERM does.
+        wait_until(lambda: ranks[1].status() == psutil.STATUS_STOPPED)
         for printed, left in ((command("kill PID"), ranks[1:]), (command("kill -9"), [])):
             subprocess.run(printed.replace("PID PID", numbers), shell=True, timeout=60)
             wait_until(lambda left=left: still_running(ranks) == left, shows=lambda: ranks)
