@@ -69,15 +69,14 @@ KEEPERS: dict[tuple[int, Path], forks.Keeper] = {}
 
 
 # Libraries that a test imports set variables for their own process: scikit-learn KMP_INIT_AT_FORK.
-AT_START = dict(os.environ)
+AT_START = {k: v for k, v in os.environ.items() if k.startswith(forks.READ_AT_START)}
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
     """This process's environment without what torchrun and make set; one thread; no network."""
     drop = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCH")
     drop += ("MAKE", "MFLAGS", "REQUIREMENTS", "TEST_JOB_MARK")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(forks.READ_AT_START)}
-    env |= {k: v for k, v in AT_START.items() if k.startswith(forks.READ_AT_START)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(forks.READ_AT_START)} | AT_START
     env = {k: v for k, v in env.items() if not k.startswith(drop)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     env |= {"PYTHONFAULTHANDLER": "1", **changes}  # SIGABRT shows where a process is

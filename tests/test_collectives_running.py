@@ -229,16 +229,13 @@ def test_ranks_that_are_left(here):
         wait_until(lambda: ranks[1].status() == psutil.STATUS_STOPPED)
         for printed, left in ((command("kill PID"), ranks[1:]), (command("kill -9"), [])):
             subprocess.run(printed.replace("PID PID", numbers), shell=True, timeout=60)
-            wait_until(lambda left=left: still_running(ranks) == left, shows=lambda: ranks)
+            wait_until(lambda left=left: still_running(ranks) == left)
 
 
-def wait_until(
-    condition: Callable[[], object], timeout: float = 60, shows: Callable[[], object] = str
-) -> None:
-    """shows: what the error of a condition that stays false shows."""
+def wait_until(condition: Callable[[], object], timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, shows()
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 

@@ -114,6 +114,7 @@ def test_what_python_and_torch_read_at_their_start_is_for_a_new_process(name):
 
 
 def test_what_a_library_sets_in_the_tests_own_process_makes_no_job_cold(monkeypatch):
+    keeper(0)  # begins before the import
     monkeypatch.setenv("KMP_SET_BY_AN_IMPORT", "FALSE")
     assert keeper(0).may_fork(clean_environment())
 
@@ -218,7 +219,8 @@ sys.exit(3 * (sys.argv[-1] == "fail"))
 
 @pytest.mark.slow
 def test_ranks_of_a_forked_torchrun_are_told_what_torchrun_tells(script, tmp_path):
-    path = script(TOLD)
+    (tmp_path / "job").mkdir()
+    path = script(TOLD).rename(tmp_path / "job/told.py")
     path.with_name("beside.py").touch()
     options = {"cwd": tmp_path, "COLOUR": "red", "options": ("--max-restarts=2",)}
     cold, forked = (
