@@ -23,9 +23,9 @@ STEPS = 4  # per sample
 
 def template(mesh: str, size: str, worker: Worker, batch: int, **more) -> Callable[[], float]:
     """train.py's own step on this mesh."""
-    usual = {"size": size, "precision": "fp32", "compile": False, "batch_size": batch}
+    usual = {"size": size, "precision": "fp32", "fp8": False, "batch_size": batch}
     usual |= {"keep_gathered": True, "sequence_parallel": False, "clip": 1.0}
-    usual |= {"activation_checkpointing": None}
+    usual |= {"activation_checkpointing": None, "compile": False}
     run = MeshRun(mesh, SimpleNamespace(**usual | more), worker)
     return lambda: run.tokens_per_second(STEPS)
 

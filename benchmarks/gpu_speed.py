@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import bench
 import torch
+from arguments import UserError
 from benchmark import MeshRun, config_of
+from float8 import check_device
 from flops import matmul_peak
 from metrics import peak_memory
 from model import GPT, GPTConfig
@@ -18,6 +20,7 @@ VARIANTS = {
     "eager": {},
     "compile": {"compile": True},
     "compile, activation checkpointing": {"compile": True, "activation_checkpointing": "full"},
+    "compile, fp8": {"compile": True, "fp8": True},
 }
 GOALS = {"124M": 0.45, "1B": 0.55}  # MFU, of 989 TFLOP/s on an H100
 # Peak memory and expected_bytes may differ by 15 % (an emulated GPU showed 5 %; cuBLAS and the
@@ -34,9 +37,14 @@ def speed(worker: Worker, size: str) -> None:
         recomputes = "activation_checkpointing" in flags
         free_memory(worker.device)
         batch, row = batch_that_fits(config_of(size), worker.device, recomputes), None
+        needs = expected_bytes(config_of(size), 1, recomputes) / 1e9
+        why = f"one sequence needs {needs:.3g} GB, more than {SHARE:.0%} of the free memory"
+        if "fp8" in flags:
+            try:
+                check_device(worker.device.type, torch.bfloat16)
+            except UserError as error:
+                batch, why = 0, str(error)
         if not batch:
-            needs = expected_bytes(config_of(size), 1, recomputes) / 1e9
-            why = f"one sequence needs {needs:.3g} GB, more than {SHARE:.0%} of the free memory"
             bench.report(worker, {f"{size}, {variant}": {"left out": why}})
             continue
         while row is None:
@@ -91,7 +99,7 @@ def free_memory(device: torch.device) -> None:
 def train_fast(worker: Worker, size: str, flags: dict, batch: int) -> dict:
     """20 steps to warm up, then 10 samples of 5 steps (tiny: 1, then 2 samples of 1)."""
     warm_up, samples, steps = (1, 2, 1) if size == "tiny" else (20, 10, 5)
-    options = {"compile": False, "activation_checkpointing": None, **flags}
+    options = {"compile": False, "activation_checkpointing": None, "fp8": False, **flags}
     options["compile"] &= size != "tiny"  # compiling takes a minute on a CPU
     options |= {"size": size, "batch_size": batch, "precision": "bf16", "clip": 1.0}
     options |= {"keep_gathered": True, "sequence_parallel": False}

@@ -82,5 +82,6 @@ def test_flex_attention_on_a_gpu(monkeypatch, window, starts, head_dim, is_whole
 
 
 def flex_attend(is_whole: bool):
+    torch.compiler.reset()  # a function is compiled for at most 8 kinds of inputs
     function = partial(attend, flex=True)
     return torch.compile(function, fullgraph=True) if is_whole else function

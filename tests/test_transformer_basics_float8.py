@@ -4,6 +4,7 @@ The oracle, workers/gpt_float8.py, rounds by arithmetic and multiplies in float6
 the matrix of test_transformer_basics.py.
 """
 
+import copy
 import re
 import shutil
 import sys
@@ -27,6 +28,8 @@ TRAIN = ROOT / "transformer_basics/train.py"
 needs_cpu_kernel = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="no fp8 products on CPUs before torch 2.13"
 )
+has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+needs_fp8_gpu = pytest.mark.skipif(not has_fp8, reason="needs a GPU that multiplies in fp8")
 
 
 def float8_linear(inputs: int, outputs: int) -> Float8Linear:
@@ -66,13 +69,14 @@ def test_the_oracle_knows_e4m3():
 
 @pytest.mark.parametrize(
     "device",
-    [pytest.param("cpu", marks=needs_cpu_kernel), pytest.param("cuda", marks=pytest.mark.gpu)],
+    [
+        pytest.param("cpu", marks=needs_cpu_kernel),
+        pytest.param("cuda", marks=[pytest.mark.gpu, needs_fp8_gpu]),
+    ],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_output_and_gradients(dtype, tolerance, device):
     if device == "cuda":
-        if torch.cuda.get_device_capability() < (8, 9):
-            pytest.skip("needs a GPU that multiplies in fp8")
         tolerance = max(tolerance, 1e-3)  # Hopper is said to add fp8 products in 14 bits
     torch.manual_seed(1)
     x, dy = of_many_sizes(2, 7, 32).to(dtype), of_many_sizes(2, 7, 48).to(dtype)
@@ -176,11 +180,9 @@ def test_gradients_of_a_model():
         cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    plain, oracle, model = (float8_model() for _ in range(3))
-    for each in (plain, oracle):
-        for module in each.modules():
-            if isinstance(module, Float8Linear):
-                module.__class__ = nn.Linear
+    torch.manual_seed(0)
+    plain, model = GPT(SMALL), float8_model()
+    oracle = copy.deepcopy(plain)
     use_float8(oracle)
     found, expected, without = (gradients_of(each) for each in (model, oracle, plain))
     for name, gradient in found.items():
@@ -337,12 +339,19 @@ def test_a_run_moves_to_another_mesh_but_not_out_of_fp8(text, tmp_path):
     assert refused.returncode == 2
     assert "was trained with fp8 = True, not False" in refused.output
     assert "continuing from" in run(text, moved, "--fp8", "--dp-shard", 2, ranks=2)
-    assert losses(moved) == pytest.approx(losses(straight), abs=2e-5)
-    differences = [abs(a - b) for a, b in zip(losses(plain), losses(straight), strict=True)]
-    assert 1e-4 < max(differences) < 0.1
+    of_the_mesh, of_rounding = (
+        [abs(a - b) for a, b in zip(losses(other), losses(straight), strict=True)]
+        for other in (moved, plain)
+    )
+    assert 1e-4 < max(of_rounding) < 0.1
+    # A sum in another order may round a number to its other neighbour, and so change later steps.
+    assert of_the_mesh[0] < 2e-5
+    assert max(of_the_mesh) < max(of_rounding) / 4
 
 
 @pytest.mark.gpu
+@needs_fp8_gpu
+@needs_cpu_kernel
 def test_a_gpu_continues_what_the_cpu_began(text, tmp_path):
     flags = (*TINY, "--fp8", "--precision", "bf16", "--data", text)
     for device in ("cpu", "cuda"):

@@ -87,7 +87,7 @@ def compare(args, worker: Worker) -> None:
 class MeshRun:
     """A model and its optimizer on one mesh, sharded as in train.py, and a batch of random tokens.
 
-    args: size, batch_size, precision, clip, activation_checkpointing, compile, keep_gathered,
+    args: size, batch_size, precision, fp8, clip, activation_checkpointing, compile, keep_gathered,
         sequence_parallel.
     """
 
@@ -140,6 +140,7 @@ def settings_of(mesh: str, args, ranks: int) -> Settings:
         lr=1e-4,
         clip=args.clip,
         precision=args.precision,
+        fp8=args.fp8,
         activation_checkpointing=args.activation_checkpointing,
         compile=args.compile,
         keep_gathered=args.keep_gathered,
@@ -189,6 +190,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), help="sequences per step, over all ranks")
     add("--clip", type=between(0, math.inf), default=1.0, help="clip the gradient norm (0: never)")
     add("--precision", choices=PRECISIONS, default="fp32", help="dtype of matmuls")
+    add("--fp8", action="store_true", help="multiply in fp8 in the linear layers of the blocks")
     add("--activation-checkpointing", **CHECKPOINTING)
     add("--compile", action="store_true", help="torch.compile each block")
     add("--sequence-parallel", action="store_true", help="shard tokens between layers, if tp > 1")

@@ -82,7 +82,7 @@ def parse_args() -> Settings:
     dropped = "drop this share of embeddings and of what attention and MLP add (default: 0)"
     add("--dropout", type=between(0, 0.99), help=dropped)
     add("--precision", choices=PRECISIONS, help="dtype of matmuls; parameters stay fp32")
-    float8 = "multiply in fp8 in the linear layers of the blocks; slow on CPUs, not yet run on GPUs"
+    float8 = "multiply in fp8 in the linear layers of the blocks (measure first: running.md)"
     add("--fp8", action="store_true", help=float8)
     add("--activation-checkpointing", **CHECKPOINTING)
     flex = "on GPUs, compute no scores that --document-masks or --window hides (experimental)"
