@@ -412,6 +412,15 @@ def long_drawing(cell) -> list[str]:
     return [f"{len(draws)} lines draw:\n{cell.source}"] if len(draws) > 6 else []
 
 
+# nbformat needs jsonschema, which takes 3 s to build 39 grammars of addresses, if it can.
+PYTEST = """
+import sys
+sys.modules["rfc3987_syntax"] = None
+import pytest
+sys.exit(pytest.main())
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -442,7 +451,7 @@ def test_runs_again_with_the_same_outputs(path, tmp_path):
         "-p",
         "no:cacheprovider",
     )
-    command = [sys.executable, "-m", "pytest", "-q", *options, copy]
+    command = [sys.executable, "-c", PYTEST, "-q", *options, copy]
     with Job(command, cwd=tmp_path, COURSE_QUIET="yes") as job:
         job.wait(timeout=1100).check()  # minutes on a busy machine
         assert f"{len(code_cells(notebook))} passed" in job.output
