@@ -2,8 +2,8 @@
 
 It runs these steps in order: the machine, tests on GPUs, every script, losses compared with the
 CPU's, checkpoints, speed and memory of two GPTs, masked attention, offload, traces, hidden
-synchronizations, and NCCL between ranks. Each step ends at its time limit: 30 minutes in total on
-one GPU, 41 on several. After every command it writes runs/gpu/gpu.md (the report), gpu.json, and
+synchronizations, and NCCL between ranks. Each step ends at its time limit: 35 minutes in total on
+one GPU, 46 on several. After every command it writes runs/gpu/gpu.md (the report), gpu.json, and
 the command's output. A complete run in which no step failed also writes benchmarks/results/gpu.md.
 With --only, the report keeps the other steps of an earlier run. Exit status 0: no step failed.
 Ctrl-C, a signal or a closed terminal ends all processes; what was measured until then stays in the
@@ -154,7 +154,7 @@ class Step(NamedTuple):
 
 STEPS = {
     "environment": Step(steps.environment, 1, "The machine and its ceilings"),
-    "tests": Step(steps.tests, 5, "Tests that need a GPU"),
+    "tests": Step(steps.tests, 10, "Tests that need a GPU"),
     "scripts": Step(steps.scripts, 5, "Every script that has --device, one rank"),
     "two-ranks": Step(steps.two_ranks, 5, "The same scripts on two ranks", needs_two=True),
     "numbers": Step(

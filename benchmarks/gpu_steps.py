@@ -43,7 +43,8 @@ def tests(job: Job) -> None:
         job.run("pytest", *pytest, *one, expects=" passed")
         return
     # The ranks of two NCCL jobs would compete for GPUs: with several GPUs, one job at a time.
-    at_once, workers = (2, 4) if job.args.count == 1 else (1, 1)
+    several = max(4, min(8, bench.cores() // 2))
+    at_once, workers = (2, several) if job.args.count == 1 else (1, 1)
     commands = {}
     quick = ("--device", "cuda", "-m", "quick or not slow")
     for marker, flags in (("gpu", ("-m", "gpu")), ("device", quick)):
