@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -135,6 +136,10 @@ class Process:
     def end(self, expects: str, must: bool) -> dict:
         """Kill the processes left. Returns the record; it has a "why" if the command failed."""
         status = self.process.poll()
+        if status is None:  # Ctrl-C: then pytest prints why tests have failed until now
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
         left = self.kill()
         output = self.log.read_text(errors="replace")
         lines = [x.strip() for x in output.splitlines() if expects and re.search(expects, x)]

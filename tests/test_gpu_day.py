@@ -70,7 +70,10 @@ print('SAMPLES ' + json.dumps({'row': {'value': 1.5}}), flush=True)
 print('SAMPLES {"cut": ', end='', flush=True)
 sleep = [sys.executable, '-c', 'import time; time.sleep(600)']
 print('\\nchild', subprocess.Popen(sleep, start_new_session=True).pid, flush=True)
-time.sleep(600)
+try:
+    time.sleep(600)
+finally:
+    print('what pytest says after Ctrl-C', flush=True)
 """
 
 
@@ -98,7 +101,8 @@ def test_a_step_that_hangs_ends_at_its_limit(gpu, monkeypatch, tmp_path):
     assert steps["hang"]["rows"] == {"row": {"value": 1.5}}
     assert 10 <= steps["hang"]["seconds"] < 60
     output = steps["hang"]["runs"]["hangs"]["output"]
-    child = int(output.split("child ")[1])
+    assert "what pytest says after Ctrl-C" in output
+    child = int(re.search(r"child (\d+)", output)[1])
     assert not helpers.still_running(helpers.those(lambda process: process.pid == child))
     assert seen == [steps["hang"]]  # the file had it before the next step began
     page = (tmp_path / "gpu.md").read_text()
