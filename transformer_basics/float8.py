@@ -83,8 +83,7 @@ def multiply(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 
 def quantize(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 (M, K) and scales (M, 1), float32: x is about their product. A row may be zero."""
-    # Times 1 / 448: a GPU divides so by a number, and would otherwise round to other neighbours.
-    scale_M1 = x_MK.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) * (1 / LARGEST)
+    scale_M1 = x_MK.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
     return (x_MK.float() / scale_M1).to(E4M3).contiguous(), scale_M1
 
 
