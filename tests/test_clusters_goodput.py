@@ -108,6 +108,7 @@ def test_a_background_save_counts_when_it_is_durable(delay):
 FORK = multiprocessing.get_context("fork")  # no imports again: it starts at once
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_agree(tmp_path):
     """A process that works, saves and is killed at random. SIGKILL, new processes and the file are
     real; its time comes from a pipe, tick by tick, so that a busy machine changes nothing."""

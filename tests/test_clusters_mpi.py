@@ -51,6 +51,7 @@ exec "$PYTHON" "$LAB_PY" exec "${host#host}" -- sh -c "$*"
 """
 
 
+@pytest.mark.slow
 def test_two_hosts(hosts, mpirun, tmp_path):
     script, rsh = tmp_path / "tell.py", tmp_path / "rsh"
     script.write_text(TELL)

@@ -48,6 +48,7 @@ def test_the_plan_for_a_thousand():
     assert said.startswith("1000 hosts, 499500 pairs: 999 rounds, ")
 
 
+@pytest.mark.slow
 def test_one_slow_host_and_one_slow_link_of_a_thousand():
     """Every value varies by a tenth; nothing else is named."""
     chance, hosts = random.Random(0), [f"h{i}" for i in range(1000)]

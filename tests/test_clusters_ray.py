@@ -164,6 +164,7 @@ def module():
     return found
 
 
+@pytest.mark.slow
 @needs_ray
 def test_mistakes_are_one_sentence(module, capsys, monkeypatch):
     for words, says in [

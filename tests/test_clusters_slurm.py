@@ -457,6 +457,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_job_that_saves_nothing_does_not_begin_anew(cluster, tmp_path, saves):
     """It would be at its time limit again after the same hour, and again: for ever."""
@@ -479,6 +480,7 @@ def text(log: Path) -> str:
     return log.read_text() if log.exists() else ""
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said(tmp_path):
     for tool in ("dirname", "bash"):
         (tmp_path / tool).symlink_to(shutil.which(tool))

@@ -555,6 +555,7 @@ with distributed_worker("cpu"):
 """
 
 
+@pytest.mark.slow
 def test_a_mistake_is_the_last_word(tmp_path):
     """NCCL would warn of its group, and a thread of Gloo could abort the exit."""
     script = tmp_path / "warns.py"

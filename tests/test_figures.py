@@ -204,6 +204,7 @@ HELD = [
 ]
 
 
+@pytest.mark.slow
 def test_broadcasts(shown):
     cost_of_communication.broadcasts(PLANS, HELD)
     assert Image.open(io.BytesIO(shown[0])).n_frames == 3
@@ -253,6 +254,7 @@ def test_the_memory_of_a_step_is_what_the_script_printed(shown, monkeypatch):
         cost_of_communication.memory_of_a_step("forward 0")
 
 
+@pytest.mark.slow
 def test_ring(shown):
     held = ring_of(3)
     point_to_point.ring(held)
@@ -261,6 +263,7 @@ def test_ring(shown):
         point_to_point.ring(held[::-1])
 
 
+@pytest.mark.slow
 def test_all_to_all(shown):
     held = [[1, 2], [10, 20]]
     received = [[[0, 0], [1, 0], [1, 10]], [[0, 0], [0, 20], [2, 20]]]
@@ -279,6 +282,7 @@ def test_rendezvous(shown):
     plt.close("all")
 
 
+@pytest.mark.slow
 def test_start_here(shown):
     start_here.strategies()
     start_here.choice()

@@ -74,6 +74,7 @@ GPIPE = ["FFFFBBBB", "FFFFBBBB"]
 ONE_F_ONE_B = ["FFBFBFBB", "FBFBFBFB"]
 
 
+@pytest.mark.slow
 def test_movie_of_1f1b(shown):
     pipeline.movie(played(ONE_F_ONE_B), frames=4)
     assert len(shown) == 2  # it moves; and stills

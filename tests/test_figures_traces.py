@@ -49,6 +49,7 @@ def loading(ranks: list) -> float:
     return max(end - begin for begin, end in ranks[0]["load"])
 
 
+@pytest.mark.slow
 def test_right_data_is_drawn():
     traces.step(HEALTHY, "title")
     traces.before_after(SLOW, HEALTHY, ("before", "after"), loading)

@@ -122,6 +122,7 @@ def test_the_map_has_each_directory_and_each_chapter():
     assert covered == chapters - {0}
 
 
+@pytest.mark.slow
 def test_pictures_are_those_of_the_chapters():
     stored = {name: (pictures.FOLDER / name).read_bytes() for name in pictures.made()}
     different = [name for name, content in pictures.made().items() if stored[name] != content]

@@ -122,6 +122,7 @@ def test_ranks_draw_their_own_numbers_and_every_save_but_two_goes(tmp_path):
     assert output.count("grad norm") == len(logged)  # a log file tells as much as the metrics
 
 
+@pytest.mark.slow
 def test_an_asynchronous_save_counts_although_the_next_loss_is_nan(tmp_path):
     args = ("--epochs", 1, "--optimizer", "sgd", "--lr", 1e30, "--clip", 0, "--warmup", 0)
     args = (*args, "--checkpoint-every", 1, "--log-every", 1, "--async-save")

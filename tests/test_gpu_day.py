@@ -373,6 +373,7 @@ def test_a_script_without_device_is_left_out_on_a_cpu(gpu, choice, monkeypatch, 
     assert reasons == ["needs one rank on a CUDA device", choice.OTHERWISE[names[1]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_all_processes_and_keeps_what_was_measured(tmp_path, number):
     """SIGKILL, too, although gpu.py then has no time to write what it measured."""
@@ -424,6 +425,7 @@ def test_a_step_that_is_left_out_keeps_what_an_earlier_run_wrote(gpu, monkeypatc
     assert (tmp_path / "long/says.log").read_text() == "1\n"
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(gpu, monkeypatch, tmp_path):
     def run_again(job):
         flags = ("--device", "cpu", "--minutes", 0, "--output-dir", tmp_path)

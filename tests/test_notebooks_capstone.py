@@ -231,6 +231,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named(tmp_path, name):
     pairs, sentence = MISTAKES[name]
@@ -293,6 +294,7 @@ def test_under_torchrun():
     assert status == 0
 
 
+@pytest.mark.slow
 def test_no_file():
     assert typed("none.py") == (2, "error: there is no file none.py\n")
 
@@ -365,6 +367,7 @@ def test_the_logs_are_of_these_scripts(job):
     assert not re.search(r"/home/|/work/|/tmp/|pid|\d\d:\d\d:\d\d", log(job))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_the_jobs_still_do_what_the_logs_say(tmp_path, job):
     """What the ranks print, in whatever order, and how it ends."""

@@ -109,6 +109,7 @@ def test_selective_checkpointing_is_one_of_the_plans():
     assert re.search(rf" 0.45 x [\d.]+ x {saved:,} bytes \(selective checkpointing\) = ", titan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -183,6 +184,7 @@ def test_a_cluster_file_with_a_mistake(tmp_path, text, says):
     assert says in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "doubt"),
     [
@@ -471,6 +473,7 @@ def cell(output: str) -> str:
     return f"{float(found[1]):.1f} s, {found[2]} tokens/s, MFU {float(found[3]):.0f} %"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe(name):
     flags, mesh = RECIPES[name]
@@ -588,6 +591,7 @@ def found() -> list:
     return cross_validated([row for row in ROWS if row["software"] in software], "model")
 
 
+@pytest.mark.slow
 def test_what_formulas_md_says_of_skill(found):
     nemo = time_errors(of(found, "nemo2407"))
     start = f"is {nemo['skill']:.2f}: its eight runs differ by {nemo['constant_mape']:.1f} %"

@@ -150,6 +150,7 @@ def test_too_few_workers_is_one_sentence():
 
 # Tolerances: fp32 sums in another order differ by 1e-8 here. AdamW divides a gradient by its size,
 # which enlarges the rounding of a gradient close to 0. Parameters change by more than 1e-3.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "optimizer", "tolerance"), [(3, "adamw", 1e-5), (4, "sgd", 1e-6)]
 )
@@ -170,6 +171,7 @@ def test_table_on_a_server_and_dense_layers_under_ddp(ranks, optimizer, toleranc
     assert sent in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [

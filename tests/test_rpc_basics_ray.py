@@ -33,6 +33,7 @@ def test_actors_train_as_one_process_does():
     assert float(difference) < 1e-6
 
 
+@pytest.mark.slow
 @needs_ray
 def test_ray_is_imported_without_what_it_does_not_need(tmp_path):
     """QUICK_RAY, without which it did not come up on a busy machine."""

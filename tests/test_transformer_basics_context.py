@@ -73,6 +73,7 @@ def test_torchs_kernel_equals_one_process(found, reference, flags, kind):
     flags_do_something(reference[kind], found[flags, kind], 4, flags, kind)
 
 
+@pytest.mark.slow
 def test_torchs_kernel_is_refused_on_cpus():
     flags = ("--cp", 2, "--cp-kernel", "torch", "--device", "cpu")
     result = pool.run(TRAIN, *flags, ranks=2)

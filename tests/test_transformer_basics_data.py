@@ -93,6 +93,7 @@ def test_the_order_has_each_number_once(count):
     assert backwards[::-1] == orders[0]  # a place alone says which number it has
 
 
+@pytest.mark.slow
 def test_the_order_is_even():
     """Over 3,000 epochs each of 10 windows comes first, and follows each other one, equally often.
 

@@ -253,6 +253,7 @@ def test_a_compiled_layer_computes_the_same():
 # ---- what does not fit
 
 
+@pytest.mark.slow
 @needs_cpu_kernel
 @pytest.mark.parametrize(
     ("flags", "where"),
@@ -265,6 +266,7 @@ def test_sizes_that_16_does_not_divide(flags, where):
     assert f"--fp8 needs multiples of 16, but {where} outputs on a rank" in result.output
 
 
+@pytest.mark.slow
 @needs_cpu_kernel
 def test_sizes_are_those_of_a_rank():
     flags = ("--fp8", "--steps", 1, "--sample", 0, "--dim", 16, "--heads", 2, "--tp", 2)

@@ -227,6 +227,7 @@ def run(tmp_path_factory, base):
     return folder, *trained(folder, base, (1, ""))
 
 
+@pytest.mark.slow
 def test_the_script_says_what_it_trains(run):
     _, losses, said = run
     adapters = 2 * 3 * (2 * (24 + 24) + 2 * (24 + 12) + 3 * (24 + 40))
@@ -277,6 +278,7 @@ def test_the_merged_model_is_the_formula(run, base, tmp_path):
     assert (before - logits).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_generate_uses_the_adapters(run, base, tmp_path):
     """Greedy: the text of the exported model, in which they are merged, and not of the base."""
     from transformers import AutoModelForCausalLM
