@@ -22,6 +22,7 @@ TABLES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at exit", "at each line"])
 @pytest.mark.parametrize("command", TABLES)
 def test_a_closed_pipe_is_no_error(command, unbuffered):

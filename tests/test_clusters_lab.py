@@ -107,6 +107,7 @@ def test_cables_are_cut_mended_and_slowed(hosts):
         assert time.monotonic() - started > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["down", "kill the keeper", "kill its parent"])
 def test_nothing_is_left(hosts, end):
     before = network_devices()

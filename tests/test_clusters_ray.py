@@ -179,6 +179,7 @@ def test_mistakes_are_one_sentence(module, capsys, monkeypatch):
         assert capsys.readouterr().err.splitlines()[-1] == f"train.py: error: {says}"
 
 
+@pytest.mark.slow
 @needs_ray
 def test_wrong_arguments_are_not_tried_again(module, capsys):
     callback = module.TellFailures()

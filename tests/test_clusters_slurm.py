@@ -187,6 +187,7 @@ def test_from_any_launcher(cluster, tmp_path):
     assert log.read_text().startswith("started by no launcher: RANK=0 WORLD_SIZE=1 ")
 
 
+@pytest.mark.slow
 def test_words_for_srun_and_a_container_come_before_the_ranks(cluster, tmp_path):
     """There is no container engine here: another program stands where one would, with arguments.
 

@@ -47,6 +47,7 @@ compile_once.compile_once("minimal_backend", Path("minimal.cpp").resolve())
 """
 
 
+@pytest.mark.slow
 def test_a_lock_that_a_killed_build_left_behind_blocks_no_rank(folder):
     """A rank waits for another rank that holds the kernel's lock, says so, and removes the file."""
     with (folder / "ranks").open("w") as other_rank:

@@ -110,6 +110,7 @@ def test_a_process_that_waits_for_a_build_says_so(tmp_path, monkeypatch):
     assert entered.is_set()
 
 
+@pytest.mark.slow
 def test_python_m_builds_ahead():
     command = [sys.executable, "-m", "shm.build"]
     folder = ROOT / "custom_backend"

@@ -225,6 +225,7 @@ def ring_of(world: int) -> list:
     return held
 
 
+@pytest.mark.slow
 def test_orders_of_computing_and_sending(shown):
     in_turn = [(0, 1, 1, 2), (2, 3, 3, 4), (4, 5, 5, 6)]
     overlapped = [

@@ -28,6 +28,7 @@ MET = [
 ]
 
 
+@pytest.mark.slow
 def test_groups(shown):
     device_mesh.groups(MET)
     assert len(shown) == 1

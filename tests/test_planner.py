@@ -388,6 +388,7 @@ def test_regret():
 # Constants.
 
 
+@pytest.mark.slow
 def test_the_constants_are_those_that_fit_sets():
     assert FILE.read_text() == as_toml(fit_all(ROWS), ROWS)
 
@@ -610,6 +611,7 @@ def test_what_formulas_md_says_of_skill(found):
     assert f"B200** is {skill:.2f} if only the predicted run is left out" in FORMULAS
 
 
+@pytest.mark.slow
 def test_what_formulas_md_says_of_regret_on_the_playbook(found):
     playbook = of(found, "playbook")
     each = sorted(costs(playbook))
