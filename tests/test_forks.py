@@ -88,7 +88,8 @@ def test_an_answer_that_a_killed_test_has_left_is_dropped(script, tmp_path):
     keeper(0).connection.send(((0, 0), *told))  # as from a test that did not live to hear of it
     for _ in range(3):
         assert python(says).check().output == "ran\n"
-    assert (tmp_path / "log").read_text() == "ran\n"
+    while (tmp_path / "log").read_text() != "ran\n":  # it runs beside the others
+        time.sleep(0.01)
 
 
 def test_a_fork_shows_the_traceback_of_a_new_process(script):
