@@ -63,7 +63,7 @@ class Job:
 
         expects: a pattern; each command must print a line that matches. The record has these lines.
         must: False: a command that prints none has not failed.
-        seconds: limit of one command, so that a hanging command leaves time for the others.
+        seconds: limit of one command, so that one that hangs does not use up the step's time.
         threads: CPU threads of each process.
         visible: values of CUDA_VISIBLE_DEVICES instead of `at_once`: each running command has one
             value for itself, so that simultaneous jobs share no GPU.

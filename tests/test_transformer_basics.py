@@ -1206,10 +1206,11 @@ def assert_differences(output: str, rows: int) -> None:
 def test_the_benchmark_can_train_every_size_on_its_usual_meshes(size, ranks):
     usual = {"size": size, "batch_size": None, "clip": 1.0, "precision": "fp32", "compile": False}
     usual |= {"activation_checkpointing": None, "keep_gathered": False, "sequence_parallel": False}
-    usual |= {"fp8": False}
+    usual |= {"fp8": size == "124M"}
     args, config = SimpleNamespace(**usual), benchmark.config_of(size)
     for mesh in benchmark.usual(ranks, args):
         settings = benchmark.settings_of(mesh, args, ranks)
+        assert settings.fp8 == args.fp8
         assert config.vocab_size % settings.tp == 0
 
 

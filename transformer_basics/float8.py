@@ -17,8 +17,8 @@ With tensor parallelism a rank may have a part of a row: `quantize` takes the la
 full row, over the ranks.
 
 Embeddings, norms, attention and the head stay in the compute dtype, and FSDP gathers and sends the
-weights in it. Measure before you use it: on one H200 with torch 2.11 fp8 was slower than bf16, as
-torch before 2.13 cannot compile `F.scaled_mm`; the speed of later versions is not measured.
+weights in it. Measure before you use it: on one H200 with torch 2.11 fp8 was slower than bf16.
+Torch before 2.13 cannot compile `F.scaled_mm`; the speed of later versions is not measured.
 """
 
 import torch
