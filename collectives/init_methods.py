@@ -154,6 +154,8 @@ def leave(board, world_size: int) -> None:
     meet(board, "leave", world_size)  # on the board, which works even if the group does not
     if dist.is_initialized():
         dist.destroy_process_group()
+    # With file://, the end of a group opens its file again. Rank 0 removes the folder after that.
+    meet(board, "left", world_size)
 
 
 def show_methods(board, rank: int, world_size: int, backend: str) -> None:

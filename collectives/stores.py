@@ -42,6 +42,8 @@ def main() -> None:
         stores.pop("HashStore")  # not shared: every other rank would wait for ever
         show_lost_updates(stores, worker)
         show_recipes(stores, args.tasks, worker)
+        stores.clear()  # the end of a FileStore opens its file again
+        dist.barrier()  # before rank 0 removes the folder
 
 
 # Three recipes. Each works on any store that all ranks share, and takes any number of them.

@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ import stores
 import torch
 import torch.distributed as dist
 from helpers import ROOT, torchrun
+from rows import Copy
 from workers.collectives_groups import COUNTS, ROUNDS, SHORT, TASKS, TERMS
 
 launches_ranks = pytest.mark.slow
@@ -495,7 +497,10 @@ def test_process_groups_prints(job, alone):
 
 @launches_ranks
 def test_init_methods_prints(alone):
-    output = torchrun(HERE / "init_methods.py", "--device", "cpu", ranks=2).check().output
+    """cold: a fork has torch already, and so torch's warnings, which the script turns off."""
+    script = HERE / "init_methods.py"
+    output = torchrun(script, "--device", "cpu", ranks=2, cold=True).check().output
+    assert "[W" not in output  # a line of rank 1 between two lines of a table
     for printed, n in ((output, 2), (alone["init_methods"], 1)):
         assert f"{n} rank(s) on cpu, gloo, torch" in printed
         header, rows = table(printed, "1. Join")
@@ -524,6 +529,34 @@ def test_init_methods_prints(alone):
     assert rows[0][2] == "Timed out waiting 500ms for recv operation to complete"
     assert 0.4 < float(rows[0][1]) < 10
     assert rows[1] == ["1", "0.0", "skips the all_reduce"]
+
+
+@launches_ranks
+@pytest.mark.parametrize(
+    ("script", "file", "ends"),
+    [
+        ("init_methods.py", "rendezvous", "    if dist.is_initialized():\n        dist.destroy"),
+        ("stores.py", "store", "        stores.clear()"),
+    ],
+    ids=["init_methods", "stores"],
+)
+def test_the_file_of_a_file_store_outlives_the_store(script, file, ends, tmp_path):
+    """Its destructor opens the file. Without the folder it would try for a minute, then abort.
+
+    Rank 1 ends its store late, and looks for the file before.
+    """
+    copy = Copy("collectives", tmp_path)
+    indent = " " * (len(ends) - len(ends.lstrip()))
+    late = f"""
+if os.environ["RANK"] == "1":
+    time.sleep(1)
+    print("files:", len(list(Path(tempfile.gettempdir()).glob("*/{file}"))))
+"""
+    copy.edit(script, ends, textwrap.indent(late, indent) + ends)
+    copy.edit(script, "import os\n", "import os\nfrom pathlib import Path\n")
+    (tmp_path / "tmp").mkdir()
+    output = copy.run(script, "--device", "cpu", TMPDIR=str(tmp_path / "tmp")).check().output
+    assert "files: 1" in output
 
 
 def test_roll_call_in_process():
