@@ -125,7 +125,7 @@ class Job:
     with Job(command) as job: ... ; on leaving the block whatever still runs is killed. Descendants
     are found by a mark in their environment, because torchrun puts its workers in sessions of their
     own and a killed torchrun leaves them without a parent. A fork shows the environment of its
-    keeper: it leads a session instead.
+    keeper, and is found by its session; a program that it starts in another session has the mark.
     """
 
     def __init__(
@@ -184,10 +184,14 @@ class Job:
         return read.decode(errors="replace")  # a character may be half written
 
     def processes(self) -> list[psutil.Process]:
-        """Those in the sessions of its forks; else those with the mark in their environment."""
-        if self.leaders:
-            return those(lambda p: os.getsid(p.pid) in self.leaders)
-        return those(lambda p: environment(p).get("TEST_JOB_MARK") == self.mark)
+        """Those in the sessions of its forks, and those with the mark in their environment."""
+
+        def is_ours(process: psutil.Process) -> bool:
+            if os.getsid(process.pid) in self.leaders:
+                return True
+            return environment(process).get("TEST_JOB_MARK") == self.mark
+
+        return those(is_ours)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks that run now, in order."""
@@ -217,6 +221,7 @@ class Job:
             alive = still_running(self.processes())
             for process in alive:
                 with contextlib.suppress(psutil.NoSuchProcess):
+                    process.name()  # which repr() then has after the end, too
                     process.kill()
             self.process.kill()
             psutil.wait_procs(alive, timeout=10)
@@ -359,10 +364,10 @@ def python(
 ) -> Result:
     """Run `script` as one plain process: a fork, or a new one if it is to be cold."""
     command = on_backend(script, *args)
-    with Job(
+    job = Job(
         [sys.executable, *command] if cold else command, cwd, None if cold else 0, **environment
-    ) as job:
-        return job.wait(timeout)
+    )
+    return to_the_end(job, timeout)
 
 
 def torchrun_command(script, *args, ranks: int = 2, options: tuple = ()) -> list:
@@ -403,8 +408,13 @@ BY_FORKS = ROOT / "tests/workers/torchrun_by_forks.py"
 
 
 def torchrun(script, *args, timeout=300, **options) -> Result:
-    """Run Torchrun(script, *args, **options) to its end; also asserts that no process is left."""
-    with Torchrun(script, *args, **options) as job:
+    """Run Torchrun(script, *args, **options) to its end."""
+    return to_the_end(Torchrun(script, *args, **options), timeout)
+
+
+def to_the_end(job: Job, timeout: float) -> Result:
+    """Wait for the end of the job; also asserts that it has left no process."""
+    with job:
         result = job.wait(timeout)
         left = job.left_running()
         assert not left, f"left running: {left}\n{result.output[-3000:]}"

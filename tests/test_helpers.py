@@ -78,6 +78,15 @@ def test_a_process_that_does_not_end_is_left_and_killed():
         assert not job.processes()
 
 
+def test_a_script_that_leaves_a_process_behind(tmp_path):
+    (tmp_path / "leave.py").write_text(LEAVES)
+    with pytest.raises(AssertionError, match=r"left running: .*sleep"):
+        python(tmp_path / "leave.py")
+
+
+LEAVES = "import subprocess\nsubprocess.Popen(['sleep', '99'], start_new_session=True)\n"
+
+
 def test_who_ends_while_asked_is_none_of_those():
     def ends(process: psutil.Process) -> bool:
         assert process.environ()
