@@ -41,7 +41,8 @@ def save_checkpoint(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(file, state)
-            for old in saves(folder)[:-keep]:
+            killed = folder.glob("step_*.tmp")  # what a kill has left of a save
+            for old in [*saves(folder)[:-keep], *killed]:
                 old.unlink()
         except OSError as error:
             raise UserError(f"cannot save to {folder}: {error}") from None
@@ -59,16 +60,22 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     # Rank 0 reads and sends, so that all ranks continue from the same file, with or without a
     # shared disk.
     found = {}
-    on_rank_0(lambda: found.update(state=newest(folder)), worker, f"reading {folder}")
+
+    def read() -> None:
+        check_writable(folder)
+        found["state"] = newest(folder)
+
+    on_rank_0(read, worker, f"reading {folder}")
     state = broadcast_state(found.get("state"), worker)
     if state is None:
         return 0, {}
     for name, value in run.items():
         saved = state["run"].get(name, value)  # a flag that is newer than the run
         if saved != value:
+            what = "other data:" if name == "data" else f"--{name.replace('_', '-')}"
             raise UserError(
-                f"{folder} was trained with --{name.replace('_', '-')} {saved}, not {value}: "
-                "choose another --output-dir"
+                f"{folder} was trained with {what} {saved}, not {value}: choose another "
+                "--output-dir"
             )
     try:
         for name, part in parts.items():
@@ -91,6 +98,17 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     if worker.is_main:
         print(f"continuing from {folder} after step {state['step']}", flush=True)
     return state["step"], state["run"]
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `UserError` now, before an epoch of work, if nothing can be saved in `folder`."""
+    probe = folder / "probe.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"cannot save to {folder}: {error.strerror}") from None
 
 
 def newest(folder: Path) -> dict | None:

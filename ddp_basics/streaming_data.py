@@ -49,7 +49,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 @record
 def main() -> None:
     args = parse_args()
-    with TemporaryDirectory() as temporary, distributed_worker(args.device) as worker:
+    with distributed_worker(args.device) as worker, TemporaryDirectory() as temporary:
         check_arguments(args, worker)
         files = find_files(args.data_dir or Path(temporary), args.files, worker)
         counts = [count for _, count in files]

@@ -38,7 +38,10 @@ def download(settings: TaskSettings) -> None:
 
 
 def load_data(settings: TaskSettings) -> tuple[Dataset, Dataset]:
-    """The training set and the test set: both have a length and are read by index."""
+    """The training set and the test set: both have a length and are read by index.
+
+    A `UserError` (of arguments.py) raised here ends the job with its one sentence.
+    """
     train_set, test_set = load_dataset(settings.dataset, settings.data_dir)
     return Shifted(train_set) if settings.augment else train_set, test_set
 
@@ -58,6 +61,7 @@ def build_model(settings: TaskSettings) -> nn.Module:
 def compute_loss(model: nn.Module, batch) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
     """(sum of the losses, number of losses, other sums by name) of a batch on the model's device.
 
+    A sum, not a mean: only then do uneven batches weigh what they should.
     Training minimizes the sum over all ranks divided by the number over all ranks. The other sums
     are divided by this number, too: here that gives the fraction of correct images.
     """

@@ -48,14 +48,15 @@ def train(settings: Settings, worker: Worker) -> int:
     """Train to the end and return 0; after a signal to stop, save and return its number."""
     stop = StopRequests(worker)
     train_set, test_set = load_data(settings)
-    check_same_data([train_set, test_set], settings.workers, worker)
+    data = check_same_data([train_set, test_set], settings.workers, worker)
     local_batch = settings.batch_size // worker.world_size  # the global batch is split
     loader = make_loader(train_set, collate, local_batch, settings.seed, settings.workers, worker)
     check_same_order(loader, worker)
     steps_per_epoch, total_steps = len(loader), len(loader) * settings.epochs
     if steps_per_epoch == 0:
         raise UserError(
-            f"--batch-size {settings.batch_size} exceeds the {len(train_set)} training samples"
+            f"--batch-size {settings.batch_size} exceeds the {len(train_set)} training samples: "
+            "choose a smaller one"
         )
 
     torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
@@ -68,8 +69,12 @@ def train(settings: Settings, worker: Worker) -> int:
 
     folder = settings.output_dir / "checkpoints" if settings.output_dir else None
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    run = settings.identity() | {"total_steps": total_steps}
-    step, saved_run = resume(folder, parts, settings.identity(), worker) if folder else (0, {})
+    run = settings.identity() | {"data": data}
+    step, saved_run = resume(folder, parts, run, worker) if folder else (0, {})
+    run["total_steps"] = total_steps
+    if step > total_steps:
+        beyond = f"beyond the {total_steps} steps of --epochs {settings.epochs}"
+        raise UserError(f"{folder} is at step {step}, {beyond}")
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
@@ -91,7 +96,7 @@ def train(settings: Settings, worker: Worker) -> int:
         result = evaluate_as_trained(model, test_set, settings, worker)
         metrics.log(step, step // steps_per_epoch - 1, **result)
     throughput = Throughput(step)
-    with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
+    with make_profiler(settings.profile, settings.output_dir, total_steps, worker) as profiler:
         for epoch, batch in batches(loader, step, steps_per_epoch, settings.epochs, worker.device):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
             loss, grad_norm = train_step(ddp_model, batch, optimizer, scaler, settings, worker)
@@ -106,7 +111,7 @@ def train(settings: Settings, worker: Worker) -> int:
             if not (step % settings.log_every == 0 or end_of_epoch or saving or stopped_by):
                 continue
 
-            check_finite(step, float(loss), float(grad_norm), settings.precision)
+            check_finite(step, float(loss), float(grad_norm), scaler)
             average_buffers(model)  # BatchNorm's statistics are those of a rank's own batches
             check_replicas(model, step, worker)  # replicas can diverge without an error
             metrics.log(

@@ -97,11 +97,13 @@ class Seeded(Dataset):
             torch.set_rng_state(before)  # the model's dropout is not affected
 
 
-def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> None:
+def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> str:
     """All ranks call this. Raise `UserError` if a rank has other data than rank 0.
 
     The check compares the length and three samples of each data set. An empty data set is an error,
     and so is a stream, which has no length.
+    Returns what a run that continues compares: the lengths, and a digest of what is exact in the
+    samples, such as labels. (Another version of a decoder may change an image a little.)
     """
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         raise UserError(
@@ -110,12 +112,12 @@ def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> No
         )
     own = []
     for dataset in datasets:
-        own.append((len(dataset), digests_of_samples(dataset, workers) if len(dataset) else []))
+        own.append((len(dataset), *(digests_of_samples(dataset, workers) if len(dataset) else "")))
     by_rank = [None] * worker.world_size
     dist.all_gather_object(by_rank, own)
     for rank, data in enumerate(by_rank):
         if data != by_rank[0]:
-            lengths = [[length for length, _ in sets] for sets in (by_rank[0], data)]
+            lengths = [[length for length, *_ in sets] for sets in (by_rank[0], data)]
             raise UserError(
                 f"rank {rank} has other data than rank 0 (lengths {lengths[1]} and {lengths[0]}): "
                 "copy the same files to every host; in load_data() sort the names that a folder "
@@ -127,6 +129,8 @@ def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> No
         raise UserError(
             f"there are no samples: load_data() returned data sets of lengths {lengths}"
         )
+    exact = "".join(digest for _, _, digest in own)
+    return f"{' + '.join(map(str, lengths))} samples, digest {digest_of([exact])[:8]}"
 
 
 def check_same_order(loader: DataLoader, worker: Worker) -> None:
@@ -140,8 +144,8 @@ def check_same_order(loader: DataLoader, worker: Worker) -> None:
         raise UserError(f"all ranks must shuffle the data with one seed, not with {seeds}")
 
 
-def digests_of_samples(dataset: Dataset, workers: int) -> list[str]:
-    """Of the tensors in the first sample of `dataset`, one from the middle, and the last.
+def digests_of_samples(dataset: Dataset, workers: int) -> tuple[str, str]:
+    """`digests` of the first sample of `dataset`, one from the middle, and the last.
 
     With --workers a worker process reads them: a file that this process has open would be open in
     all processes that it forks later, with one position for all of them.
@@ -159,10 +163,24 @@ def digests_of_samples(dataset: Dataset, workers: int) -> list[str]:
     return found
 
 
-def digests(samples: list) -> list[str]:
-    tensors = [leaf for leaf in leaves_of(samples) if isinstance(leaf, Tensor)]
-    numbers = [repr(tensor.tolist()).encode() for tensor in tensors]
-    return [hashlib.sha256(n).hexdigest() for n in numbers]
+def digests(samples: list) -> tuple[str, str]:
+    """Of all numbers, texts and images in `samples`, and of its integers and texts alone."""
+    values, exact = [], []
+    for leaf in leaves_of(samples):
+        if isinstance(leaf, int | str | bytes):
+            exact.append(repr(leaf))
+        elif hasattr(leaf, "tolist"):  # a tensor; an array or a number of NumPy
+            numbers = repr(leaf.tolist())
+            (values if "float" in str(leaf.dtype) else exact).append(numbers)
+        elif hasattr(leaf, "tobytes"):  # an image of PIL
+            values.append(repr(leaf.tobytes()))
+        elif isinstance(leaf, float | complex):
+            values.append(repr(leaf))
+    return digest_of(values + exact), digest_of(exact)
+
+
+def digest_of(texts: list[str]) -> str:
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def to_device(batch, device: torch.device):

@@ -38,19 +38,22 @@ class Metrics:
         if output_dir is None or not worker.is_main:
             return
         path = output_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # the last may be cut by a kill
         try:
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            whole = [line for line in lines if line.endswith("\n")]  # the last may be cut by a kill
             parsed = {line: json.loads(line) for line in whole}
             kept = {line: values for line, values in parsed.items() if values["step"] <= step}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, IsADirectoryError):
             raise UserError(f"{path} is not a file of this script: move it away") from None
-        if len(kept) < len(lines):
-            temporary = path.with_name("metrics.jsonl.tmp")  # a full disk leaves the old file
-            temporary.write_text("".join(kept))
-            os.replace(temporary, path)
+        try:
+            if len(kept) < len(lines):
+                temporary = path.with_name("metrics.jsonl.tmp")  # a full disk leaves the old file
+                temporary.write_text("".join(kept))
+                os.replace(temporary, path)
+            self.file = path.open("a", buffering=1)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
         self.kept = {(line["step"], *line) for line in kept.values()}  # step and names
-        self.file = path.open("a", buffering=1)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -117,13 +120,19 @@ class Throughput:
         return self.steps / self.seconds if self.steps else 0.0
 
 
-def check_finite(step: int, loss: float, grad_norm: float, precision: str = "fp32") -> None:
-    """Raise `UserError` if the loss or the gradient norm is infinite or NaN."""
-    # In fp16 a step with infinite gradients is normal: the scaler skips it and lowers its scale.
-    if not math.isfinite(loss if precision == "fp16" else loss + grad_norm):
+def check_finite(
+    step: int, loss: float, grad_norm: float, scaler: torch.amp.GradScaler | None = None
+) -> None:
+    """Raise `UserError` if the loss or the gradient norm is infinite or NaN.
+
+    scaler: in fp16 some gradients overflow: the scaler skips the step and halves its scale, which
+        begins at 65536. If gradients overflow although it scales the loss down, that is an error.
+    """
+    may_skip = scaler is not None and scaler.is_enabled() and scaler.get_scale() >= 1
+    if not math.isfinite(loss) or not (math.isfinite(grad_norm) or may_skip):
         raise UserError(
             f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a smaller --lr, "
-            "a longer --warmup or a smaller --clip; earlier checkpoints are unaffected"
+            "a longer --warmup or a smaller --clip, in another --output-dir"
         )
 
 
@@ -144,16 +153,21 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return {"memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6}
 
 
-def make_profiler(on: bool, output_dir: Path | None, worker: Worker) -> AbstractContextManager:
-    """A profiler of steps 10 to 12 of this run; its file opens in Perfetto (ui.perfetto.dev).
+def make_profiler(
+    on: bool, output_dir: Path | None, total_steps: int, worker: Worker
+) -> AbstractContextManager:
+    """A profiler of the 10th to 12th step from here; its file opens in Perfetto (ui.perfetto.dev).
 
     Inside the `with` block call its step() after each step. With on=False the block gets None.
+    total_steps: the length of the run. Raises `UserError` if it is below 12.
     """
     if not on:
         return nullcontext()
+    if total_steps < 12:
+        raise UserError(f"--profile traces steps 10 to 12, and the run has {total_steps}")
 
     def write(profiler) -> None:
         profiler.export_chrome_trace(str(output_dir / f"trace_{worker.rank}.json"))
 
-    steps = torch.profiler.schedule(skip_first=8, wait=0, warmup=1, active=3, repeat=1)
-    return torch.profiler.profile(schedule=steps, on_trace_ready=write)
+    when = torch.profiler.schedule(skip_first=8, wait=0, warmup=1, active=3, repeat=1)
+    return torch.profiler.profile(schedule=when, on_trace_ready=write)

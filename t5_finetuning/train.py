@@ -60,8 +60,8 @@ def main() -> None:
         files = library_files(settings.data_dir)  # one rank per node writes; all wait below
     timeout = timedelta(seconds=settings.timeout)
     with (
-        tempfile.TemporaryDirectory() as scratch,
         distributed_worker(settings.device, timeout, settings.backend) as worker,
+        tempfile.TemporaryDirectory() as scratch,
     ):
         stopped_by = train(settings, files, settings.output_dir or Path(scratch), worker)
     sys.exit(128 + stopped_by if stopped_by else 0)
@@ -111,6 +111,9 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
         initialize(model, partial(build_whole, config, settings), worker)
         before.loss = evaluate(model, eval_set, tokenizer, settings, worker)
         before.texts = generate(model, eval_set, tokenizer, settings, worker)
+    if step > total_steps:
+        beyond = f"beyond the {total_steps} steps of --epochs {settings.epochs}"
+        raise UserError(f"{checkpoints} is at step {step}, {beyond}")
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "
@@ -119,7 +122,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
     stopped_by, throughput = 0, Throughput(step)
 
-    with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
+    with make_profiler(settings.profile, settings.output_dir, total_steps, worker) as profiler:
         for epoch, batch in batches(plan, step, early_stopping, tokenizer, settings, worker):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
             loss, grad_norm = train_step(model, batch, optimizer, settings, worker)

@@ -553,9 +553,9 @@ if os.environ["RANK"] == "1":
     print("files:", len(list(Path(tempfile.gettempdir()).glob("*/{file}"))))
 """
     copy.edit(script, ends, textwrap.indent(late, indent) + ends)
-    copy.edit(script, "import os\n", "import os\nfrom pathlib import Path\n")
-    (tmp_path / "tmp").mkdir()
-    output = copy.run(script, "--device", "cpu", TMPDIR=str(tmp_path / "tmp")).check().output
+    ours = f"import tempfile\nfrom pathlib import Path\ntempfile.tempdir = {str(tmp_path)!r}\n"
+    copy.edit(script, "import tempfile\n", ours)
+    output = copy.run(script, "--device", "cpu").check().output
     assert "files: 1" in output
 
 

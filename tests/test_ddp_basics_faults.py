@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,9 @@ from helpers import (
     read_metrics,
     torchrun,
 )
+from metrics import Metrics
 from rows import Copy
+from runtime import Worker
 
 TRAIN = ROOT / "ddp_basics/train.py"
 ARGS = ("--epochs", 12, "--log-every", 1)  # 22 steps an epoch
@@ -418,6 +421,39 @@ def test_files_may_move_and_a_task_may_get_a_new_flag(tmp_path):
     result = copy.run("train.py", *run, "--epochs", 4, "--note", 2)
     assert result.returncode == 2
     assert "was trained with --note 1, not 2: choose another --output-dir" in result.output
+    load = "load_dataset(settings.dataset, settings.data_dir)"
+    copy.edit("task.py", load, f"({load}[0], Subset({load}[1], range(9)))")
+    copy.edit("task.py", "import Dataset", "import Dataset, Subset")
+    result = copy.run("train.py", *run, "--epochs", 4)
+    assert result.returncode == 2
+    was, now = r"1437 \+ 360 samples, digest \w{8}", r"1437 \+ 9 samples, digest \w{8}"
+    assert re.search(f"was trained with other data: {was}, not {now}: choose", result.output)
+    copy.edit("task.py", "range(9)", "[*range(359), 1]")  # the last label differs
+    result = copy.run("train.py", *run, "--epochs", 4)
+    assert result.returncode == 2
+    assert re.search(f"was trained with other data: {was}, not {was}: choose", result.output)
+
+
+def test_a_folder_that_cannot_take_a_save_is_an_error_before_training(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    result = pool.run(TRAIN, "--output-dir", tmp_path, ranks=2)
+    assert result.returncode == 2
+    assert result.output.count(f"error: cannot save to {tmp_path}/checkpoints: File exists") == 1
+    assert "step " not in result.output
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step_00000020.pt.tmp").write_text("half a save")
+    pool.run(TRAIN, "--epochs", 1, "--output-dir", tmp_path).check()
+    assert [path.name for path in folder.iterdir()] == ["step_00000022.pt"]
+
+
+def test_a_metrics_file_that_is_a_folder(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl is not a file of this script"):
+        Metrics(tmp_path, 0, 9, Worker(0, 0, 1, torch.device("cpu")))
 
 
 @pytest.mark.slow

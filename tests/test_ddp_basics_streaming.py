@@ -12,7 +12,7 @@ import pool
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT
+from helpers import ROOT, python
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -225,6 +225,12 @@ def test_bad_arguments_are_one_sentence(arguments, message):
     result = pool.run(SCRIPT, *arguments, ranks=2)
     assert result.returncode == 2
     assert result.output.count(message) == 1, result.output
+
+
+def test_an_error_leaves_no_folder(tmp_path):
+    result = python(SCRIPT, "--batch-size", 100, cold=True, TMPDIR=str(tmp_path))
+    assert result.returncode == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_index_is_named(tmp_path):

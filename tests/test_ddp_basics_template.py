@@ -1,10 +1,12 @@
 """What the template adds to DDP: data that resume in place, SIGTERM, a log, one GPU per rank."""
 
 import contextlib
+import copy
 import json
 import math
 import os
 import random
+import re
 import shutil
 from collections import UserDict
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import checkpoint
 import data
 import loading
 import metrics
+import numpy as np
 import pool
 import pytest
 import stopping
@@ -26,12 +29,15 @@ from loading import (
     Seeded,
     batches,
     check_same_data,
+    digests,
     digests_of_samples,
     make_loader,
     split,
     to_device,
 )
+from PIL import Image
 from replicas import checksum
+from rows import Copy
 from runtime import Worker
 from stopping import StopRequests
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -122,7 +128,33 @@ def test_with_workers_no_sample_is_read_in_the_rank():
     assert not dataset.opened
     assert found == digests_of_samples(dataset, 0)
     assert dataset.opened
-    assert len(set(found)) == 3
+    assert found == digests([torch.tensor(index) for index in (0, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("label", "other", "is_exact"),
+    [
+        (3, 4, True),
+        ("cat", "dog", True),
+        (b"1", b"2", True),
+        (True, False, True),
+        (np.int64(3), np.int64(4), True),
+        (torch.tensor(3), torch.tensor(4), True),
+        ({"text": ["a", "b"]}, {"text": ["a", "c"]}, True),
+        (0.5, 0.75, False),
+        (np.float32(0.5), np.float32(0.75), False),
+        (torch.tensor(0.5).bfloat16(), torch.tensor(0.75).bfloat16(), False),
+        (Image.new("L", (2, 2), 0), Image.new("L", (2, 2), 9), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_labels_of_any_type_are_compared(label, other, is_exact):
+    """ImageFolder and many others return labels that are no tensors."""
+    x = torch.zeros(2)
+    one, two = digests([(x, label)]), digests([(x, other)])
+    assert one[0] != two[0]
+    assert (one[1] != two[1]) == is_exact
+    assert digests([(x, copy.deepcopy(label))]) == one
 
 
 class Jittered(Dataset):
@@ -137,7 +169,7 @@ class Jittered(Dataset):
 
 def test_ranks_whose_transforms_draw_other_numbers_are_told_of_transforms(monkeypatch):
     def two_ranks(by_rank, own):
-        by_rank[:] = own, [(4, digests_of_samples(Jittered(), 0))]
+        by_rank[:] = own, [(4, *digests_of_samples(Jittered(), 0))]
 
     monkeypatch.setattr(loading.dist, "all_gather_object", two_ranks)
     with pytest.raises(UserError, match=r"transforms .* torch's generator"):
@@ -521,6 +553,37 @@ def test_loss_that_is_no_number_stops_the_run(tmp_path):
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+@pytest.mark.parametrize("grad_norm", [math.inf, math.nan])
+def test_steps_that_fp16_skips_may_not_go_on_for_ever(grad_norm):
+    def scaler(scale):
+        return torch.amp.GradScaler("cpu", init_scale=scale)
+
+    metrics.check_finite(3, 1.0, grad_norm, scaler(2.0**16))
+    metrics.check_finite(3, 1.0, grad_norm, scaler(1.0))
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for scaling in (scaler(0.5), scaler(0.0), off, None):
+        with pytest.raises(UserError, match=r"^step 3: the loss is 1\.0, the gradient norm "):
+            metrics.check_finite(3, 1.0, grad_norm, scaling)
+    with pytest.raises(UserError, match=r"^step 3: the loss is nan"):
+        metrics.check_finite(3, math.nan, 1.0, scaler(2.0**16))
+
+
+@pytest.mark.slow
+def test_fp16_with_gradients_that_never_are_numbers_ends(tmp_path):
+    template = Copy("ddp_basics", tmp_path)
+    right = "    return loss_sum, len(labels)"
+    root = "    loss_sum = loss_sum + (0 * logits.sum()).square().sqrt()  # the root's slope at 0\n"
+    template.edit("task.py", right, root + right)
+    result = template.run("train.py", "--precision", "fp16", "--output-dir", tmp_path / "run")
+    assert result.returncode == 2
+    assert re.search(r"error: step (22|44): the loss is 2\.3.*gradient norm nan", result.output)
+
+
+def test_a_profile_needs_twelve_steps(tmp_path):
+    with pytest.raises(UserError, match=r"^--profile traces steps 10 to 12, and the run has 11$"):
+        metrics.make_profiler(True, tmp_path, 11, Worker(0, 0, 1, CPU))
+
+
 def test_run_can_be_made_longer(short, tmp_path):
     folder = shutil.copytree(short[0], tmp_path / "longer")
     args = ("--epochs", 3, "--log-every", 1, "--output-dir", folder)
@@ -530,6 +593,11 @@ def test_run_can_be_made_longer(short, tmp_path):
     # Half a cosine over 66 steps, of which a tenth were for warming up.
     plan = {s: 1e-3 * (1 + math.cos(math.pi * (s - 1 - 7) / (66 - 7))) for s in range(45, 67)}
     assert rates == pytest.approx(plan)
+    before = (folder / "metrics.jsonl").read_bytes()
+    result = pool.run(TRAIN, "--epochs", 2, *args[2:])
+    assert result.returncode == 2
+    assert "checkpoints is at step 66, beyond the 44 steps of --epochs 2" in result.output
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_profile_has_three_steps_of_each_rank(tmp_path):

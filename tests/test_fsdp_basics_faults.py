@@ -166,6 +166,9 @@ def test_a_run_can_be_made_longer(tmp_path, uninterrupted):
     assert [save.name for save in saves(tmp_path / "run/checkpoints")] == [
         "step_00000088", "step_00000110",
     ]  # fmt: skip
+    result = pool.run(TRAIN, *SMALL, "--epochs", 4, *args[-2:], ranks=2)
+    assert result.returncode == 2
+    assert "checkpoints is at step 110, beyond the 88 steps of --epochs 4" in result.output
 
 
 # ---- broken saves
@@ -319,6 +322,26 @@ def test_other_settings_are_refused(tmp_path, uninterrupted, options, sentence):
     assert f"{sentence}: choose another --output-dir" in result.output
     assert result.output.count("train.py: error: ") == 1
     assert listing(tmp_path) == before
+
+
+OTHER_DATA = """
+import sys
+sys.path.insert(0, {directory!r})
+import train
+load_data = train.load_data
+train.load_data = lambda settings: load_data(settings)[::-1]
+train.main()
+"""
+
+
+def test_other_data_are_refused(tmp_path, uninterrupted):
+    shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints")
+    script = tmp_path / "other.py"
+    script.write_text(OTHER_DATA.format(directory=str(TRAIN.parent)))
+    result = pool.run(script, *ARGS, "--output-dir", tmp_path, ranks=2)
+    assert result.returncode == 2
+    was, now = r"(\d+) \+ (\d+) samples, digest \w{8}", r"\2 \+ \1 samples, digest \w{8}"
+    assert re.search(f"was trained with data = {was}, not {now}: choose another", result.output)
 
 
 def test_a_save_of_another_model_is_refused(tmp_path, uninterrupted):

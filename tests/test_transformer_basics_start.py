@@ -250,6 +250,9 @@ def test_a_run_that_goes_on_draws_and_reads_no_first_values(two_languages, tmp_p
     assert "planned for 4 steps, now for 6" in longer
     steps = [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
+    shorter = pool.run(script, 0, *args)
+    assert shorter.returncode == 2
+    assert "checkpoints is at step 6, beyond --steps 4" in shorter.output
 
 
 # ---- random numbers

@@ -41,6 +41,8 @@ def resume_or_initialize(
         check_shared(folder, worker)
         identity = {name: value for name, value in run.items() if name != "steps"}
         step, saved_run = resume(folder, parts, identity, worker)
+    if step > settings.steps:
+        raise UserError(f"{folder} is at step {step}, beyond --steps {settings.steps}")
     if step:
         if worker.is_main and saved_run["steps"] != settings.steps:
             print(

@@ -67,7 +67,7 @@ def train(settings: Settings, worker: Worker) -> int:
     if settings.gc_every:
         gc.disable()  # collection on one rank would make all other ranks wait
 
-    with make_profiler(settings.profile, settings.output_dir, worker) as profiler:
+    with make_profiler(settings.profile, settings.output_dir, settings.steps, worker) as profiler:
         for x_BT, y_BT in batches.from_step(step, settings.steps, mesh, worker.device):
             lr = set_learning_rate(optimizer, step, settings)
             loss, norm = train_step(model, pipeline, x_BT, y_BT, optimizer, mesh, settings, step)
