@@ -98,7 +98,11 @@ def parse_args() -> Settings:
     add("--seed", type=int, help="seed of weights, data order, augmentation, dropout (default: 0)")
     add = parser.add_argument_group("sharding").add_argument
     add("--dp-replicate", type=at_least(1), help="replicas of the sharded model (default: 1)")
-    add("--keep-gathered", action="store_true", help="gather once per step, not twice (ZeRO-2)")
+    add(
+        "--keep-gathered",
+        action="store_true",
+        help="gather once per micro-batch, not twice (ZeRO-2)",
+    )
     once = "with --accumulate: reduce once per step, and hold unsharded gradients until then"
     add("--reduce-once", action="store_true", help=once)
     add("--offload", action="store_true", help="keep shards and optimizer in CPU memory")

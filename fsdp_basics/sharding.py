@@ -74,3 +74,24 @@ def prefetch_blocks(blocks: list[nn.Module], count: int) -> None:
         next_in_backward = blocks[max(0, i - count) : i][::-1]
         block.set_modules_to_forward_prefetch(next_in_forward)
         block.set_modules_to_backward_prefetch(next_in_backward)
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def shard_batch_norms(
+    model: nn.Module, compute_dtype: torch.dtype, options: dict
+) -> list[nn.Module]:
+    """With mixed precision, make each BatchNorm of `model` a unit with float32 parameters.
+
+    Its running statistics are buffers, which FSDP leaves in float32, and its kernel takes no
+    parameters of another dtype than these. Returns these modules, which no other unit may have.
+    options: keyword arguments of `fully_shard` for the other units.
+    """
+    if compute_dtype == torch.float32:
+        return []
+    norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+    policy = MixedPrecisionPolicy(output_dtype=compute_dtype)
+    for norm in norms:
+        fully_shard(norm, **options | {"mp_policy": policy})
+    return norms

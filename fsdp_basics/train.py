@@ -28,7 +28,7 @@ from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memor
 from optimizer import make_optimizer, set_learning_rate
 from replicas import average_buffers, check_replicas
 from runtime import Worker, distributed_worker
-from sharding import prefetch_blocks, unit_options
+from sharding import prefetch_blocks, shard_batch_norms, unit_options
 from stopping import StopRequests, goodbye
 from task import build_model, collate, compute_loss, download, load_data, units
 from torch import nn
@@ -172,8 +172,10 @@ def shard(model: nn.Module, place: torch.device, settings: Settings, worker: Wor
     if settings.dp_replicate == 1:
         mesh = mesh["dp_shard"]
     options, root_options = unit_options(mesh, PRECISIONS[settings.precision], settings.offload)
+    norms = shard_batch_norms(model, PRECISIONS[settings.precision], options)
     modules = [unit if isinstance(unit, list) else [unit] for unit in units(model)]
-    for unit in modules:
+    modules = [[module for module in unit if module not in norms] for unit in modules]
+    for unit in filter(None, modules):
         if settings.compile:
             for module in unit:
                 module.compile()
@@ -183,7 +185,7 @@ def shard(model: nn.Module, place: torch.device, settings: Settings, worker: Wor
         reshard = not settings.keep_gathered and unit is not modules[-1]
         fully_shard(unit, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **root_options)  # other parameters
-    prefetch_blocks([unit[0] for unit in modules], settings.prefetch)
+    prefetch_blocks([unit[0] for unit in modules if unit], settings.prefetch)
     allocate(model, place)
     if worker.is_main:
         total = sum(p.numel() for p in model.parameters())
@@ -206,7 +208,9 @@ def train_step(
     for i, part in enumerate(split(batch, settings.accumulate)):
         # Each backward reduces its gradients, and a rank adds up shards. --reduce-once reduces only
         # in the last backward: it sends less, and keeps full gradients on every rank until then.
-        model.set_requires_gradient_sync(not settings.reduce_once or i == settings.accumulate - 1)
+        is_last = i == settings.accumulate - 1
+        model.set_requires_gradient_sync(not settings.reduce_once or is_last)
+        model.set_requires_all_reduce(is_last)  # --dp-replicate: replicas add the sums of shards
         loss_sum, count, _ = compute_loss(model, part)
         scaler.scale(loss_sum / local_batch).backward()
         sums[0] += loss_sum.detach()

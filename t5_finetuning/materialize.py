@@ -20,10 +20,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """What `build` makes, with shapes and no memory: no rank needs room for the whole model.
 
-    Raises `UserError` naming a parameter without a dimension, or without a number.
+    Raises `UserError` naming a parameter without a dimension, or without a number, or if `build`
+    reads the numbers of a tensor.
     """
     with torch.device("meta"):
-        model = build()
+        try:
+            model = build()
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise UserError(
+                f"the model is built on the meta device, where tensors have no numbers ({error}): "
+                'make a tensor whose numbers you read in `with torch.device("cpu"):`'
+            ) from error
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 or parameter.numel() == 0:
                 raise UserError(
@@ -43,11 +52,22 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
+            if any(tensor.is_meta for tensor in tensors_in(value)):
                 raise UserError(
                     f"{name or 'the model'} has a tensor {key!r} that is neither a parameter nor a "
                     "buffer, which nothing fills in a sharded model: use register_buffer()"
                 )
+
+
+def tensors_in(value) -> list[Tensor]:
+    """The tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
 
 
 def initialize(model: nn.Module, build: Callable[[], nn.Module], worker: Worker) -> None:

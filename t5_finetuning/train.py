@@ -122,6 +122,16 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
     stopped_by, throughput = 0, Throughput(step)
 
+    def finish_epoch(step: int) -> None:
+        epoch = epoch_ends.index(step)
+        eval_loss = evaluate(model, eval_set, tokenizer, settings, worker)
+        metrics.log(step, epoch, eval_loss=eval_loss)
+        # Do not export a model from an epoch on names: it cannot write summaries yet.
+        if plan[epoch] is train_set and early_stopping.improved(eval_loss):
+            export(model, config, tokenizer, best_model, worker)
+
+    if step in epoch_ends:  # it was stopped between a save and its evaluation
+        finish_epoch(step)
     with make_profiler(settings.profile, settings.output_dir, total_steps, worker) as profiler:
         for epoch, batch in batches(plan, step, early_stopping, tokenizer, settings, worker):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
@@ -149,16 +159,12 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
                 pairs_per_second=throughput.stop(step) * settings.batch_size,
                 **peak_memory(worker.device),
             )
-            if end_of_epoch:
-                eval_loss = evaluate(model, eval_set, tokenizer, settings, worker)
-                metrics.log(step, epoch, eval_loss=eval_loss)
-                # Do not export a model from an epoch on names: it cannot write summaries yet.
-                if plan[epoch] is train_set and early_stopping.improved(eval_loss):
-                    export(model, config, tokenizer, best_model, worker)
-            if saving:
+            if saving:  # before the evaluation, which may take longer than a scheduler waits
                 save_checkpoint(checkpoints, parts, step, run, worker, settings.keep)
             if stopped_by:
                 break
+            if end_of_epoch:
+                finish_epoch(step)
             throughput.start(step)  # leaves out logging, saving, evaluation
 
     metrics.close()

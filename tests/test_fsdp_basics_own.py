@@ -202,6 +202,8 @@ REFUSED = {
     "numbers": r"rank 1 has other data than rank 0 \(lengths \[48, 15\] and \[48, 15\]\)",
     "no samples": r"there are no samples: load_data\(\) returned data sets of lengths \[0, 15\]",
     "constant": "second has a tensor 'constant' that is neither a parameter nor a buffer, ",
+    "constants": "second has a tensor 'constant' that is neither a parameter nor a buffer, ",
+    "rates": r"the model is built on the meta device, .* make a tensor whose numbers you read in ",
     "scalar": r"the parameter second\.constant has the shape \(\), which FSDP does not shard: ",
     "empty": r"the parameter second\.constant has the shape \(0, 3\), which FSDP does not shard: ",
     "vanished": r"cannot save to .*vanished/checkpoints: rank 0 does not see __1_0\.distcp, which ",

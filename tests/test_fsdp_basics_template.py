@@ -1,12 +1,16 @@
 """fsdp_basics/train.py differs from DDP's in what FSDP is, and in nothing else."""
 
 import ast
+import math
 import re
 
 import pool
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from helpers import ROOT, read_metrics, torchrun
-from saves import newest
+from rows import Copy
+from saves import newest, saves
 from sharding import prefetch_blocks
 
 TRAIN, DDP_TRAIN = (ROOT / folder / "train.py" for folder in ("fsdp_basics", "ddp_basics"))
@@ -89,6 +93,71 @@ def test_what_a_step_gathers(tmp_path, flags, all_gathers):
     # Patches, three blocks, norm and head, the root for forward; patches and blocks for backward.
     assert re.findall(r"all_gathers (\d+)", output) == [str(all_gathers)] * 4  # 2 steps, 2 ranks
     assert output.count("prefetch 5 2 without memory True\n") == 2
+
+
+ALL_REDUCES = """
+import sys
+sys.path.insert(0, {directory!r})
+import train
+from communication import CountTraffic
+train_step = train.train_step
+
+def counted_step(*args):
+    with CountTraffic() as count:
+        result = train_step(*args)
+    print("all_reduces", count.calls["all_reduce"])
+    return result
+
+train.train_step = counted_step
+train.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_replicas_reduce_once_per_step(tmp_path, accumulate):
+    """Between nodes, as --dp-replicate is meant for, each micro-batch would send the gradients."""
+    script = tmp_path / "spy.py"
+    script.write_text(ALL_REDUCES.format(directory=str(TRAIN.parent)))
+    args = ("--epochs", 1, "--batch-size", 480, "--dim", 8, "--dp-replicate", 2)
+    output = pool.run(script, *args, "--accumulate", accumulate, ranks=2).check().output
+    # Patches, three blocks, norm and head, the root; and the losses.
+    assert re.findall(r"all_reduces (\d+)", output) == ["7"] * 4  # 2 steps, 2 ranks
+
+
+BATCH_NORM = """return nn.Sequential(
+        nn.BatchNorm2d(1), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
+        nn.Linear(288, 10), nn.BatchNorm1d(10, affine=False),
+    )
+"""
+
+
+@pytest.mark.slow
+def test_batch_norm_in_mixed_precision(tmp_path):
+    """In no unit, first in one, alone in one. The weights stand still: what differs is rounding."""
+    template = Copy("fsdp_basics", tmp_path)
+    text = (template.path / "task.py").read_text()
+    start, end = text.index("    image_size = IMAGE_SIZE"), text.index("def units(")
+    template.edit("task.py", text[start:end], f"    {BATCH_NORM}\n\n")
+    blocks = "[model.patches, *model.blocks, [model.norm, model.head]]"
+    template.edit("task.py", blocks, "[[model[0], model[1]], model[5], model[6]]")
+    losses, statistics = {}, {}
+    for precision in ("fp32", "bf16", "fp16"):
+        folder = tmp_path / precision
+        args = ("--precision", precision, "--epochs", 1, "--lr", 1e-30, "--log-every", 1)
+        args = (*args, "--output-dir", folder)
+        template.run("train.py", *args).check()
+        logged = [line for line in read_metrics(folder) if "loss" in line]
+        losses[precision] = [line[name] for line in logged for name in ("loss", "grad_norm")]
+        state = {"model": {"2.running_mean": torch.zeros(8), "2.running_var": torch.zeros(8)}}
+        dcp.load(state, checkpoint_id=saves(folder / "checkpoints")[-1], no_dist=True)
+        statistics[precision] = torch.cat(list(state["model"].values()))
+    for precision in ("bf16", "fp16"):
+        pairs = [p for p in zip(losses[precision], losses["fp32"], strict=True) if p[0] != math.inf]
+        assert len(pairs) > 40  # of 44; fp16 skips steps until its scale fits
+        assert all(half == pytest.approx(full, rel=1e-2) for half, full in pairs)
+        assert statistics[precision].dtype == torch.float32
+        assert torch.allclose(statistics[precision], statistics["fp32"], rtol=1e-2, atol=1e-3)
 
 
 class Block:

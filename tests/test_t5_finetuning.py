@@ -448,30 +448,48 @@ DIES = """
 import os, runpy, signal, sys
 from torch.optim import AdamW
 
-step, steps = AdamW.step, 0
+del sys.argv[0]
+moment = sys.argv.pop(0)
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+import evaluate
+
+step, evaluation, steps = AdamW.step, evaluate.evaluate, 0
+
+
+def die(at, now):
+    where = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], moment
+    if where == ("1", "0", now) and steps == at:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def step_or_die(*args, **more):
     global steps
     steps += 1
-    if (steps, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (13, "1", "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
+    die(13, "in a step")
     return step(*args, **more)
 
 
-AdamW.step = step_or_die
-del sys.argv[0]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
+def evaluate_or_die(*args):
+    die(10, "in an evaluation")
+    return evaluation(*args)
+
+
+AdamW.step, evaluate.evaluate = step_or_die, evaluate_or_die
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_kill_9_under_max_restarts(files, script_run, tmp_path):
-    """In the third epoch a rank dies. torchrun restarts both, from the end of the second."""
+@pytest.mark.parametrize("moment", ["in a step", "in an evaluation"])
+def test_kill_9_under_max_restarts(files, script_run, tmp_path, moment):
+    """In the third epoch a rank dies, or after the second: both go on from the end of the second.
+
+    It is saved before its evaluation, which may take longer than a scheduler waits.
+    """
     (tmp_path / "dies.py").write_text(DIES)
-    script = (tmp_path / "dies.py", SCRIPT, *script_arguments(files, tmp_path / "run"))
+    script = (tmp_path / "dies.py", moment, SCRIPT, *script_arguments(files, tmp_path / "run"))
     result = torchrun(*script, options=("--max-restarts=1",), timeout=300).check()
     assert result.output.count("continuing from") == 1
+    assert "after step 10\n" in result.output
     straight, _ = script_run
     assert learned(tmp_path / "run") == learned(straight)
     folders = (tmp_path / "run", straight)

@@ -809,6 +809,30 @@ def test_a_run_moves_to_another_mesh(corpus, straight, tmp_path, first, second):
     assert samples[0] == samples[1] != ""
 
 
+DIES_IN_EVALUATION = """
+import os, sys
+sys.path.insert(0, {directory!r})
+import train
+train.evaluate = lambda *args: os._exit(9)
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_crash_in_an_evaluation_loses_no_step(corpus, straight, tmp_path):
+    """It is saved before, and evaluated when it continues: also if the scheduler did not wait."""
+    script, folder = tmp_path / "dies.py", tmp_path / "run"
+    script.write_text(DIES_IN_EVALUATION.format(directory=str(TRAIN.parent)))
+    args = (*TINY, "--data", *corpus, "--output-dir", folder)
+    assert pool.run(script, *args).returncode == 9
+    assert [save.name for save in (folder / "checkpoints").iterdir()] == ["step_00000004"]
+    assert not held_out(folder)
+    for _ in range(2):  # the second start finds all steps done
+        pool.run(TRAIN, *args).check()
+        assert losses(folder) == losses(straight[0])
+        assert held_out(folder) == held_out(straight[0])
+
+
 @pytest.fixture(scope="module")
 def straight_tied(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tied")
@@ -935,7 +959,8 @@ def test_speed_is_of_training_alone(corpus, tmp_path):
     # Continued by one rank, it adds to the hours before the last save.
     pool.run(TRAIN, *args, "--steps", 9).check()
     summary = next(line for line in read_metrics(tmp_path) if line.get("tokens") == 9 * 8 * 16)
-    assert 2 * 508 < summary["rank_hours"] * 3600 < 2 * 508 + 100
+    # Eight steps, three evaluations and a save: the last save comes before its evaluation.
+    assert 2 * 408 < summary["rank_hours"] * 3600 < 2 * 408 + 100
     assert "matrix products: high" in output
     # Four times two batches of eight, of which each rank has a half.
     assert output.count(f"held-out windows of this rank: {4 * 2 * 8 // 2}\n") == 2

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import data
+import documents
 import numpy as np
 import prepare
 import psutil
@@ -169,6 +170,26 @@ def test_text_files_are_documents(tmp_path):
     assert [piece.kind for piece in pieces] == ["text", "jsonl", "jsonl", "text", "text", "text"]
     found = [len(text) for piece in pieces for text in documents_of(piece, "text")]
     assert found == [1, 2, 3, len("between"), 4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("most", [100, 1000, 10**6])
+def test_a_long_text_file_is_many_documents(tmp_path, monkeypatch, most):
+    """As one document it could not be divided into text for training and held-out text."""
+    monkeypatch.setattr(documents, "LONGEST", 500)
+    monkeypatch.setattr(documents, "MEGABYTE", 60)
+    short, file = tmp_path / "short.txt", tmp_path / "long.txt"
+    short.write_bytes(b"x" * 500)
+    lines = [f"line {n} {'y' * (7 * n % 50)}\n".encode() for n in range(200)]
+    file.write_bytes(b"".join(lines) + b"without an end")
+    found = [text for piece in pieces_of([file, short], most) for text in documents_of(piece, "")]
+    assert found.pop() == b"x" * 500
+    assert b"".join(found) == file.read_bytes()
+    assert all(text.endswith(b"\n") for text in found[:-1])
+    assert max(map(len, found)) < 60 + max(map(len, lines))
+    assert len(found) > 80
+    prepare.prepare(arguments(tmp_path / "tokens", file))
+    index = read_index(tmp_path / "tokens")
+    assert all(index[part][0]["documents"] for part in ("train", "validation"))
 
 
 def test_parquet_gives_the_tokens_of_json_lines(tmp_path):

@@ -3,7 +3,7 @@
 FILE.jsonl, FILE.json    one JSON object per line, with the text in one of its fields
 FILE.jsonl of --chat     one chat per line: chat.py
 FILE.parquet             one document per row, with the text in one of its columns
-any other name           a text file: one document
+any other name           a text file: one document; above 10 MB, its lines in documents of 1 MB
 """
 
 import json
@@ -15,6 +15,8 @@ from pathlib import Path
 from arguments import UserError
 
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # other files: "text"
+LONGEST = 10_000_000  # bytes of a text file that is one document
+MEGABYTE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Piece:
     kind: str
     files: tuple[str, ...]
     nbytes: int
-    first: int = 0  # JSON lines: the lines that begin from this byte on; Parquet: row groups
+    first: int = 0  # the lines that begin from this byte on; Parquet: row groups
     stop: int = 0
 
 
@@ -40,6 +42,8 @@ def pieces_of(files: list[Path], most: int, are_chats: bool = False) -> list[Pie
             raise UserError(f"there is no file {file}")
         name, size = str(file), file.stat().st_size
         kind = "chat" if are_chats else KINDS.get(file.suffix, "text")
+        if kind == "text" and size > LONGEST:
+            kind = "long text"
         if kind == "text":
             texts.append(name)
             nbytes += size
@@ -48,7 +52,7 @@ def pieces_of(files: list[Path], most: int, are_chats: bool = False) -> list[Pie
             texts, nbytes = [], 0
         if kind == "chat":  # in one piece: an error names the number of the line
             pieces.append(Piece(kind, (name,), size))
-        if kind == "jsonl":
+        if kind in ("jsonl", "long text"):
             edges = [*range(0, size, most), size]
             ranges = pairwise(edges)
             pieces += [Piece(kind, (name,), b - a, a, b) for a, b in ranges]
@@ -67,17 +71,12 @@ def documents_of(piece: Piece, field: str) -> Iterator[bytes]:
 
     field: the name of the field, or column, that has the text. Raises `UserError` if it is missing.
     """
-    readers = {"text": text_files, "jsonl": json_lines, "parquet": rows}
+    readers = {"text": text_files, "long text": long_text, "jsonl": json_lines, "parquet": rows}
     return filter(None, readers[piece.kind](piece, field))
 
 
-def text_files(piece: Piece, field: str) -> Iterator[bytes]:
-    for file in piece.files:
-        yield Path(file).read_bytes()
-
-
-def json_lines(piece: Piece, field: str) -> Iterator[bytes]:
-    """The lines that begin in the piece: the last one may end behind it."""
+def lines_of(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """(first byte, line) of the lines that begin in the piece: the last one may end behind it."""
     (name,) = piece.files
     with open(name, "rb") as file:
         if piece.first:  # the previous piece has the line that crosses this border
@@ -86,9 +85,32 @@ def json_lines(piece: Piece, field: str) -> Iterator[bytes]:
         start = file.tell()
         while start < piece.stop:
             line = file.readline()
-            if line.strip():
-                yield text_in(line, field, f"the line from byte {start} of {name}")
+            yield start, line
             start += len(line)
+
+
+def text_files(piece: Piece, field: str) -> Iterator[bytes]:
+    for file in piece.files:
+        yield Path(file).read_bytes()
+
+
+def long_text(piece: Piece, field: str) -> Iterator[bytes]:
+    """The whole file as one document could not be divided into training and held-out text."""
+    lines, size = [], 0
+    for _, line in lines_of(piece):
+        lines.append(line)
+        size += len(line)
+        if size >= MEGABYTE:
+            yield b"".join(lines)
+            lines, size = [], 0
+    yield b"".join(lines)
+
+
+def json_lines(piece: Piece, field: str) -> Iterator[bytes]:
+    (name,) = piece.files
+    for start, line in lines_of(piece):
+        if line.strip():
+            yield text_in(line, field, f"the line from byte {start} of {name}")
 
 
 def text_in(line: bytes, field: str, place: str) -> bytes:

@@ -155,6 +155,8 @@ def their_config(config: GPTConfig, end: int):
     if not config.is_llama:
         if config.qk_norm or config.window or config.kv_heads < config.heads:
             raise UserError("transformers' GPT-2 has no --qk-norm, --window or --kv-heads")
+        if config.head_dim * config.heads != config.dim:
+            raise UserError("transformers' GPT-2 has no --head-dim: there it is --dim / --heads")
         return GPT2Config(
             **common,
             n_positions=config.block_size,

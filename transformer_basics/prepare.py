@@ -6,10 +6,11 @@
     python transformer_basics/train.py --data runs/tokens --steps 100 --document-masks
     python transformer_basics/prepare.py runs/tokens --verify        # reads every byte
 
-The input is text files (each one document), JSON lines or Parquet files. Each piece of the input
-becomes one shard of training tokens and one of held-out tokens: so neither the number of processes
-nor a kill changes the result. The same command continues after a kill with the pieces that lack
-their shards. Look at index.json in the folder: the shards, their sizes and their checksums.
+The input is text files (each one document, or one per MB above 10 MB), JSON lines or Parquet files.
+Each piece of the input becomes one shard of training tokens and one of held-out tokens: so neither
+the number of processes nor a kill changes the result. The same command continues after a kill with
+the pieces that lack their shards. Look at index.json in the folder: the shards, their sizes and
+their checksums.
 """
 
 import json
@@ -72,7 +73,7 @@ def prepare(args) -> None:
             if not found:
                 raise UserError(
                     f"of all documents none is for {part}: give more documents, or another "
-                    "--held-out-every (a text file is one document)"
+                    "--held-out-every (a text file up to 10 MB is one document)"
                 )
         write_index(folder, tokenizer, entries)  # from here on train.py takes the folder
     for file in (*sidecars, *folder.glob("*.tmp")):
@@ -224,7 +225,12 @@ def parse_args():
     add("--tokenizer", help="id on the Hugging Face hub or directory (default: bytes as tokens)")
     every = "hold out one in N documents, chosen by a checksum of its text"
     add("--held-out-every", type=at_least(2), default=20, help=every)
-    add("--shard-mb", type=above(0), default=256, help="MB of text per shard; Parquet: a row group")
+    add(
+        "--shard-mb",
+        type=above(0),
+        default=256,
+        help="MB of text per shard; Parquet: a row group; --chat: a file",
+    )
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--processes", type=at_least(1), default=here, help="processes (default: all processors)")
     add("--verify", action="store_true", help="check the checksum of every shard in the folder")

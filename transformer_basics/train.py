@@ -64,6 +64,10 @@ def train(settings: Settings, worker: Worker) -> int:
     report = Report(settings, config, first_step, saved_run, worker)
     writer = CheckpointWriter(folder, parts, settings, worker)
     step, stopped_by = first_step, 0
+    if step and (step % settings.eval_every == 0 or step == settings.steps):
+        # It was stopped between a save and its evaluation, or the evaluation is repeated.
+        loss = evaluate(model, pipeline, held_out, mesh, settings)
+        report.validation(step, (step - 1) // batches.per_epoch, loss)
     if settings.gc_every:
         gc.disable()  # collection on one rank would make all other ranks wait
 
@@ -90,13 +94,13 @@ def train(settings: Settings, worker: Worker) -> int:
             writer.finish()  # an asynchronous save from before: it counts, whatever follows
             report.training(step, epoch, mean_over_ranks(loss, mesh), lr, float(norm))
             check_replicas(model, step, worker)  # replicas can diverge without an error
-            if evaluating:
-                loss = evaluate(model, pipeline, held_out, mesh, settings)
-                report.validation(step, epoch, loss)
-            if saving:
+            if saving:  # before the evaluation, which may take longer than a scheduler waits
                 writer.save(step, run | report.cost())
             if stopped_by:
                 break
+            if evaluating:
+                loss = evaluate(model, pipeline, held_out, mesh, settings)
+                report.validation(step, epoch, loss)
             report.training_goes_on(step)
 
     writer.finish()  # before anything says that the run is saved

@@ -287,6 +287,8 @@ def refused(worker, folder) -> dict:
     if FSDP:
         values = {
             "constant": lambda: torch.ones(3),
+            "constants": lambda: {"of each layer": [0, (torch.ones(3), torch.ones(4))]},
+            "rates": lambda: [rate.item() for rate in torch.linspace(0, 0.1, 3)],
             "scalar": lambda: nn.Parameter(torch.ones(())),
             "empty": lambda: nn.Parameter(torch.ones(0, 3)),
         }
