@@ -155,6 +155,8 @@ def test_07_training_amplifies_rounding_in_float32_alone():
     said = re.findall(r"float(\d+): .* 10 steps (\S+), in 88 (\S+)", printed("07", "cell-13"))
     (few32, many32), (few64, many64) = ((float(few), float(many)) for _, few, many in said)
     assert many32 > 100 * few32, 'the text says "several hundred times"'
+    scheduled = re.search(r"cosine: .* 10 steps (\S+), in 88 (\S+)", printed("07", "cell-13"))
+    assert float(scheduled[2]) < 10 * float(scheduled[1]), 'the text says "a few times only"'
     assert few64 < 1e-12
     assert many64 < 1e-9
 
