@@ -27,7 +27,7 @@ from data import Batches, bigram_loss
 from evaluation import held_out_windows
 from flags import parse_args
 from helpers import ROOT, python, read_metrics, torchrun
-from hugging_face import from_hugging_face, to_hugging_face
+from hugging_face import from_hugging_face, their_config, to_hugging_face
 from model import GPT, GPTConfig, cross_entropy, initialize
 from on_demand import OnDemand
 from optimizer import schedule, set_learning_rate
@@ -1070,6 +1070,13 @@ def test_it_learns_more_than_pairs(corpus, tmp_path):
     assert held_out(tmp_path)[-1] < bigram - 0.1
 
 
+def test_a_gpt2_with_a_head_dim_of_its_own_is_not_exported():
+    shape = {"vocab_size": 256, "block_size": 16, "layers": 1, "heads": 2, "dim": 16}
+    assert their_config(GPTConfig(**shape), 0).n_head == 2
+    with pytest.raises(UserError, match="GPT-2 has no --head-dim"):
+        their_config(GPTConfig(**shape, head_dim=16), 0)
+
+
 @pytest.mark.slow
 def test_tokenizer_of_a_directory(corpus, tmp_path):
     """Words of a tokenizer that was trained here: data, sample and export use it."""
@@ -1080,8 +1087,8 @@ def test_tokenizer_of_a_directory(corpus, tmp_path):
     trained.train([str(file) for file in corpus], vocab_size=300, special_tokens=["<pad>", "<end>"])
     own = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<end>")
     own.save_pretrained(tmp_path / "tokenizer")
-    args = (*TINY, "--tokenizer", tmp_path / "tokenizer", "--prompt", "import ")
-    said = pool.run(TRAIN, *args, "--output-dir", tmp_path / "run", "--data", *corpus).check()
+    args = (*TINY, "--prompt", "import ", "--output-dir", tmp_path / "run", "--data", *corpus)
+    said = pool.run(TRAIN, *args, "--tokenizer", "tokenizer", cwd=tmp_path).check()
     assert "---- 12 tokens after 'import ':\nimport " in said.output
     exported = pool.run(FOLDER / "export.py", tmp_path / "run", tmp_path / "exported")
     assert exported.check()
@@ -1091,6 +1098,15 @@ def test_tokenizer_of_a_directory(corpus, tmp_path):
     text = "def f(x):\n    return x"
     assert again(text)["input_ids"] == own(text)["input_ids"]
     assert again.decode(again(text)["input_ids"]) == text
+    (tmp_path / "tokenizer").rename(tmp_path / "moved")
+    for script in ("export.py", "generate.py"):
+        folders = (tmp_path / "run", tmp_path / "other")[: 2 if script == "export.py" else 1]
+        lost = pool.run(FOLDER / script, *folders)
+        assert lost.returncode == 2
+        assert f"cannot load --tokenizer {tmp_path}/tokenizer: " in lost.output
+    more = pool.run(TRAIN, *args, "--tokenizer", tmp_path / "moved", "--steps", 9).check()
+    assert "after step 8\n" in more.output
+    pool.run(FOLDER / "export.py", tmp_path / "run", tmp_path / "other").check()
 
 
 @pytest.mark.slow

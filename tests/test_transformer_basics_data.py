@@ -354,6 +354,8 @@ def test_another_tokenizer(prepared, one_rank, tmp_path):
     first = corpus.train[0].tokens[: corpus.train[0].starts[1]]
     assert set(first[1:-1].tolist()) <= {2}  # after the number, which is unknown: one word
     assert first[-1] == 1  # the end of the document
+    moved = str(word_tokenizer(tmp_path / "moved", ["w\u00f6rd", "other"]))
+    assert data.load_corpus([folder], moved, one_rank).checksum == corpus.checksum
     word_tokenizer(tmp_path / "words", ["other", "w\u00f6rd"])  # the same name, other numbers
     with pytest.raises(UserError, match="was prepared with another vocabulary than"):
         data.load_corpus([folder], name, one_rank)

@@ -72,17 +72,19 @@ def load_corpus(sources: list[Path], tokenizer_name: str | None, worker: Worker)
 
 def check_vocabulary(folder: Path, index: dict, tokenizer: Tokenizer) -> None:
     """Raise `UserError` unless the tokens of `folder` are those of this tokenizer."""
+    ours = vocabulary_of(tokenizer)
+    if all(index[name] == value for name, value in ours.items() if name != "tokenizer"):
+        return  # also if its directory has moved
     if index["tokenizer"] != tokenizer.name:
         before, now = (name or "none (bytes)" for name in (index["tokenizer"], tokenizer.name))
         raise UserError(
             f"{folder} was prepared with --tokenizer {before}, not {now}: give train.py the "
             "--tokenizer of prepare.py, or prepare the text again"
         )
-    if any(index[name] != value for name, value in vocabulary_of(tokenizer).items()):
-        raise UserError(
-            f"{folder} was prepared with another vocabulary than --tokenizer {tokenizer.name} has "
-            "now: prepare the text again"
-        )
+    raise UserError(
+        f"{folder} was prepared with another vocabulary than --tokenizer {tokenizer.name} has now: "
+        "prepare the text again"
+    )
 
 
 def check_some_bytes(folder: Path, index: dict, worker: Worker) -> None:

@@ -22,6 +22,7 @@ from hugging_face import their_config, to_hugging_face
 from lora import add_adapters, merged_state
 from model import GPT
 from runtime import Worker, distributed_worker
+from tokenizing import load_tokenizer
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
@@ -47,6 +48,7 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
 
     model, run = load_model(checkpoint, saved_model, worker)
     config, named = model.config, run["tokenizer"]
+    load_tokenizer(named)  # raises `UserError` if it is not there any more
     tokenizer = AutoTokenizer.from_pretrained(named) if named else byte_tokenizer()
     end = tokenizer.eos_token_id or 0  # as data.py ends a document
     theirs = AutoModelForCausalLM.from_config(their_config(config, end))

@@ -39,7 +39,9 @@ def resume_or_initialize(
     step, saved_run = 0, {}
     if folder:
         check_shared(folder, worker)
-        identity = {name: value for name, value in run.items() if name != "steps"}
+        # The checksum of the tokens is that of a tokenizer, whose directory may move.
+        may_change = ("steps", "tokenizer")
+        identity = {name: value for name, value in run.items() if name not in may_change}
         step, saved_run = resume(folder, parts, identity, worker)
     if step > settings.steps:
         raise UserError(f"{folder} is at step {step}, beyond --steps {settings.steps}")

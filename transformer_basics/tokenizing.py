@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from arguments import UserError
@@ -33,6 +34,7 @@ class Tokenizer:
 def load_tokenizer(name: str | None) -> Tokenizer:
     """name: id on the Hugging Face hub or a directory; None: one token per byte, 0 ends a document.
 
+    A directory becomes an absolute path, so that generate.py and export.py find it from any other.
     Raises `UserError` if the tokenizer cannot be loaded.
     """
     if name is None:
@@ -60,6 +62,7 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     checksum = hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
     end = loaded.eos_token_id or 0
     render = chat_template if loaded.chat_template else None
+    name = str(Path(name).resolve()) if Path(name).is_dir() else name
     return Tokenizer(name, encode, loaded.decode, len(loaded), end, checksum, render)
 
 

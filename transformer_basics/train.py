@@ -60,6 +60,7 @@ def train(settings: Settings, worker: Worker) -> int:
     parts = {"model": model, "optimizer": optimizer}
     run = settings.identity() | {"vocab_size": config.vocab_size, "token_count": config.token_count}
     run |= {"steps": settings.steps, "data": f"tokens {corpus.checksum}"}
+    run |= {"tokenizer": corpus.tokenizer.name}
     first_step, saved_run = resume_or_initialize(folder, parts, run, settings, worker)
     report = Report(settings, config, first_step, saved_run, worker)
     writer = CheckpointWriter(folder, parts, settings, worker)
