@@ -1,6 +1,7 @@
 """Load each rank's batches of a data set, in an order that a restarted run can resume."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from itertools import islice
@@ -170,8 +171,8 @@ def digests(samples: list) -> tuple[str, str]:
         if isinstance(leaf, int | str | bytes):
             exact.append(repr(leaf))
         elif hasattr(leaf, "tolist"):  # a tensor; an array or a number of NumPy
-            numbers = repr(leaf.tolist())
-            (values if "float" in str(leaf.dtype) else exact).append(numbers)
+            is_exact = not re.search("float|complex", str(getattr(leaf, "dtype", "")))
+            (exact if is_exact else values).append(repr(leaf.tolist()))
         elif hasattr(leaf, "tobytes"):  # an image of PIL
             values.append(repr(leaf.tobytes()))
         elif isinstance(leaf, float | complex):

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+from array import array
 from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -139,6 +140,7 @@ def test_with_workers_no_sample_is_read_in_the_rank():
         (b"1", b"2", True),
         (True, False, True),
         (np.int64(3), np.int64(4), True),
+        (array("b", [3]), array("b", [4]), True),
         (torch.tensor(3), torch.tensor(4), True),
         ({"text": ["a", "b"]}, {"text": ["a", "c"]}, True),
         (0.5, 0.75, False),
