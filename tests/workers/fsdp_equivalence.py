@@ -49,6 +49,7 @@ CASES = {
     },
     "sgd, hybrid": {"dp_replicate": 2},
     "adamw, hybrid, clip": {"optimizer": "adamw", "dp_replicate": 2, "clip": 0.1},
+    "sgd, hybrid, padded, accumulate": {"dp_replicate": 2, "padded": True, "accumulate": 2},
     "sgd, padded": {"padded": True},
     "sgd, padded, accumulate, clip": {"padded": True, "accumulate": 2, "clip": 0.1},
     "adamw, padded": {"padded": True, "optimizer": "adamw"},
