@@ -103,8 +103,8 @@ def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> st
 
     The check compares the length and three samples of each data set. An empty data set is an error,
     and so is a stream, which has no length.
-    Returns what a run that continues compares: the lengths, and a digest of what is exact in the
-    samples, such as labels. (Another version of a decoder may change an image a little.)
+    Returns what a run that continues compares: the lengths, and a digest of the integers in the
+    samples, such as labels. (A text may be a path, and another decoder may change an image a bit.)
     """
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         raise UserError(
@@ -165,17 +165,17 @@ def digests_of_samples(dataset: Dataset, workers: int) -> tuple[str, str]:
 
 
 def digests(samples: list) -> tuple[str, str]:
-    """Of all numbers, texts and images in `samples`, and of its integers and texts alone."""
+    """Of all numbers, texts and images in `samples`, and of its integers alone."""
     values, exact = [], []
     for leaf in leaves_of(samples):
-        if isinstance(leaf, int | str | bytes):
+        if isinstance(leaf, int):
             exact.append(repr(leaf))
-        elif hasattr(leaf, "tolist"):  # a tensor; an array or a number of NumPy
-            is_exact = not re.search("float|complex", str(getattr(leaf, "dtype", "")))
-            (exact if is_exact else values).append(repr(leaf.tolist()))
+        elif hasattr(leaf, "tolist"):  # a tensor; an array or a scalar of NumPy
+            are_integers = re.search("int|bool", str(getattr(leaf, "dtype", "")))
+            (exact if are_integers else values).append(repr(leaf.tolist()))
         elif hasattr(leaf, "tobytes"):  # an image of PIL
             values.append(repr(leaf.tobytes()))
-        elif isinstance(leaf, float | complex):
+        elif isinstance(leaf, float | complex | str | bytes):
             values.append(repr(leaf))
     return digest_of(values + exact), digest_of(exact)
 
