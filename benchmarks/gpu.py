@@ -48,6 +48,8 @@ def main() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             # Job.run_all then ends the running commands
             signal.signal(number, lambda number, _: sys.exit(128 + number))
+    # A shell's `&` ignores SIGINT, and a command inherits that: it would not end by Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     day = {**identity(args), "date": str(date.today()), "steps": args.earlier}
     with only_run_in(args.output_dir), guard():
         for name in args.only or STEPS:

@@ -41,7 +41,8 @@ def carry_out(gpu, monkeypatch, folder, *flags, **steps) -> tuple[int, dict]:
     monkeypatch.setattr(gpu, "STEPS", steps)
     arguments = ["gpu.py", "--device", "cpu", "--output-dir", str(folder), *flags]
     monkeypatch.setattr(sys, "argv", arguments)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         with pytest.raises(SystemExit) as end:
             gpu.main()
