@@ -1,6 +1,6 @@
 """Tokenise text of any size into shards for train.py, with all processors of a machine.
 
-    python transformer_basics/prepare.py runs/tokens */*.md
+    python transformer_basics/prepare.py runs/tokens */*.md --held-out-every 5
     python transformer_basics/prepare.py FOLDER FILE.jsonl --field text --tokenizer gpt2
     python transformer_basics/prepare.py FOLDER FILE.jsonl --chat        # chat.py says what counts
     python transformer_basics/train.py --data runs/tokens --steps 100 --document-masks
@@ -72,8 +72,8 @@ def prepare(args) -> None:
         for part, found in entries.items():
             if not found:
                 raise UserError(
-                    f"of all documents none is for {part}: give more documents, or another "
-                    "--held-out-every (a text file up to 10 MB is one document)"
+                    f"of all documents none is for {part}: give more of them, or another "
+                    "--held-out-every, and an empty folder (up to 10 MB a text file is one)"
                 )
         write_index(folder, tokenizer, entries)  # from here on train.py takes the folder
     for file in (*sidecars, *folder.glob("*.tmp")):
