@@ -38,10 +38,11 @@ from library import library_files
 from materialize import allocate, build_on_meta, initialize
 from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memory
 from model import export, from_hub, prepare
+from optimizer import make_optimizer, set_learning_rate
 from replicas import average_buffers, check_replicas
 from runtime import Worker, distributed_worker
 from stopping import StopRequests, goodbye
-from task import MODEL, collate, compute_loss, lr_factor, units
+from task import MODEL, collate, compute_loss, units
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -288,36 +289,6 @@ def train_step(
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.clip, grad_norm)
     optimizer.step()
     return loss_sum / count, grad_norm
-
-
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW, with its state sharded like the parameters. Matrices decay, norms do not."""
-    groups = {}
-    for name, parameter in model.named_parameters():
-        lr = settings.lr * (1.0 if settings.model else lr_factor(name))
-        weight_decay = settings.weight_decay if parameter.dim() > 1 else 0.0
-        groups.setdefault((lr, weight_decay), []).append(parameter)
-    # fused: one call for all shards of a group.
-    return torch.optim.AdamW(
-        [{"params": ps, "lr": lr, "weight_decay": decay} for (lr, decay), ps in groups.items()],
-        fused=True,
-    )
-
-
-def set_learning_rate(optimizer, step: int, total_steps: int, settings: Settings) -> float:
-    """Give each group its rate for `step`: its own lr at the start, times the schedule's factor.
-
-    The factor rises linearly to 1 in the warm-up, then falls linearly to 0. Returns --lr times it.
-    """
-    warmup = round(settings.warmup * total_steps)
-    if step < warmup:
-        factor = (step + 1) / warmup
-    else:
-        factor = (total_steps - step) / max(1, total_steps - warmup)
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-        group["lr"] = factor * group["initial_lr"]
-    return factor * settings.lr
 
 
 if __name__ == "__main__":
