@@ -18,19 +18,19 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 
-from preflight_fleet import Fleet
+from preflight_fleet import Fleet, read_hosts
 from preflight_verdict import (
     broken_links,
     differing,
+    ring,
     rounds,
     slow_devices,
     slow_links,
     wrong_clocks,
 )
 
-SECONDS = 0.2  # for each direction of each pair, and for one core of a processor
+SECONDS = 0.2  # for each direction of each pair, and for one core of a processor, five times
 
 
 def main() -> None:
@@ -102,26 +102,6 @@ def fleet_of(args) -> tuple[dict[str, str | None], str]:
     return read_hosts(args.hosts), "ssh"
 
 
-def read_hosts(file: str) -> dict[str, str | None]:
-    """The hosts in order, as launch.py reads them: name for ssh -> address, or None."""
-    try:
-        lines = Path(file).read_text().splitlines()
-    except OSError as error:
-        fail(f"the hosts file {file}: {error.strerror}")
-    rows = [words for line in lines if (words := line.partition("#")[0].split())]
-    hosts = {row[0]: row[1] if row[1:] else None for row in rows}
-    if not hosts or len(hosts) < len(rows):
-        fail(f"{file} names {'a host more than once' if hosts else 'no host'}")
-    if max(map(len, rows)) > 2:
-        fail(f"{file}: a line has a name, or a name and an address")
-    return hosts
-
-
-def fail(sentence: str):
-    print(f"preflight.py: error: {sentence}", file=sys.stderr)
-    sys.exit(2)
-
-
 # ---- the checks
 
 
@@ -165,15 +145,11 @@ def look_at_those_that_answer(fleet: Fleet, names: list[str], args) -> list[str]
 
     say("matmul")
     turns = [[i] for i in fleet.here] if args.lab else [fleet.here]  # the lab shares its processors
-    speeds = {}
-    for turn in turns:
-        told = {"do": "matmul", "seconds": SECONDS, "gpu_seconds": args.gpu_seconds}
-        speeds |= fleet.ask(dict.fromkeys(turn, told), seconds=60 + args.gpu_seconds)
-    for i, about in speeds.items():
+    cores, on_gpus = measure_products(fleet, turns, args.gpu_seconds)
+    for i, about in on_gpus.items():
         found += [f"{names[i]}: {sentence}" for sentence in about["wrong"]]
-    found += slow_devices(
-        [names[i] for i in speeds], [about["speeds"] for about in speeds.values()], args.slow
-    )
+    speeds = [[cores[i], *about["speeds"]] for i, about in on_gpus.items()]
+    found += slow_devices([names[i] for i in on_gpus], speeds, args.slow)
     return found
 
 
@@ -272,12 +248,20 @@ def measure_all_reduce(
     ]
 
 
-def ring(hosts: list[int]) -> list[list[tuple[int, int]]]:
-    """Neighbours in a ring of the hosts, in rounds in which no host has two partners."""
-    count = len(hosts)
-    pairs = [(hosts[i], hosts[(i + 1) % count]) for i in range(count if count > 2 else count - 1)]
-    last = pairs[count - 1 :] if count % 2 and count > 2 else []
-    return [pairs[: count // 2 * 2 : 2], pairs[1::2], last]
+def measure_products(
+    fleet: Fleet, turns: list[list[int]], gpu_seconds: float
+) -> tuple[dict[int, float], dict[int, dict]]:
+    """FLOP per second of one core of each host, the best of five times: the load of a moment is
+    not a slow processor. And what the agent's `gpu_products` says of its GPUs."""
+    cores, on_gpus = {}, {}
+    for turn in turns * 5:
+        told = {i: {"do": "products", "seconds": SECONDS} for i in turn}
+        for i, speed in fleet.ask(told, seconds=60).items():
+            cores[i] = max(speed, cores.get(i, 0))
+    for turn in turns:
+        told = {i: {"do": "gpu_products", "seconds": gpu_seconds} for i in turn}
+        on_gpus |= fleet.ask(told, seconds=60 + gpu_seconds)
+    return cores, on_gpus
 
 
 def per_second(rate: float) -> str:

@@ -1,4 +1,4 @@
-"""Start an agent on each host, and send it requests over ssh, srun or the lab's pipes.
+"""Read the file of hosts, start an agent on each, send it requests over ssh, srun or lab pipes.
 
 Used by clusters/preflight.py. The requests do not use the network under test.
 """
@@ -21,6 +21,26 @@ SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 # --overlap: the step may share CPUs with another step, and gets all of the job's CPUs and GPUs on
 # its host.
 SRUN = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--unbuffered"]
+
+
+def read_hosts(file: str) -> dict[str, str | None]:
+    """The hosts in order, as launch.py reads them: name for ssh -> address, or None."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError as error:
+        fail(f"the hosts file {file}: {error.strerror}")
+    rows = [words for line in lines if (words := line.partition("#")[0].split())]
+    hosts = {row[0]: row[1] if row[1:] else None for row in rows}
+    if not hosts or len(hosts) < len(rows):
+        fail(f"{file} names {'a host more than once' if hosts else 'no host'}")
+    if max(map(len, rows)) > 2:
+        fail(f"{file}: a line has a name, or a name and an address")
+    return hosts
+
+
+def fail(sentence: str):
+    print(f"preflight.py: error: {sentence}", file=sys.stderr)
+    sys.exit(2)
 
 
 class Fleet:

@@ -23,6 +23,14 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return plan
 
 
+def ring(hosts: list[int]) -> list[list[tuple[int, int]]]:
+    """Neighbours in a ring of the hosts, in rounds in which no host has two partners."""
+    count = len(hosts)
+    pairs = [(hosts[i], hosts[(i + 1) % count]) for i in range(count if count > 2 else count - 1)]
+    last = pairs[count - 1 :] if count % 2 and count > 2 else []
+    return [pairs[: count // 2 * 2 : 2], pairs[1::2], last]
+
+
 def differing(hosts: list[str], same: list[dict]) -> list[str]:
     """Name the hosts whose values differ from those of most hosts."""
     found = []

@@ -110,6 +110,26 @@ def test_clocks_and_devices():
     ]
 
 
+class Busy(preflight_fleet.Fleet):
+    """Two hosts without GPUs; other programs halve the speed of b in all moments but one."""
+
+    def __init__(self):
+        self.moments = iter([50e9, 51e9, 99e9, 50e9, 52e9])
+
+    def ask(self, told: dict[int, dict], seconds: float) -> dict:
+        (request,) = {json.dumps(request) for request in told.values()}
+        if json.loads(request)["do"] == "products":
+            return {host: next(self.moments) if host else 100e9 for host in told}
+        return {host: {"speeds": [], "wrong": []} for host in told}
+
+
+@pytest.mark.parametrize("turns", [[[0], [1]], [[0, 1]]])
+def test_a_processor_that_is_busy_for_moments_is_not_slow(turns):
+    cores, on_gpus = preflight.measure_products(Busy(), turns, 10)
+    assert cores == {0: 100e9, 1: 99e9}
+    assert on_gpus == {host: {"speeds": [], "wrong": []} for host in (0, 1)}
+
+
 def test_a_card_that_is_slow_on_all_measured_hosts_is_not_one_hosts_fault():
     found = verdict.slow_links(["a", "b"], {(0, 1): 10.0}, 0.6, str, "link of GPU 3", best=50.0)
     assert found == ["a - b: the link of GPU 3 is slow: 10.0, the best pair 50.0"]
@@ -228,7 +248,7 @@ def test_one_slow_card_of_many_is_named():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8])
 def test_a_ring_of_neighbours(count):
-    rounds = preflight.ring(list(range(10, 10 + count)))
+    rounds = verdict.ring(list(range(10, 10 + count)))
     for pairs in rounds:
         assert len({host for pair in pairs for host in pair}) == 2 * len(pairs)
     met = Counter(host for pairs in rounds for pair in pairs for host in pair)
