@@ -25,7 +25,8 @@ def save_checkpoint(
     step: optimizer steps done, which is also the position in the data.
     run: the settings, which `resume` compares with those of the run that continues.
     keep: the number of newest checkpoints to keep.
-    Raises `UserError` if the write fails; older checkpoints stay untouched.
+    Raises `UserError` if the write fails, or if another run saves to `folder`; older checkpoints
+    stay untouched.
     """
     generators = {"cpu": torch.get_rng_state()}
     if worker.device.type == "cuda":
@@ -40,6 +41,11 @@ def save_checkpoint(
         state["buffers"] = dict(parts["model"].named_buffers())  # a state dict may omit some
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            foreign = [other.name for other in saves(folder) if other >= file]
+            if foreign:  # this run began after the newest save
+                raise UserError(
+                    f"another run wrote {foreign[-1]} to {folder}: choose another --output-dir"
+                )
             write_file(file, state)
             killed = folder.glob("step_*.tmp")  # what a kill has left of a save
             for old in [*saves(folder)[:-keep], *killed]:

@@ -73,8 +73,10 @@ def train(settings: Settings, worker: Worker) -> int:
     step, saved_run = resume(folder, parts, run, worker) if folder else (0, {})
     run["total_steps"] = total_steps
     if step > total_steps:
-        beyond = f"beyond the {total_steps} steps of --epochs {settings.epochs}"
-        raise UserError(f"{folder} is at step {step}, {beyond}")
+        raise UserError(
+            f"{folder} is at step {step}, beyond the {total_steps} steps of --epochs "
+            f"{settings.epochs}: choose more epochs, or another --output-dir"
+        )
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "

@@ -80,7 +80,8 @@ def save_checkpoint(
     step: optimizer steps done, which is also the position in the data.
     run: settings, so that the state is continued under the same ones.
     keep: how many of the newest saves stay.
-    Raises `UserError` if it cannot be written; those before are then untouched.
+    Raises `UserError` if it cannot be written, or if another run saves to `folder`; those before
+    are then untouched.
     """
     start_save(folder, parts, step, run, worker, keep)()
 
@@ -99,8 +100,17 @@ def start_save(
     group: None: everything is written now. A Gloo group that is used for nothing else: the shards
         are copied now, and a thread writes them while training goes on.
     """
-    temporary = folder / "unfinished"
-    together(lambda: make_empty(temporary) if worker.is_main else None)
+    temporary, final = folder / "unfinished", folder / f"step_{step:08}"
+
+    def begin() -> None:
+        foreign = [other.name for other in saves(folder) if other >= final]
+        if foreign:  # this run began after the newest save
+            raise UserError(
+                f"another run wrote {foreign[-1]} to {folder}: choose another --output-dir"
+            )
+        make_empty(temporary)
+
+    together(lambda: begin() if worker.is_main else None)
     generators = {"cpu": torch.get_rng_state()}
     if worker.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state(worker.device)
@@ -149,7 +159,7 @@ def start_save(
         state["generators"] = [generators for generators, _ in collected]
         state["checksums"] = checksums
         write_file(temporary / "run.pt", state)
-        os.replace(temporary, folder / f"step_{step:08}")  # from here on the new save counts
+        os.replace(temporary, final)  # from here on the new save counts
         for old in saves(folder)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 

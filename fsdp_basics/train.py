@@ -84,8 +84,10 @@ def train(settings: Settings, worker: Worker) -> int:
         initialize(model, build, worker)
     move_buffers(model, worker.device)  # with --offload: FSDP moves parameters only
     if step > total_steps:
-        beyond = f"beyond the {total_steps} steps of --epochs {settings.epochs}"
-        raise UserError(f"{folder} is at step {step}, {beyond}")
+        raise UserError(
+            f"{folder} is at step {step}, beyond the {total_steps} steps of --epochs "
+            f"{settings.epochs}: choose more epochs, or another --output-dir"
+        )
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "

@@ -113,8 +113,10 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
         before.loss = evaluate(model, eval_set, tokenizer, settings, worker)
         before.texts = generate(model, eval_set, tokenizer, settings, worker)
     if step > total_steps:
-        beyond = f"beyond the {total_steps} steps of --epochs {settings.epochs}"
-        raise UserError(f"{checkpoints} is at step {step}, {beyond}")
+        raise UserError(
+            f"{checkpoints} is at step {step}, beyond the {total_steps} steps of --epochs "
+            f"{settings.epochs}: choose more epochs, or another --output-dir"
+        )
     if worker.is_main and saved_run.get("total_steps", total_steps) != total_steps:
         print(
             f"planned for {saved_run['total_steps']} steps, now for {total_steps}: from here on "

@@ -599,7 +599,7 @@ def test_run_can_be_made_longer(short, tmp_path):
     before = (folder / "metrics.jsonl").read_bytes()
     result = pool.run(TRAIN, "--epochs", 2, *args[2:])
     assert result.returncode == 2
-    assert "checkpoints is at step 66, beyond the 44 steps of --epochs 2" in result.output
+    assert "checkpoints is at step 66, beyond the 44 steps of --epochs 2: choose more epochs, or" in result.output
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -728,6 +728,18 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, group):
     parts = {"model": torch.nn.Linear(2, 2)}
     with pytest.raises(UserError, match=r"^cannot save to .*checkpoints: .*File exists"):
         checkpoint.save_checkpoint(tmp_path / "checkpoints", parts, 1, {}, Worker(0, 0, 1, CPU))
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_two_runs_in_one_folder_are_noticed(tmp_path, group, step):
+    """The other run's save stays; without the check, --keep would remove this run's own saves."""
+    worker, parts = Worker(0, 0, 1, CPU), {"model": torch.nn.Linear(2, 2)}
+    checkpoint.save_checkpoint(tmp_path, parts, step, {}, worker)
+    of_the_other = (tmp_path / f"step_{step:08}.pt").read_bytes()
+    with pytest.raises(UserError, match=rf"^another run wrote step_{step:08}.pt to .*: choose"):
+        checkpoint.save_checkpoint(tmp_path, parts, 3, {}, worker)
+    assert [file.name for file in tmp_path.iterdir()] == [f"step_{step:08}.pt"]
+    assert (tmp_path / f"step_{step:08}.pt").read_bytes() == of_the_other
 
 
 def test_only_the_newest_are_kept(tmp_path):

@@ -5,6 +5,8 @@ import zlib
 import pytest
 import torch
 from arguments import UserError
+from checkpoint import save_checkpoint
+from runtime import Worker
 from saves import checksum, newest_of, problem_of, saves
 
 FILES = [".metadata", *(f"__{rank}_0.distcp" for rank in range(4))]
@@ -54,3 +56,15 @@ def test_the_newest_whole_save_is_taken(tmp_path):
     with pytest.raises(UserError, match="a reason: move"):
         newest_of(candidates, lambda save: "a reason")
     assert newest_of([], lambda save: None) == (None, [])
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_two_runs_in_one_folder_are_noticed(tmp_path, group, step):
+    """The other run's save stays; without the check, --keep would remove this run's own saves."""
+    model, worker = torch.nn.Linear(2, 2), Worker(0, 0, 1, torch.device("cpu"))
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    save_checkpoint(tmp_path, parts, step, {}, worker)
+    with pytest.raises(UserError, match=rf"^another run wrote step_{step:08} to .*: choose"):
+        save_checkpoint(tmp_path, parts, 3, {}, worker)
+    assert [save.name for save in tmp_path.iterdir()] == [f"step_{step:08}"]
+    assert problem_of(saves(tmp_path)[0]) is None

@@ -44,7 +44,10 @@ def resume_or_initialize(
         identity = {name: value for name, value in run.items() if name not in may_change}
         step, saved_run = resume(folder, parts, identity, worker)
     if step > settings.steps:
-        raise UserError(f"{folder} is at step {step}, beyond --steps {settings.steps}")
+        raise UserError(
+            f"{folder} is at step {step}, beyond --steps {settings.steps}: choose more steps, or "
+            "another --output-dir"
+        )
     if step:
         if worker.is_main and saved_run["steps"] != settings.steps:
             print(
