@@ -111,7 +111,7 @@ def gpt_loss(model: nn.Module, x, y) -> torch.Tensor:
 
 
 def cut_loss(model: nn.Module, x, y, group) -> torch.Tensor:
-    return vocab_parallel_cross_entropy(model(x), y, group)
+    return vocab_parallel_cross_entropy(model(x), y, group=group)
 
 
 def steps(build, wrap, loss, size: str = "", copies: int = 2) -> Callable[[], float]:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
+from attention_ring import TILE
 from model import GPT, GPTConfig, cross_entropy, initialize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation, C++'s too
@@ -155,10 +156,14 @@ class Watch(TorchDispatchMode):
 
 
 def expected_flops(args, rank: int, ranks: int, balanced: bool) -> int:
-    """7 products per block: 2 in forward, 5 in backward; blocks on the diagonal count in full."""
-    block = args.length // (2 * ranks if balanced else ranks)
-    blocks = 2 * ranks + 1 if balanced else rank + 1
-    return 7 * 2 * args.batch_size * args.dim * block**2 * blocks
+    """7 products per pair of chunks: 2 in forward, 5 in backward.
+
+    A pair on the diagonal has no products above its tiles of TILE queries and keys.
+    """
+    length = args.length // (2 * ranks if balanced else ranks)
+    pairs, on_diagonal = (2 * ranks + 1, 2) if balanced else (rank + 1, 1)
+    above = sum(start * min(TILE, length - start) for start in range(0, length, TILE))
+    return 7 * 2 * args.batch_size * args.dim * (length**2 * pairs - above * on_diagonal)
 
 
 def expected_bytes(args, ranks: int) -> tuple[int, int]:

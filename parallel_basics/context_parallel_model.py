@@ -19,7 +19,12 @@ def spread_tokens(model: GPT, attention: Callable, positions_of: Callable) -> GP
 
     attention: (q, k, v), (B, H, S, D) each, of this rank's tokens -> their attention to all tokens.
     positions_of: (S, device=) -> the positions (S) of this rank's tokens in the full sequence.
+    Raises ValueError for a model with a window: `attention` has a causal mask only.
     """
+    if model.config.window:
+        raise ValueError(
+            f"ring attention has no window, and this model has one of {model.config.window}"
+        )
     model.positions = positions_of
     for block in model.blocks.values():
         block.attention.positions = positions_of

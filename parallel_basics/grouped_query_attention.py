@@ -128,7 +128,7 @@ def gradient_norm(model: nn.Module, kv_heads: int) -> Tensor:
     ranks, squares = dist.get_world_size(), torch.zeros((), device=next(model.parameters()).device)
     for name, parameter in model.named_parameters():
         holders = ranks
-        if name.startswith("attention"):
+        if "attention" in name.split("."):
             holders = copies_of(kv_heads) if "key" in name or "value" in name else 1
         squares += parameter.grad.square().sum() / holders
     dist.all_reduce(squares)

@@ -79,12 +79,14 @@ SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 
 
 def connect(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """One group for activations and one for gradients; `ranks` have the stages, in order.
+    """One group for activations and one for gradients; `ranks`, ascending, have the stages.
 
     Two groups, because NCCL runs the calls of one group in order: a send whose receiver is not
     ready would block a receive behind it. Every rank of the job must call this, also a rank that is
-    not in `ranks`.
+    not in `ranks`. Raises ValueError if they do not ascend: new_group sorts them.
     """
+    if ranks != sorted(ranks):
+        raise ValueError(f"the ranks {ranks} of a pipeline do not ascend")
     return dist.new_group(ranks), dist.new_group(ranks)
 
 
@@ -155,7 +157,8 @@ class Pipeline:
         gradient = None if self.is_last else self.receive(i, self.up, self.stage + 1)
         x, output = self.computed.pop(i)  # frees the saved activations after backward
         with self.record("B", self.stage, i):
-            output.backward(gradient)
+            if output.requires_grad:  # not of a first stage whose parameters are all frozen
+                output.backward(gradient)
         if not self.is_last:
             self.sends.pop(i).wait()  # already complete: its gradient has come back
         if not self.is_first:
@@ -163,9 +166,12 @@ class Pipeline:
             self.gradient_sends.append(work)
 
     def receive(self, i: int, group, stage: int) -> Tensor:
-        """(B, T, C) of a micro-batch: its activations, or their gradient."""
-        tokens_BT = self.inputs[i]
-        tensor = torch.empty(*tokens_BT.shape, self.model.config.dim, device=tokens_BT.device)
+        """(B, T, C) of a micro-batch: its activations, or their gradient.
+
+        All stages compute in the dtype of their parameters.
+        """
+        shape, like = self.inputs[i].shape, next(self.model.parameters())
+        tensor = torch.empty(*shape, self.model.config.dim, dtype=like.dtype, device=like.device)
         dist.irecv(tensor, group=group, group_src=stage).wait()
         return tensor
 

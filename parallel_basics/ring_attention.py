@@ -9,7 +9,8 @@ A token's query needs the keys and values of all earlier tokens, and most are on
 ranks form a ring: each computes attention to the keys and values that it has, while it sends them
 to the next rank and receives those of the previous rank. After N steps every query has met every
 key. No rank ever held more than three blocks of keys and values (its own, the one in use, the one
-arriving), or the scores of more than one block. In backward keys and values go around the ring
+arriving; in bf16 also a float32 copy of the one in use), or the scores of more than 512 queries
+and keys. In backward keys and values go around the ring
 again, together with their gradients.
 
 The log of the denominator combines a softmax that is computed in parts. Over some of the keys, let
@@ -32,8 +33,8 @@ and compares it with one process, for two ways to distribute the tokens: in orde
 3. the bytes sent: they grow with T, while the work grows with T * T. So the longer the sequence,
    the better communication overlaps with computation.
 4. the memory: attention that stores all scores needs T * T of them. PyTorch's fused kernel does not
-   store them; a ring stores those of one block at a time. The memory saved for backward is divided
-   by N, which makes long sequences possible.
+   store them; this ring stores those of 512 queries and keys at a time. The memory saved for
+   backward is divided by N, which makes long sequences possible.
 
 Shapes, besides those of model.py:    S = T / N  tokens of a sequence on one rank
                                       L          tokens of a chunk: S, or S / 2 if balanced

@@ -42,7 +42,7 @@ from model import GPT, GPTConfig, cross_entropy, initialize
 from runtime import Worker, distributed_worker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -71,7 +71,10 @@ def apply_sequence_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
 
     sequence_parallel: False is the plan of tensor_parallel.py. The two plans differ in `between`,
         the layout of activations between the pairs, and in a style for the norms.
+    Raises ValueError for a Llama, and later for tokens that do not divide by the ranks: pad them.
     """
+    if model.config.is_llama:
+        raise ValueError("this is GPT-2's plan: transformer_basics/parallelize.py has a Llama's")
     # A rank has all tokens (B, T, C), or its T / n: dim 1.
     between = Shard(1) if sequence_parallel else Replicate()
     plan = {"token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)}
@@ -104,13 +107,27 @@ def apply_sequence_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
     )
     parallelize_module(model, mesh, plan)
     model.tie()  # sharding has turned one tied weight into two parameters
+
+    def check_length(module, inputs) -> None:  # no collective does: a rank would abort, or hang
+        if sequence_parallel and inputs[0].shape[1] % mesh.size():
+            raise ValueError(f"{inputs[0].shape[1]} tokens do not divide by {mesh.size()} ranks")
+
+    model.register_forward_pre_hook(check_length)
     return model
 
 
 @torch.no_grad()
 def sum_gradients(model: GPT) -> None:
-    """Reduce Partial gradients, those of the norms, to the placements of their parameters."""
-    for p in model.parameters():
+    """Reduce Partial gradients, those of the norms, to the placements of their parameters.
+
+    Raises ValueError for a layer that the plan does not name: its gradient is of this rank's tokens
+    only, and it would train differently on each rank.
+    """
+    for name, p in model.named_parameters():
+        if p.grad is None:
+            continue
+        if not isinstance(p, DTensor):
+            raise ValueError(f"{name} has no style in the plan: a norm needs SequenceParallel()")
         if any(placement.is_partial() for placement in p.grad.placements):
             p.grad = p.grad.redistribute(placements=p.placements)
 

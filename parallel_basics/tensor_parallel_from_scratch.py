@@ -23,6 +23,7 @@ per token instead of one logit per word.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,7 @@ CUTS = {
     "attention.query.weight": 0,  # some heads
     "attention.query.bias": 0,
     "attention.key.weight": 0,
+    "attention.key.bias": 0,  # if there is one
     "attention.value.weight": 0,
     "attention.value.bias": 0,
     "attention.out.weight": 1,  # takes just those heads
@@ -137,7 +139,7 @@ def local_rows(tokens: Tensor, words: int, group) -> tuple[Tensor, Tensor]:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The mean of log(sum of exp(logits)) - logit of the target; no rank has all logits.
+    """The sum of log(sum of exp(logits)) - logit of the target; no rank has all logits.
 
     A rank sends two numbers per token: log(sum of exp) of its own logits, and the target's logit or
     0. All other work, also in backward, is local.
@@ -152,22 +154,26 @@ class CrossEntropy(torch.autograd.Function):
         all_gather(all_n2N.flatten(0, 1), local_2N, group=group)
         total_N = all_n2N[:, 0].logsumexp(0)
         target_N = all_n2N[:, 1].sum(0)  # one rank has it, every other rank has 0
-        ctx.save_for_backward(logits_Nv, total_N, columns_N, elsewhere_N)
-        return (total_N - target_N).mean()
+        counted_N = targets_N >= 0
+        ctx.save_for_backward(logits_Nv, total_N, columns_N, elsewhere_N, counted_N)
+        return (total_N - target_N).mul(counted_N).sum()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        logits_Nv, total_N, columns_N, elsewhere_N = ctx.saved_tensors
+        logits_Nv, total_N, columns_N, elsewhere_N, counted_N = ctx.saved_tensors
         gradient_Nv = (logits_Nv - total_N.unsqueeze(1)).exp_()  # the probabilities
         ones_N = (~elsewhere_N).to(gradient_Nv.dtype)
         gradient_Nv.scatter_add_(1, columns_N.unsqueeze(1), -ones_N.unsqueeze(1))
-        return gradient_Nv.mul_(gradient / len(total_N)), None, None
+        return gradient_Nv.mul_(gradient * counted_N.unsqueeze(1)), None, None
 
 
-def vocab_parallel_cross_entropy(logits_BTv: Tensor, targets_BT: Tensor, group=None) -> Tensor:
-    """The mean loss over all tokens, in nats, on every rank; computed in float32."""
+def vocab_parallel_cross_entropy(
+    logits_BTv: Tensor, targets_BT: Tensor, reduction: str = "mean", group=None
+) -> Tensor:
+    """The loss of all tokens whose target is not negative: in nats, float32, on every rank."""
     logits_Nv = logits_BTv.flatten(0, 1).float()
-    return CrossEntropy.apply(logits_Nv, targets_BT.flatten(), group)
+    total = CrossEntropy.apply(logits_Nv, targets_BT.flatten(), group)
+    return total / (targets_BT >= 0).sum() if reduction == "mean" else total
 
 
 def cut_model(model: GPT, group=None) -> GPT:
@@ -175,15 +181,16 @@ def cut_model(model: GPT, group=None) -> GPT:
 
     Before, the model is initialized, with equal values on every rank. After, it returns only the
     logits of this rank's words, (B, T, v); the ranks have the vocabulary in order.
-    Raises ValueError if heads or vocabulary do not divide by the number of ranks.
+    Raises ValueError for a Llama, and if the ranks do not divide the heads or the vocabulary.
     """
     ranks, config = dist.get_world_size(group), model.config
+    if config.is_llama:
+        raise ValueError("this is GPT-2's plan: transformer_basics/parallelize.py has a Llama's")
     for name, value in (("heads", config.heads), ("vocab_size", config.vocab_size)):
         if value % ranks:
             raise ValueError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
     for name, parameter in list(model.named_parameters()):
-        dim = cut_dim(name)
-        if dim is None:
+        if (dim := cut_dim(name)) is None:
             continue
         path, _, kind = name.rpartition(".")
         layer = model.get_submodule(path)
@@ -193,7 +200,7 @@ def cut_model(model: GPT, group=None) -> GPT:
     model.tie()  # sharding has turned one tied weight into two parameters
 
     def copy_input(module, inputs):
-        return (CopyToRanks.apply(inputs[0], group),)
+        return (CopyToRanks.apply(inputs[0], group), *inputs[1:])
 
     if model.is_first:
         model.token_embedding = VocabEmbedding(model.token_embedding.weight, group)
@@ -205,15 +212,15 @@ def cut_model(model: GPT, group=None) -> GPT:
         block.mlp.contract = RowLinear(block.mlp.contract, group)
     if model.is_last:
         model.head.register_forward_pre_hook(copy_input)
+        model.head.loss = partial(vocab_parallel_cross_entropy, group=group)
+        if model.head.padding is not None:
+            model.head.padding = local_part(model.head.padding, 0, group)
     return model
 
 
 def cut_dim(name: str) -> int | None:
     """The dim in which the parameter of this name is sharded; None if it is replicated."""
-    for end, dim in CUTS.items():
-        if name.endswith(end):
-            return dim
-    return None
+    return next((dim for end, dim in CUTS.items() if name.endswith(end)), None)
 
 
 def local_part(tensor: Tensor, dim: int, group=None) -> Tensor:
@@ -238,18 +245,13 @@ def gradient_norm(model: GPT, group=None) -> Tensor:
     Squares of sharded parameters are added over the ranks. Squares of replicated parameters are
     equal on all ranks: adding them over the ranks would count each once per rank.
     """
-    squares_of_cut, squares_of_copies = [], []
+    of_cut, of_copies = torch.zeros(2, device=next(model.parameters()).device)
     for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        squares = parameter.grad.square().sum()
-        if cut_dim(name) is None:
-            squares_of_copies.append(squares)
-        else:
-            squares_of_cut.append(squares)
-    total = torch.stack(squares_of_cut).sum()
-    dist.all_reduce(total, group=group)
-    return (total + torch.stack(squares_of_copies).sum()).sqrt()
+        if parameter.grad is not None:
+            total = of_copies if cut_dim(name) is None else of_cut
+            total += parameter.grad.square().sum()
+    dist.all_reduce(of_cut, group=group)
+    return (of_cut + of_copies).sqrt()
 
 
 # ---- the comparison

@@ -599,7 +599,10 @@ def test_run_can_be_made_longer(short, tmp_path):
     before = (folder / "metrics.jsonl").read_bytes()
     result = pool.run(TRAIN, "--epochs", 2, *args[2:])
     assert result.returncode == 2
-    assert "checkpoints is at step 66, beyond the 44 steps of --epochs 2: choose more epochs, or" in result.output
+    assert (
+        "checkpoints is at step 66, beyond the 44 steps of --epochs 2: choose more epochs, or"
+        in result.output
+    )
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 

@@ -168,7 +168,10 @@ def test_a_run_can_be_made_longer(tmp_path, uninterrupted):
     ]  # fmt: skip
     result = pool.run(TRAIN, *SMALL, "--epochs", 4, *args[-2:], ranks=2)
     assert result.returncode == 2
-    assert "checkpoints is at step 110, beyond the 88 steps of --epochs 4: choose more epochs, or" in result.output
+    assert (
+        "checkpoints is at step 110, beyond the 88 steps of --epochs 4: choose more epochs, or"
+        in result.output
+    )
 
 
 # ---- broken saves

@@ -1,12 +1,17 @@
 """parallel_basics: context parallelism by hand (ring attention), compared with one process."""
 
 import re
+from types import SimpleNamespace
 
 import pool
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_ring import Ring
+from compare_ring_attention import expected_flops
 from helpers import ROOT, torchrun
+from model import GPT, GPTConfig
+from ring_attention import apply_ring_attention
 from workers.parallel_context import ATTENTIONS, LENGTH, MODELS, RINGS, SIZES, STEPS, qkv
 
 pytestmark = pytest.mark.slow  # each launch of ranks takes some seconds
@@ -220,6 +225,24 @@ def check_output(output: str, ranks: int, optimizer: str = "sgd", length: int = 
     assert plain > 4 * 2 * 4 * length**2
     assert in_order == [max(4 * 2 * 4 * (length // ranks) ** 2, kv), fused / ranks]
     assert balanced == [max(4 * 2 * 4 * (length // (2 * ranks)) ** 2, kv), fused / ranks]
+
+
+def test_work_above_the_diagonals_tiles_is_left_out(group):
+    """A chunk of 1100 tokens is of two tiles of 512 and a smaller one."""
+    args = SimpleNamespace(batch_size=3, dim=8, length=1100)
+    for balanced, length in ((False, 1100), (True, 2200)):
+        ring, args.length = Ring(balanced=balanced), length
+        size = 0
+        for rows, columns, _ in ring.tiles(0, length):
+            size += (rows.stop - rows.start) * (columns.stop - columns.start)
+        assert expected_flops(args, 0, 1, balanced) == 7 * 2 * 3 * 8 * size
+
+
+def test_a_model_with_a_window_is_refused(group):
+    """The ring has the causal mask only: its logits would be those of a model without a window."""
+    model = GPT(GPTConfig(heads=2, dim=16, layers=1, window=3))
+    with pytest.raises(ValueError, match="ring attention has no window, and this model"):
+        apply_ring_attention(model)
 
 
 def test_script_on_two_ranks():

@@ -121,6 +121,12 @@ def test_ranks_that_share_a_head_keep_the_same_bits(seen, optimizer, kv_heads):
                 assert torch.equal(mine["parameter"][name], first["parameter"][name])
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_norm_knows_attention_at_any_depth(seen, kv_heads):
+    norm, nested = seen["norms", kv_heads]
+    assert norm == nested
+
+
 def test_fewer_key_heads_than_ranks():
     """The script shows the error of ColwiseParallel, and the cure, compared with one process."""
     output = pool.run(SCRIPT, "--steps", 2, ranks=4).check().output

@@ -156,7 +156,8 @@ def results(tmp_path_factory):
     of_ranks = [
         torch.load(f"{path}.{rank}", map_location="cpu", weights_only=False) for rank in range(4)
     ]
-    return {key: [found[key] for found in of_ranks if key in found] for key in of_ranks[0]}
+    keys = {key for found in of_ranks for key in found}
+    return {key: [found[key] for found in of_ranks if key in found] for key in keys}
 
 
 EACH = [("by hand", *case) for case in BY_HAND] + [("by torch", *case) for case in BY_TORCH]
@@ -209,6 +210,23 @@ def test_gradients_are_added_until_zero_grad(results):
     assert len(pairs) == 2 + 15 * CONFIG.layers + 3
     for ours, expected in pairs:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.device
+@pytest.mark.gpu_per_rank(4)
+@slow
+def test_a_frozen_first_stage_and_another_dtype(results):
+    """In float64 the loss is computed in float32: some 1e-8 of gradients of 1e-3 to 1."""
+    first, *later = results["double"]
+    assert {ours for ours, _ in first.values()} == {None}
+    for name, (ours, expected) in (pair for found in later for pair in found.items()):
+        assert ours.dtype == torch.float64
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@slow
+def test_the_ranks_of_a_pipeline_ascend(results):
+    assert set(results["not in order"]) == {"the ranks [1, 0] of a pipeline do not ascend"}
 
 
 def ranks_of_each(results):

@@ -16,6 +16,7 @@ ROWS = {
     "is invalid for input": "test_parallel_basics_grouped.py::test_fewer_key_heads_than_ranks",
     "learn different things": "test_a_batch_for_each_tensor_parallel_rank",
     "`to_local()`": "test_to_local_of_a_partial_tensor",
+    "has no style": "test_parallel_basics_tensor.py::test_what_no_plan_fits_is_refused",
     "AdamW over": "test_parallel_basics_tensor.py::test_sequence_parallel_script",
     "hangs at the first step": (
         "test_ranks_that_build_different_meshes",

@@ -115,10 +115,10 @@ def test_operators_are_conjugate(results):
 @pytest.mark.device
 @pytest.mark.gpu_per_rank(RANKS)  # DTensors
 def test_loss_over_cut_logits(results):
-    """The last case is bfloat16: 8 bits of gradient. A shift of 1e4 leaves 3 digits in fp32."""
-    for found, (loss, gradient) in zip(
-        results["losses"], ((1e-6, 1e-7), (2e-3, 1e-4), (1e-5, 1e-3)), strict=True
-    ):
+    """A shift of 1e4 leaves 3 digits in fp32. The third case is bfloat16: 8 bits of gradient. The
+    last one leaves targets out."""
+    tolerances = ((1e-6, 1e-7), (2e-3, 1e-4), (1e-5, 1e-3), (1e-6, 1e-7))
+    for found, (loss, gradient) in zip(results["losses"], tolerances, strict=True):
         torch.testing.assert_close(*found["loss"], rtol=0, atol=loss)
         torch.testing.assert_close(*found["gradient"], rtol=0, atol=gradient)
 
@@ -129,13 +129,39 @@ def test_outputs_without_gradients(results):
     found = results["outputs"]
     assert torch.equal(*found["embedded"])  # one rank's row plus zeros: the same bits
     torch.testing.assert_close(*found["logits"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(*found["documents"], rtol=0, atol=1e-6)  # both arguments arrive
     assert tuple(found["here"]) == (2, 12, 256 // RANKS)
 
 
-def test_what_does_not_divide_is_refused(results):
+@pytest.mark.device
+@pytest.mark.gpu_per_rank(RANKS)  # DTensors
+def test_the_loss_of_a_sharded_model_with_a_padded_vocabulary(results):
+    """GPT(tokens, targets), some of which are left out; the keys have biases, too."""
+    found = results["padded"]
+    torch.testing.assert_close(*found["loss"], rtol=0, atol=3e-6)
+    torch.testing.assert_close(*found["norm"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.device
+@pytest.mark.gpu_per_rank(RANKS)  # DTensors
+@pytest.mark.parametrize("end", ["query.weight", "norm.weight"])
+def test_the_norm_of_a_model_with_frozen_parameters(results, end):
+    expected, ours = results["frozen"][end]
+    assert expected > 1e-3
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
+
+
+def test_what_no_plan_fits_is_refused(results):
+    plan = "this is GPT-2's plan: transformer_basics/parallelize.py has a Llama's"
+    no_style = "has no style in the plan: a norm needs SequenceParallel()"
     assert results["refusals"] == {
         "heads": "heads 6 does not divide by 4 tensor-parallel ranks",
         "vocab_size": "vocab_size 258 does not divide by 4 tensor-parallel ranks",
+        "llama by hand": plan,
+        "llama": plan,
+        "llama, sequence": plan,
+        "length": "10 tokens do not divide by 4 ranks",
+        "no style": f"token_embedding.weight {no_style}",
     }
 
 

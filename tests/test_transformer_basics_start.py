@@ -252,7 +252,10 @@ def test_a_run_that_goes_on_draws_and_reads_no_first_values(two_languages, tmp_p
     assert steps == [1, 2, 3, 4, 5, 6]
     shorter = pool.run(script, 0, *args)
     assert shorter.returncode == 2
-    assert "checkpoints is at step 6, beyond --steps 4: choose more steps, or another" in shorter.output
+    assert (
+        "checkpoints is at step 6, beyond --steps 4: choose more steps, or another"
+        in shorter.output
+    )
 
 
 # ---- random numbers

@@ -32,8 +32,10 @@ def apply_context_parallel(model: GPT, mesh: DeviceMesh, kernel: str = "ring") -
     mesh: its one axis has the ranks that share a sequence. Give the model `tokens_of_rank`.
     kernel: "ring", by hand: it computes scores block by block, on any device. "torch":
         torch's own, with the fused kernels of GPUs; run forward and backward in `torch_attention`.
-    Raises `UserError` if the kernel needs GPUs.
+    Raises `UserError` if the kernel needs GPUs, or the model has a window.
     """
+    if model.config.window:
+        raise UserError(f"context parallelism has no window; the model's is {model.config.window}")
     if kernel == "torch" and mesh.device_type in WITHOUT_FUSED_RING:
         raise UserError(
             f"--cp-kernel torch does not run on {mesh.device_type}: give --cp-kernel ring"

@@ -60,5 +60,6 @@ class Head(nn.Linear):
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
     """Over all tokens with a target that is not negative, in nats; computed in float32."""
     logits = logits_BTV.flatten(0, 1).float()
-    targets = targets_BT.flatten().clamp(min=-100)  # what F.cross_entropy leaves out
+    targets = targets_BT.flatten()
+    targets = targets.masked_fill(targets < 0, -100)  # what F.cross_entropy leaves out
     return F.cross_entropy(logits, targets, reduction=reduction)

@@ -142,6 +142,19 @@ def accumulated(groups, device) -> dict:
     return {n: (q.grad, expected[n].grad) for n, q in model.named_parameters()}
 
 
+def in_double(groups, device) -> dict:
+    """In float64, with a first stage that trains nothing: gradients, and those of one process."""
+    rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+    model, whole = build(rank, p, device).double(), build(device=device).double()
+    model.requires_grad_(rank > 0)
+    pipeline = by_hand.Pipeline(model, cross_entropy, groups)
+    x, y = text_batch(0, BATCH, LENGTH, device)
+    pipeline.step(by_hand.one_f_one_b(rank, p, 4), x, y)
+    cross_entropy(whole(x), y).backward()
+    expected = dict(whole.named_parameters())
+    return {n: (q.grad, expected[n].grad) for n, q in model.named_parameters()}
+
+
 def timers_by_hand(groups, name: str, m: int, device) -> list[list]:
     """The timelines of this rank in some steps of sleeping stages."""
     rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
@@ -166,14 +179,20 @@ def collect(worker) -> dict:
     results, device = {}, worker.device
     for optimizer in OPTIMIZERS if worker.is_main else ():
         results["one process", optimizer] = one_process(optimizer)
-    groups = {p: by_hand.connect(list(range(p))) for p in COUNTS}
+    # A rank's number in its group is another one in the job: the last ones.
+    groups = {p: by_hand.connect(list(range(4 - p, 4))) for p in COUNTS}
     for p, name, m, optimizer in BY_HAND:
-        if worker.rank < p:
+        if worker.rank >= 4 - p:
             results["by hand", p, name, m] = run_by_hand(groups[p], name, m, optimizer, device)
     for p, name, m, optimizer in BY_TORCH:
-        if worker.rank < p:
+        if worker.rank >= 4 - p:
             results["by torch", p, name, m] = run_by_torch(groups[p][0], name, m, optimizer, device)
     results["accumulated"] = accumulated(groups[4], device)
+    results["double"] = in_double(groups[4], device)
+    try:
+        by_hand.connect([1, 0])
+    except ValueError as error:
+        results["not in order"] = str(error)
     for name in by_hand.SCHEDULES:
         results["timers", name] = timers_by_hand(groups[4], name, 4, device)
     dist.barrier()

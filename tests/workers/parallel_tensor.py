@@ -4,6 +4,7 @@ Started by test_parallel_basics_tensor.py with 4 ranks; some cases use the first
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from comparing import OPTIMIZERS, as_it_is, norm_of, train
 from counting import CountCollectives
 from model import GPT, GPTConfig, cross_entropy, initialize
-from sequence_parallel import measure_kept, sum_gradients
+from sequence_parallel import apply_sequence_parallel, measure_kept, sum_gradients
 from sequence_parallel import run as run_sequence_parallel
+from tensor_parallel import apply_tensor_parallel
 from tensor_parallel import run as run_tensor_parallel
 from tensor_parallel_from_scratch import (
     CopyToRanks,
@@ -30,6 +32,7 @@ from tensor_parallel_from_scratch import (
     local_part,
     vocab_parallel_cross_entropy,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from workers.place import on_cpu, worker_of_test
 
@@ -143,14 +146,16 @@ def operators(rank: int, device) -> dict:
 def losses(device) -> list[dict]:
     """Cross-entropy over sharded logits, and torch's over full logits; extreme values, too."""
     found = []
-    for scale, shift, dtype in (
-        (1, 0, torch.float32),
-        (30, 1e4, torch.float32),
-        (5, 0, torch.bfloat16),
+    for scale, shift, dtype, left_out in (
+        (1, 0, torch.float32, 0),
+        (30, 1e4, torch.float32, 0),
+        (5, 0, torch.bfloat16, 0),
+        (1, 0, torch.float32, 4),
     ):
         generator = torch.Generator().manual_seed(0)
         logits = (torch.randn(5, 7, 20, generator=generator) * scale + shift).to(device, dtype)
         targets = torch.randint(20, (5, 7), generator=generator).to(device)
+        targets[:left_out] = -100  # padding, or a prompt
         logits.requires_grad_()
         expected = 3 * F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         expected.backward()
@@ -176,22 +181,75 @@ def outputs(device) -> dict:
         one = initialize(GPT(config_of(SMALL)), seed=1).to(device)
         ours = cut_model(initialize(GPT(config_of(SMALL)), seed=1).to(device))
         embedded = (ours.token_embedding(tokens), one.token_embedding(tokens))
-        logits = ours(tokens)
+        logits, generator = ours(tokens), torch.Generator().manual_seed(0)
+        x = torch.randn(2, 12, SMALL["dim"], generator=generator).to(device)
+        starts = torch.arange(12, device=device).div(5, rounding_mode="floor").mul(5).expand(2, 12)
+        attention = one.blocks["0"].attention, ours.blocks["0"].attention
         return {
+            "documents": [attention[0](x, starts), attention[1](x, starts)],
             "embedded": embedded,
             "logits": (gathered(logits), one(tokens)),
             "here": logits.shape,
         }
 
 
-def refusals() -> dict[str, str]:
+def padded_vocabulary(device) -> dict:
+    """The loss that the model itself computes, of six words that pad the vocabulary; its norm."""
+    config = replace(config_of(SMALL), token_count=250, qkv_bias=True)
+    tokens = torch.arange(24, device=device).view(2, 12) * 10
+    targets = tokens.roll(1, 1)
+    targets[0, :5] = -100
+    found, norms = [], (norm_of, gradient_norm)
+    for cut, norm in zip((as_one, cut_model), norms, strict=True):
+        model = cut(initialize(GPT(config), seed=1).to(device))
+        loss = model(tokens, targets)
+        loss.backward()
+        found.append((loss.detach(), norm(model).detach()))
+    return {"loss": [loss for loss, _ in found], "norm": [norm for _, norm in found]}
+
+
+def as_one(model: GPT) -> GPT:
+    return model
+
+
+def norm_of_trained(model: GPT) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def frozen(device) -> dict:
+    """The norm by hand, if only sharded parameters train, or only replicated ones."""
+    tokens = torch.arange(24, device=device).view(2, 12) * 10
     found = {}
-    for name, config in (
-        ("heads", GPTConfig(heads=6, dim=36)),
-        ("vocab_size", GPTConfig(vocab_size=258)),
-    ):
+    for end in ("query.weight", "norm.weight"):
+        found[end] = []
+        for cut, norm in ((as_one, norm_of_trained), (cut_model, gradient_norm)):
+            model = cut(initialize(GPT(config_of(SMALL)), seed=1).to(device))
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.endswith(end))
+            model(tokens, tokens).backward()
+            found[end].append(norm(model).detach())
+    return found
+
+
+def refusals(worker) -> dict[str, str]:
+    llama, mesh = GPTConfig(architecture="llama"), init_device_mesh(worker.device.type, (4,))
+    small = GPT(config_of(SMALL)).to(worker.device)
+    sequence = apply_sequence_parallel(GPT(config_of(SMALL)).to(worker.device), mesh)
+    tokens = torch.zeros(2, 10, dtype=torch.int64, device=worker.device)
+    small(tokens).sum().backward()
+    tries = {
+        "heads": lambda: cut_model(GPT(GPTConfig(heads=6, dim=36))),
+        "vocab_size": lambda: cut_model(GPT(GPTConfig(vocab_size=258))),
+        "llama by hand": lambda: cut_model(GPT(llama)),
+        "llama": lambda: apply_tensor_parallel(GPT(llama), mesh),
+        "llama, sequence": lambda: apply_sequence_parallel(GPT(llama), mesh),
+        "length": lambda: sequence(tokens),
+        "no style": lambda: sum_gradients(small),
+    }
+    found = {}
+    for name, attempt in tries.items():
         try:
-            cut_model(GPT(config))
+            attempt()
             found[name] = "accepted"
         except ValueError as error:
             found[name] = str(error)
@@ -199,14 +257,18 @@ def refusals() -> dict[str, str]:
 
 
 def collect(worker) -> dict:
-    groups = {n: dist.new_group(list(range(n))) for n in (2, 3, 4)}
-    results = {"refusals": refusals(), "outputs": outputs(worker.device)}
+    # A rank's number in its group is another one in the job: [0, 3], [0, 2, 3], all.
+    members = {n: [0, *range(5 - n, 4)] for n in (2, 3, 4)}
+    groups = {n: dist.new_group(ranks) for n, ranks in members.items()}
+    results = {"refusals": refusals(worker), "outputs": outputs(worker.device)}
     results["losses"] = losses(worker.device)
+    results["padded"] = padded_vocabulary(worker.device)
+    results["frozen"] = frozen(worker.device)
     everyone = [None] * worker.world_size
     dist.all_gather_object(everyone, on_cpu(operators(worker.rank, worker.device)))
     results["operators"] = everyone
     for name, (ranks, *_) in CASES.items():
-        if worker.rank < ranks:
+        if worker.rank in members[ranks]:
             results["by hand", name] = by_hand(name, groups[ranks], worker.device)
     dist.barrier()
     for name in DTENSORS:
