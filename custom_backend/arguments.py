@@ -37,7 +37,9 @@ class ArgumentParser(argparse.ArgumentParser):
         docstring = sys.modules["__main__"].__doc__ or ""
         commands = re.findall(r"^ {4,}\S.*", docstring, re.MULTILINE)
         epilog = "\n".join(["examples:", *commands]) if commands else None
-        super().__init__(**{"epilog": epilog, "formatter_class": HelpFormatter} | settings)
+        # Flags are written out: a script that looks for --output-dir would not see --output.
+        own = {"epilog": epilog, "formatter_class": HelpFormatter, "allow_abbrev": False}
+        super().__init__(**own | settings)
 
     def error(self, message: str) -> NoReturn:
         fail(message.removeprefix("argument "))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 import zero_optimizer
-from arguments import UserError
+from arguments import ArgumentParser, UserError
 from helpers import REPEAT, ROOT, Torchrun, free_port, learned, python, torchrun
 from runtime import Worker, choose_backend, own_device
 
@@ -272,6 +272,16 @@ def test_a_backend_that_cannot_be_had_is_one_sentence(monkeypatch, capsys, name,
     error = capsys.readouterr().err
     assert f"error: {says}" in error
     assert error.count("\n") == 1
+
+
+def test_flags_are_written_out(capsys):
+    """Slurm's scripts look for --output-dir in the command: they would not see --output."""
+    parser = ArgumentParser()
+    parser.add_argument("--output-dir")
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--output", "runs"])
+    assert end.value.code == 2
+    assert "error: unrecognized arguments: --output runs\n" in capsys.readouterr().err
 
 
 # ---- what torchrun shows
