@@ -225,6 +225,14 @@ def test_minimal_says_what_it_takes_where_a_rank_sees_one_gpu():
     assert re.search(r"^2 rank\(s\) on cpu, gloo$", said.output, re.M)
 
 
+@pytest.mark.parametrize("directory", MINIMAL)
+def test_minimal_counts_the_gpus_of_a_node(directory):
+    """Two nodes of one GPU each: rank 1 is on its node's GPU 0."""
+    command = f"{directory}/minimal.py {MINIMAL[directory]}"
+    told = {"nodes": 2, "CUDA_VISIBLE_DEVICES": ["0", "1"]}
+    assert "2 rank(s) on cuda, nccl\n" in run(command, gpus=2, **told).check().output
+
+
 @pytest.mark.parametrize("script", ["spawn.py", "zero_optimizer.py"])
 def test_idea_runs_where_each_rank_sees_one_gpu(script):
     run(f"ddp_basics/{script}", gpus=2, CUDA_VISIBLE_DEVICES=["0", "1"]).check()
