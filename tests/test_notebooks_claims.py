@@ -264,3 +264,37 @@ def test_13_words_may_be_found_with_objects_but_not_all_logits(tmp_path):
     lines = output.check().output.splitlines()
     assert lines.count("accepted") == 2
     assert lines.count("that gathers the logits: send only what can win") == 4
+
+
+POLICIES = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+nodes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for built in (torch.float32, torch.bfloat16):
+    model = fully_shard(nn.Linear(8, 8, dtype=built), mesh=nodes, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).float().sum().backward()
+    optimizer.step()
+    moments = optimizer.state[model.weight]["exp_avg"]
+    print("built, kept:", built, *{t.dtype for t in (model.weight, model.weight.grad, moments)})
+for ask in (True, False):
+    model = fully_shard(nn.Linear(8, 8), mesh=nodes)
+    with CommDebugMode() as calls:
+        for micro_batch in range(4):
+            model.set_requires_all_reduce(micro_batch == 3 or not ask)
+            model(torch.ones(2, 8)).sum().backward()
+    sums = [n for op, n in calls.get_comm_counts().items() if "allreduce" in op.__name__]
+    print("asked:", ask, "sums:", sums)
+"""
+
+
+def test_09_shards_keep_the_type_of_the_model_and_one_sum_is_asked_for(tmp_path):
+    assert "the type in which the model was built" in source("09", "fsdp-21")
+    assert "Without it, `fully_shard` sums between nodes in each one." in source("09", "fsdp-29")
+    output = run(tmp_path, JOB.format(before="", after=POLICIES)).check().output
+    for kept in ("torch.float32", "torch.bfloat16"):
+        assert output.count(f"built, kept: {kept} {kept}\n") == 2
+    assert output.count("asked: True sums: [1]\n") == output.count("asked: False sums: [4]\n") == 2
