@@ -60,11 +60,17 @@ def check(right, *answers, hints=()) -> None:
     elif any(answered):
         line = f"not answered yet on rank {answered.index(False)}: every rank needs the answer"
     else:
-        line = "not answered yet"
+        line = "not answered yet" + _open_ones(answers)
     if start_again:
         line += " (The ranks start again.)"
     if not on_ranks or dist.get_rank() == 0:
         print(line)
+
+
+def _open_ones(answers) -> str:
+    """The missing answers, if some are there."""
+    missing = [f"answer {i}" for i, answer in enumerate(answers, 1) if answer is None]
+    return f" (missing: {', '.join(missing)})" if len(missing) < len(answers) else ""
 
 
 def _hint(name: str, problem: str, hints) -> str:

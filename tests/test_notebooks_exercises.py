@@ -36,7 +36,8 @@ def right(a, b):
 
 def test_one_line_says_what_is_wrong(said):
     assert said(right, 1, 2) == "correct\n"
-    assert said(right, None, None) == said(right, 1, None) == "not answered yet\n"
+    assert said(right, None, None) == "not answered yet\n"
+    assert said(right, 1, None) == "not answered yet (missing: answer 2)\n"
     assert said(right, 0, 2) == "not yet: a is not above 0\n"
     assert said(right, 1, 7) == "not yet: wrong\n"
     assert said(right, 1, 8) == "not yet: it raises ZeroDivisionError: division by zero\n"
@@ -54,7 +55,8 @@ def test_hints_come_one_after_another(said):
     assert lines == [f"{wrong}\n", f"{wrong} (Hint: look up)\n"] + 2 * [
         f"{wrong} (Hint: look down)\n"
     ]
-    assert said(right, 1, None, hints=hints) == "not answered yet\n"  # which is no wrong answer
+    missing = said(right, 1, None, hints=hints)  # which is no wrong answer
+    assert missing == "not answered yet (missing: answer 2)\n"
     assert said(right, 1, 2, hints=hints) == "correct\n"
 
 
