@@ -12,14 +12,14 @@ BYTES = {"parameters": 4, "gradients": 4, "optimizer": 8}  # for each number, fl
 
 
 def inventory(events: Sequence[tuple[str, Mapping]], fullest: Mapping[str, Mapping]) -> None:
-    """Left: bytes by kind after each event of a step. Right: at the fullest moment, by batch."""
+    """Left: bytes by kind after each event of a step. Right: at the fullest of these, by batch."""
     figure, (left, right) = panels(2, 3.6, width_ratios=(3, 2))
     everything = {event: _megabytes(sizes) for event, sizes in events}
     bars(everything, ORDER, left, ylabel="MB", title="one step, 256 images")
     left.tick_params(axis="x", rotation=90)
     left.get_legend().remove()
     peaks = {batch: _megabytes(sizes) for batch, sizes in fullest.items()}
-    bars(peaks, ORDER, right, xlabel="images", title="the fullest moment")
+    bars(peaks, ORDER, right, xlabel="images", title="the fullest of these moments")
     right.legend(loc="upper left")
     # What the labels claim: the batch moves the activations, and nothing that outlives a step.
     assert len({(s["parameters"], s["optimizer"]) for s in peaks.values()}) == 1
