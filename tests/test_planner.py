@@ -1,6 +1,7 @@
 """The planner's command lines, its score, its constants, and what its README says."""
 
 import csv
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -828,9 +829,46 @@ def test_what_chapter_21_says_of_its_job():
     }
     meshes = {setting[:3] for setting in settings}
     crashed = sum(r["outcome"] != "ok" for r in runs)
-    counts = f"{len(used)} of its runs are used here, on {len(meshes)} meshes, which with the "
-    assert f"{counts}micro-batch make {len(settings)} settings ({crashed} others crashed" in said
+    assert f"We use {len(used)} of its {len(runs)} runs: {crashed} others crashed" in said
     assert f"and {len(runs) - len(used) - crashed} had the fault" in said
+    assert f"The {len(used)} runs are on {len(meshes)} meshes" in said
+    seconds = {id(r): float(r["step_time_s"]) for r in used}
+    slowest = max((r for r in used if r["pp"] == "1"), key=lambda r: seconds[id(r)])
+    assert (slowest["tp"], slowest["micro_batch_sequences"]) == ("32", "1")
+    factor = seconds[id(slowest)] / min(seconds.values())
+    assert f"it takes {seconds[id(slowest)]:.1f} s, {factor:.0f} times as long" in said
+    assert round(max(seconds.values()) / min(seconds.values()) / factor) == 9
+
+
+def test_what_chapter_21_says_of_rules_of_thumb():
+    """Which part of a regret is nanotron's delay, and which jobs a rule cannot start."""
+    said = (ROOT / "notebooks/21_choosing_a_mesh.ipynb").read_text()
+    jobs = {}
+    for row in (r for r in read(PUBLISHED) if r["family"] == "playbook"):
+        key = row["model"], row["n_gpus"], row["global_batch_sequences"], row["sequence"]
+        jobs.setdefault(key, []).append(row)
+
+    def sizes(row):
+        dp = int(row["dp_replicate"]) * int(row["dp_shard"])
+        return dp, int(row["tp"]), int(row["pp"]), -int(row["micro_batch_sequences"])
+
+    stack = load()["nanotron-h100"][0]
+    without = dataclasses.replace(stack, pipelined_launch_s=0)
+    regrets, crashed = [], []
+    for (model, *_), launched in jobs.items():
+        ran = [r for r in launched if r["outcome"] == "ok" and r["fault_suspect"] != "1"]
+        if len(ran) >= 8:
+            first = min(launched, key=lambda r: (-sizes(r)[0], *sizes(r)[1:]))
+            again = [r for r in launched if sizes(r) == sizes(first)]
+            crashed += [model] * all(r["outcome"] != "ok" for r in again)
+            delay = [step_time.step_s(*stacked(ran), constants) for constants in (stack, without)]
+            times = np.array([float(r["step_time_s"]) for r in ran]) * delay[1] / delay[0]
+            deepest = [(-pp, -dp, tp, batch) for dp, tp, pp, batch in map(sizes, ran)]
+            regrets.append(100 * (times[deepest.index(min(deepest))] / times.min() - 1))
+    loses = f"loses {np.mean(regrets):.0f} % on average and {max(regrets):.0f} % at worst"
+    assert loses in said
+    assert f"On {len(crashed)} of the {len(regrets)} jobs" in said
+    assert crashed.count("llama-8B") == 6 == sum(model == "llama-8B" for model, *_ in jobs)
 
 
 # The table of transformer_basics/running.md.
