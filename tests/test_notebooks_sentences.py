@@ -30,6 +30,11 @@ SAYS = [
     ("15", "the step by 42 % (81 instead of 57)", "step  81.0"),
     ("15", "the step by 42 % (81 instead of 57)", "step  57.0"),
     ("22", 'the number of "flag first" changes', "torn reads in 200 rounds: {'flag first'"),
+    (
+        "22",
+        "of this model, whose loads never overtake each other",
+        "the third, with the reader's two loads exchanged: torn",
+    ),
 ]
 
 
