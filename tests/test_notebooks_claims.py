@@ -1,4 +1,4 @@
-"""What chapters 00 to 13 say next to a printed number or a class, checked by other means."""
+"""What chapters say next to a printed number or a class, checked by other means."""
 
 import json
 import re
@@ -298,3 +298,54 @@ def test_09_shards_keep_the_type_of_the_model_and_one_sum_is_asked_for(tmp_path)
     for kept in ("torch.float32", "torch.bfloat16"):
         assert output.count(f"built, kept: {kept} {kept}\n") == 2
     assert output.count("asked: True sums: [1]\n") == output.count("asked: False sums: [4]\n") == 2
+
+
+CHECKPOINTED_RING = """
+from torch.utils.checkpoint import checkpoint
+
+
+def ring(q, k, v):
+    return RingAttention.apply(q, k, v, True)
+
+
+own = [own_tokens(x, 0, rank, world_size, True).requires_grad_() for x in whole]
+for again in (False, True):
+    sent.update(messages=0)
+    (checkpoint(ring, *own, use_reentrant=False) if again else ring(*own)).sum().backward()
+    print("messages:", sent["messages"], flush=True)
+"""
+
+
+def test_16_checkpointing_repeats_the_messages_of_forward(tmp_path):
+    cells = [source("16", f"cell-{n}") for n in (10, 12, 14, 17, 22)]
+    script = "\n".join(re.sub("%%px.*\n", "", cell) for cell in cells) + CHECKPOINTED_RING
+    output = run(tmp_path, JOB.format(before="", after=script)).check().output
+    text = source("16", "cell-31")
+    for times in ("3N - 2", "4N - 3"):
+        assert times in text
+        factor, minus = map(int, times.split("N - "))
+        assert output.count(f"messages: {factor * 2 - minus}\n") == 2
+
+
+UNEQUAL = """
+F = nn.functional
+torch.manual_seed(0)
+logits, targets = torch.randn(16, 5), torch.randint(5, (16,))
+targets[8:15] = -100  # padding: rank 1 has one target, rank 0 has eight
+right = F.cross_entropy(logits, targets)
+logits, targets = logits.chunk(2)[rank], targets.chunk(2)[rank]
+count = (targets >= 0).sum()
+dist.all_reduce(count)
+summed = F.cross_entropy(logits, targets, reduction="sum") / count
+averaged = F.cross_entropy(logits, targets) / world_size
+for name, loss in (("sum over count", summed), ("mean of means", averaged)):
+    dist.all_reduce(loss)
+    print(f"{name}: {torch.allclose(loss, right)}", flush=True)
+"""
+
+
+def test_16_a_mean_of_means_is_wrong_with_padding(tmp_path):
+    output = run(tmp_path, JOB.format(before="", after=UNEQUAL)).check().output
+    assert output.count("sum over count: True") == 2
+    assert output.count("mean of means: False") == 2
+    assert "divides by the number of targets on all ranks" in source("16", "cell-23")
