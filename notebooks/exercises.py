@@ -92,13 +92,13 @@ def _problem(right, answers) -> tuple[int, str]:
         with _limit(SECONDS):
             right(*answers)
     except AssertionError as wrong:
-        return WRONG, (str(wrong).partition("\n")[0] or "wrong")[:300]
+        return WRONG, (_line(str(wrong)) or "wrong")[:300]
     except _TooLong:
         return RAISES, f"no end within {SECONDS:g} seconds"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of the reader's own function, which may also call exit()
-        text = f"it raises {type(error).__name__}: {error}".partition("\n")[0]
+        text = _line(f"it raises {type(error).__name__}: {error}")
         if "DistStoreError" in text:
             return WAITS, "it waits for a key in the store that no rank sets"
         if "is not connected" in text:
@@ -106,9 +106,15 @@ def _problem(right, answers) -> tuple[int, str]:
         if "gloo" in text:
             return WAITS, "a rank waits for another one: do all ranks make the same calls?"
         if isinstance(error, TypeError | AttributeError) and not any(map(callable, answers)):
-            text = f"is that of the kind that was asked for? {error}".partition("\n")[0]
+            text = _line(f"is that of the kind that was asked for? {error}")
         return RAISES, text[:300]
     return FINE, ""
+
+
+def _line(text: str) -> str:
+    """The first line, with the second if the first ends in a colon, as in errors of RPC."""
+    first, _, rest = text.partition("\n")
+    return f"{first} {rest.splitlines()[0]}" if rest and first.endswith(":") else first
 
 
 class _TooLong(BaseException):  # not an Exception: an answer might catch that

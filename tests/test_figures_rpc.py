@@ -35,7 +35,9 @@ def test_rare_old_pushes_have_bars(monkeypatch):
     first, second = plt.gcf().axes
     counts = [[bar.get_height() for bar in ax.patches] for ax in (first, second)]
     assert counts == [[1, 0, 0, 0, 0, 0, 0, 0, 1], [130, 1, 0, 0, 0, 0, 0, 0, 0]]
-    assert [label.get_text() for label in first.get_xticklabels()][-1] == "128"
+    labels = [label.get_text() for label in first.get_xticklabels()]
+    assert labels[:3] == ["0", "1", "2-3"]
+    assert labels[-1] == "128-255"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,14 @@ def test_one_line_says_what_is_wrong(said):
 
     assert said(two_lines, 1) == "not yet: it raises ValueError: the first line\n"
 
+    def of_another_process(answer):
+        raise TypeError(
+            "TypeError: On WorkerInfo(id=1, name=worker1):\nno such argument\nTraceback"
+        )
+
+    line = "TypeError: On WorkerInfo(id=1, name=worker1): no such argument"
+    assert said(of_another_process, print) == f"not yet: it raises TypeError: {line}\n"
+
 
 def test_hints_come_one_after_another(said):
     hints = ["look up", "look down"]

@@ -44,6 +44,7 @@ def staleness(pushes: Sequence[tuple[int, int]]) -> None:
     # A rare push may be very old: bars for 0, 1, 2 to 3, 4 to 7, 8 to 15, ...
     most = max(stale for _, stale in pushes)
     starts = [0] + [2**k for k in range(most.bit_length())]
+    labels = [str(start) if start < 2 else f"{start}-{2 * start - 1}" for start in starts]
     trainers = sorted(last)
     figure, axes = figures.panels(len(trainers), 2.4, sharex=True, sharey=True)
     for ax, trainer in zip(axes, trainers, strict=True):
@@ -52,11 +53,10 @@ def staleness(pushes: Sequence[tuple[int, int]]) -> None:
         for stale in stales:
             counts[stale.bit_length()] += 1
         ax.bar(range(len(starts)), counts, width=0.9, color=figures.COLOURS[trainer])
-        ax.set_xticks(range(len(starts)), [str(start) for start in starts])
+        ax.set_xticks(range(len(starts)), labels)
         mean = sum(stales) / len(stales)
         ax.set(title=f"trainer {trainer}: {len(stales)} pushes, mean {mean:.1f}")
-        ax.set(xlabel="staleness, up to the next label", yscale="log", ylim=(0.5, None))
-        ax.minorticks_off()
+        ax.set(xlabel="staleness")
     axes[0].set_ylabel("pushes")
     figures.show(figure)
 
