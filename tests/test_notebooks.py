@@ -189,7 +189,7 @@ def dead_links(notebook) -> list[str]:
 
 
 # Words of the glossary that stand in no sentence of their chapter, only in headings or code.
-NO_SENTENCE = {"world", "preflight", "elastic", "MTBF", "point to point"}
+NO_SENTENCE = {"world", "preflight", "elastic", "point to point"}
 NO_SENTENCE |= {"accumulation", "memory order", "lost wake-up"}
 
 
