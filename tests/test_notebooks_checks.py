@@ -3,11 +3,15 @@
 tests/test_notebooks.py tries the solutions and their tempting mistakes.
 """
 
+import hashlib
+import itertools
 import json
 import re
+import sys
 
 import pool
 import pytest
+import torch
 from helpers import ROOT
 
 FOLDER = ROOT / "notebooks"
@@ -42,10 +46,10 @@ import torch
 import torch.distributed as dist
 sys.path.insert(0, {folder!r})
 import exercises
-from exercises import check
+from exercises import check, on_all_ranks
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 port = int(os.environ["MASTER_PORT"])
-exercises.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+store = exercises.store = dist.TCPStore("127.0.0.1", port, is_master=False)
 dist.init_process_group("gloo")
 for cell in {cells!r}:
     exec(cell)
@@ -54,15 +58,17 @@ for answer in {answers!r}:
     exercises._tries, exercises._given = {{}}, {{}}
     for _ in range(2):
         exec({check!r})
+if "rpc" in globals():
+    rpc.shutdown()
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
 def on_ranks(tmp_path, chapter: str, cells: list[str], check: str, answers, ranks: int):
-    """The two lines that the check prints for each of the answers."""
+    """The two lines that the check prints for each of the answers. cells: their names, or code."""
     file = tmp_path / "script.py"
-    cells = [source(chapter, cell) for cell in cells]
+    cells = [cell if "\n" in cell else source(chapter, cell) for cell in cells]
     check = source(chapter, check)
     told = {"folder": str(FOLDER), "cells": cells, "check": check, "answers": answers}
     file.write_text(ON_RANKS.format(**told))
@@ -218,3 +224,112 @@ def test_messages_name_the_mistake(said):
     assert lines[0] == "not yet: a number of parameters: is yours in billions?"
     answers = {"ranks_for_stage_3": "5", "ranks_for_stage_2": 11, "largest_for_stage_2": 20e9}
     assert said("08", "cell-51", **answers)[0] == "not yet: stage 3: '5' is no number of ranks"
+
+
+@pytest.fixture(scope="module")
+def chapter_21():
+    """What its cells define, without their output."""
+    paths = [str(FOLDER), str(ROOT / "planner")]
+    sys.path[:0] = paths
+    names = {}
+    for cell in ("mesh21-01", "mesh21-03", "mesh21-19"):
+        exec(source("21", cell), names)
+    yield names
+    for path in paths:
+        sys.path.remove(path)
+
+
+@pytest.mark.parametrize(
+    ("llama_8b", "line"),
+    [
+        ((64, 1, 1, 1), "that mesh was tried: it crashed or ran out of memory"),
+        ((1, 1, 64, 2), "that mesh was not measured; a neighbour of it, perhaps?"),
+    ],
+)
+def test_21_a_mesh_that_crashed_was_tried(said, chapter_21, llama_8b, line):
+    answers = {"llama_3b": (16, 1, 1, 2), "llama_8b": llama_8b, "bloom": (8, 4, 12, 2)}
+    assert said("21", "mesh21-45", **chapter_21 | answers)[0] == f"not yet: llama_8b: {line}"
+
+
+@pytest.mark.parametrize(
+    ("of", "line"),
+    [("min", "correct"), ("median", "not yet: mosaic: 0.24, where 0.22 is right")],
+)
+def test_21_the_median_mfu_is_not_the_best(said, chapter_21, of, line):
+    np = chapter_21["np"]
+
+    def skill(predicted, measured, ideal):
+        mfus = np.linspace(0.02, 1, 50) if of == "min" else [np.median(ideal / measured)]
+        rival = min(np.abs(ideal / mfu / measured - 1).mean() for mfu in mfus)
+        return 1 - np.abs(predicted / measured - 1).mean() / rival
+
+    assert said("21", "mesh21-36", **chapter_21 | {"skill": skill})[0] == line
+
+
+SWAP = """
+def swap(wire, mine, theirs, peer):
+    for move, tensor in {order}:
+        getattr(wire, move)(tensor, peer)
+"""
+
+
+@pytest.mark.parametrize(
+    "order", ["(('send', mine), ('recv', theirs))", "(('recv', theirs), ('send', mine))"]
+)
+def test_22_two_ranks_that_begin_alike_hear_so(tmp_path, order):
+    """Not that the connection was reset by the rank that gave up first."""
+    answers = [SWAP.format(order=order)]
+    ((first, _),) = on_ranks(tmp_path, "22", ["cell-13"], "cell-60", answers, ranks=2)
+    assert first.startswith("not yet: no byte moved for 3 s: do both send, or both receive?")
+
+
+def test_22_a_sum_in_float64_depends_on_the_order(said):
+    def add_up(arrived):
+        return sum(tensor.double() for _, tensor in arrived).float()
+
+    given = {"torch": torch, "itertools": itertools, "add_up": add_up}
+    first, _ = said("22", "cell-63", **given)
+    assert first == "not yet: 16 of 24 orders of arrival give other bits"
+
+
+@pytest.mark.parametrize("answer", [4.5, "2", [2]])
+def test_22_a_mistake_is_a_number(said, answer):
+    given = dict.fromkeys(("mistake_of_a", "mistake_of_b", "mistake_of_c"), answer)
+    line = f"not yet: backend A: a number from 1 to 4, not {answer!r}"
+    assert said("22", "cell-69", hashlib=hashlib, **given)[0] == line
+
+
+def test_22_a_mistake_may_be_a_float(said):
+    given = {"mistake_of_a": 2.0, "mistake_of_b": 3.0, "mistake_of_c": 4.0}
+    assert said("22", "cell-69", hashlib=hashlib, **given) == ["correct"] * 2
+
+
+RPC = """
+import time, threading, warnings
+from torch.distributed import rpc
+warnings.filterwarnings("ignore", message="You are using a Backend")
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
+"""
+ACCOUNT = """
+class SafeAccount:
+    def __init__(self):
+        self.balance, self.lock = 0, threading.Lock()
+
+    def pay_in(self, amount):
+        {pay_in}
+
+    def get(self):
+        return self.balance
+"""
+
+
+def test_23_an_account_without_a_lock_is_not_safe(tmp_path):
+    """Even if it never sleeps between the read and the write."""
+    pay_in = ["self.balance += amount", "with self.lock: self.balance += amount", "self.no(amount)"]
+    answers = [ACCOUNT.format(pay_in=line) for line in pay_in]
+    cells = [RPC, source("23", "cell-49")]
+    lines = on_ranks(tmp_path, "23", cells, "cell-51", answers, ranks=2)
+    assert re.match(r"not yet: 60 were paid in, \d+ are there", lines[0][0])
+    assert lines[1][0] == "correct"
+    raised = "not yet: it raises RuntimeError: AttributeError: On Worker.*has no attribute 'no'"
+    assert re.match(raised, lines[2][0])
