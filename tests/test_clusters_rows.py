@@ -36,6 +36,13 @@ ROWS = {
     "leaves no time to train": (
         "test_clusters_slurm.py::test_a_time_limit_before_the_first_step_is_an_error"
     ),
+    "there is no new save in": (
+        "test_clusters_slurm.py::test_a_job_that_saves_nothing_does_not_begin_anew"
+    ),
+    "3 tasks on 2 nodes": (
+        "test_clusters_slurm.py::test_nodes_with_different_numbers_of_tasks_are_an_error"
+    ),
+    "connectFullMesh failed": "test_clusters_lab.py::test_a_host_with_several_interfaces",
     "forcefully exiting via 9": (
         "test_clusters_slurm.py::test_jobs_that_lose_their_nodes_continue_bit_for_bit"
     ),

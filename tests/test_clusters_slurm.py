@@ -450,28 +450,181 @@ def test_a_time_limit_before_the_first_step_is_an_error(cluster, file, tmp_path)
         assert cluster.finish("--nodes=1", *more, output=log) == 0, log.read_text()
 
 
+# Trains until it is asked to leave; then it makes what it is told to make, as a save would.
 LEAVES = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+import os, pathlib, signal, sys, time
+def leave(*_):
+    if len(sys.argv) > 4:
+        pathlib.Path(sys.argv[4]).mkdir(parents=True)
+    os._exit(int(sys.argv[1]))
+signal.signal(signal.SIGTERM, leave)
 print("here", flush=True)
 time.sleep(100)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [False, True])
-def test_a_job_that_saves_nothing_does_not_begin_anew(cluster, tmp_path, saves):
+@pytest.mark.parametrize(
+    ("file", "status", "folder", "saved", "why"),
+    [
+        ("train_srun.sbatch", 143, "", "", ""),
+        ("train_srun.sbatch", 143, "run", "", None),
+        ("train_srun.sbatch", 1, "run", "", "the ranks ended with status 1, not by the signal"),
+        ("train.sbatch", 143, "run", "checkpoints/step_7", None),
+        ("train.sbatch", 1, "run", "", "there is no new save in {folder}/checkpoints"),
+    ],
+)
+def test_a_job_that_saves_nothing_does_not_begin_anew(
+    cluster, tmp_path, file, status, folder, saved, why
+):
     """It would be at its time limit again after the same hour, and again: for ever."""
-    script, log = tmp_path / "leaves.py", tmp_path / "log"
+    script, log, run = tmp_path / "leaves.py", tmp_path / "log", tmp_path / folder
     script.write_text(LEAVES)
-    args = ("--output-dir", tmp_path / "run") if saves else ()
-    job = cluster.submit("--nodes=1", SLURM / "train_srun.sbatch", script, *args, output=log)
+    args = [status, *(("--output-dir", run) if folder else ()), *((run / saved,) if saved else ())]
+    job = cluster.submit("--nodes=1", SLURM / file, script, *args, output=log)
     cluster.wait_until(lambda: "here" in text(log), log)
     cluster.run("scancel", "--batch", "--signal=USR1", job).check()  # as near the time limit
     cluster.wait_until(lambda: cluster.state(job, "JobState") != "RUNNING", log)
     cluster.wait_until(lambda: cluster.state(job, "JobState") != "COMPLETING", log)
-    assert cluster.state(job, "Restarts") == str(int(saves))
-    assert cluster.state(job, "JobState") == ("PENDING" if saves else "FAILED")
+    assert cluster.state(job, "Restarts") == str(int(why is None)), log.read_text()
+    assert cluster.state(job, "JobState") == ("PENDING" if why is None else "FAILED")
+    if why:
+        says = why.format(folder=run)
+        assert f"{file}: error: {says}: the job is not requeued\n" in log.read_text()
+
+
+# A squeue that takes until there is a file "go", as if the controller were busy.
+BUSY = """#!/bin/sh
+touch {folder}/asks
+while [ ! -e {folder}/go ]; do sleep 0.05; done
+exec {squeue} "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
+def test_a_signal_before_the_ranks_start(cluster, tmp_path, file):
+    """bash would end with it, and the job with it: FAILED, by signal 10."""
+    script, log, squeue = tmp_path / "leaves.py", tmp_path / "log", tmp_path / "squeue"
+    script.write_text(LEAVES)
+    squeue.write_text(BUSY.format(folder=tmp_path, squeue=shutil.which("squeue")))
+    squeue.chmod(0o755)
+    job = cluster.submit(
+        *("--nodes=1", SLURM / file, script, "143", "--output-dir", tmp_path),
+        output=log,
+        PATH=f"{tmp_path}:{path()}",
+    )
+    cluster.wait_until((tmp_path / "asks").exists, log)
+    cluster.run("scancel", "--batch", "--signal=USR1", job).check()
+    (tmp_path / "go").touch()
+    cluster.wait_until(lambda: cluster.state(job, "JobState") != "RUNNING", log)
+    cluster.wait_until(lambda: cluster.state(job, "JobState") != "COMPLETING", log)
+    assert (cluster.state(job, "JobState"), cluster.state(job, "Restarts")) == ("PENDING", "1")
+    assert "here" not in text(log)
+
+
+# One task of an array. It says who it is, and when it is told to leave.
+TASK = """
+import os, pathlib, signal, sys, time
+task, folder = os.environ["SLURM_ARRAY_TASK_ID"], pathlib.Path(sys.argv[-1])
+def leave(*_):
+    (folder / f"told{task}").touch()
+    os._exit(143)
+signal.signal(signal.SIGTERM, leave)
+(folder / f"trains{task}").touch()
+time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+def test_a_task_of_an_array_leaves_the_other_tasks_alone(cluster, tmp_path):
+    """The last task's SLURM_JOB_ID is the array's: a signal to this number is for all tasks."""
+    script, log = tmp_path / "task.py", tmp_path / "log"
+    script.write_text(TASK)
+    task = ("--nodes=1", SLURM / "train_srun.sbatch", script, "--output-dir", tmp_path)
+    array = cluster.submit("--array=1-2", *task, output=log)
+    cluster.wait_until(lambda: all((tmp_path / f"trains{n}").exists() for n in (1, 2)), log)
+    jobs = {n: cluster.state(f"{array}_{n}", "JobId") for n in (1, 2)}
+    (last,) = (n for n, job in jobs.items() if job == array)
+    cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_{last}").check()
+    cluster.wait_until(lambda: cluster.state(f"{array}_{last}", "Restarts") == "1", log)
+    assert (tmp_path / f"told{last}").exists()
+    other = 3 - last
+    assert not (tmp_path / f"told{other}").exists()
+    assert cluster.state(f"{array}_{other}", "JobState") == "RUNNING"
+    assert cluster.state(f"{array}_{other}", "Restarts") == "0"
+
+
+@pytest.mark.slow
+def test_each_node_starts_as_many_ranks_as_it_has_gpus(cluster, tmp_path):
+    """In a shell of salloc, too, which does not know how many they are."""
+    script = tmp_path / "tell.py"
+    script.write_text(TELL.replace("OMP_NUM_THREADS", "SLURM_GPUS_ON_NODE OMP_NUM_THREADS"))
+    salloc = ("salloc", "--nodes=2", "--ntasks-per-node=1", "--gpus=3", "--cpus-per-task=4")
+    shell = ("env", "OMP_NUM_THREADS=", *salloc, "bash")
+    said = cluster.run(*shell, SLURM / "train.sbatch", script, timeout=120).check().output
+    told = [line.split() for line in said.splitlines() if re.match(r"host\d \d ", line)]
+    assert sorted(int(words[1]) for words in told) == [0, 1, 2], said
+    for host in ("host1", "host2"):
+        ranks = [words for words in told if words[0] == host]
+        assert {(words[4], words[6]) for words in ranks} == {(str(len(ranks)),) * 2}, said
+        assert {words[7] for words in ranks} == {str(4 // len(ranks))}
+
+
+@pytest.mark.slow
+def test_nodes_with_different_numbers_of_tasks_are_an_error(cluster, tmp_path):
+    script, log = tmp_path / "tell.py", tmp_path / "log"
+    script.write_text(TELL)
+    uneven = ("--nodes=2", "--ntasks=3", "--ntasks-per-node=2", SLURM / "train_srun.sbatch")
+    assert cluster.finish(*uneven, script, output=log) == 2, text(log)
+    assert log.read_text() == (
+        "train_srun.sbatch: error: 3 tasks on 2 nodes, but each node needs the same number: "
+        "sbatch --nodes=N --ntasks-per-node=N, without --ntasks\n"
+    )
+
+
+# Types Ctrl-C as a terminal does: the whole foreground group gets SIGINT.
+CTRL_C = """
+import os, pathlib, signal, subprocess, sys, time
+folder = pathlib.Path(sys.argv[1])
+script = subprocess.Popen(["bash", *sys.argv[2:], str(folder)], start_new_session=True)
+until = time.monotonic() + 60
+while time.monotonic() < until and not all((folder / f"trains{r}").exists() for r in (0, 1)):
+    time.sleep(0.05)
+os.killpg(script.pid, signal.SIGINT)
+print("status", script.wait(60), flush=True)
+steps = subprocess.run(["squeue", "--steps", "--noheader"], stdout=subprocess.PIPE, text=True)
+print("steps", [line for line in steps.stdout.splitlines() if "extern" not in line], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
+def test_ctrl_c_in_an_interactive_job(cluster, tmp_path, file):
+    script, press = tmp_path / "saves.py", tmp_path / "press.py"
+    script.write_text(SAVES)
+    press.write_text(CTRL_C)
+    (tmp_path / "go").touch()
+    salloc = ("salloc", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1")
+    said = cluster.run(*salloc, "python", press, tmp_path, SLURM / file, script, timeout=120).output
+    assert "\nsteps []\n" in said, said
+    assert re.search(r"status (?!-|0)", said), said
+    assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1)), said
+
+
+@pytest.mark.slow
+def test_a_run_of_a_sweep_keeps_its_log_when_it_comes_back(cluster, tmp_path):
+    runs, script, log = (tmp_path / name for name in ("runs.txt", "waits.py", "log"))
+    runs.write_text("--lr 1\n")
+    script.write_text(
+        "import os, time; back = 'SLURM_RESTART_COUNT' in os.environ\n"
+        "print('back' if back else 'first', flush=True); time.sleep(0 if back else 100)"
+    )
+    job = cluster.submit("--array=1", SLURM / "sweep.sbatch", runs, script, output=log)
+    cluster.wait_until(lambda: "first" in text(log), log)
+    cluster.run("scontrol", "requeue", job).check()
+    cluster.wait_until(lambda: re.search("^back", text(log), re.M), log)
+    assert re.findall("^(first|back)", text(log), re.M) == ["first", "back"]
 
 
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
