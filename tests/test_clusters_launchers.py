@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Job, clean_environment
+import torch
+from helpers import ROOT, Job, Result, clean_environment
 
 sys.path.insert(0, str(ROOT / "clusters"))
 from from_any_launcher import LAUNCHERS, first_host, launched_by, tasks_of_node, who_am_i
@@ -225,7 +226,7 @@ def test_a_host_that_cannot_be_reached(tmp_path, host, says):
 def shells(folder: Path) -> str:
     """A PATH with an ssh that prints the command for a host in place of running it there."""
     (folder / "ssh").write_text(
-        '#!/bin/sh\nfor last; do :; done; [ "$last" = true ] || echo "$last"\n'
+        '#!/bin/sh\nfor last; do :; done; [ "$last" = true ] || echo "$last"\n'  # or a check
     )
     (folder / "ssh").chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
@@ -242,19 +243,19 @@ def remote_lines(folder: Path, hosts: str, *options, **environment: str) -> list
 
 def test_what_runs_on_each_host(tmp_path):
     """As many ranks as GPUs; variables of this shell are handed on if they are named."""
-    options = ("--env", "NCCL_DEBUG=INFO", "--env", "HF_HOME")
+    options = ("--env", "NCCL_DEBUG=INFO", "--env", "HF_HOME", "--port", 29400)
     one, other = remote_lines(tmp_path, "a\nme@b\n", *options, HF_HOME="/data/a b")
     assert other.removeprefix("me@b: ") == one.removeprefix("a: ")
     assert " NCCL_DEBUG=INFO 'HF_HOME=/data/a b' " in one
     assert " TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100 " in one
-    assert " --nproc-per-node=gpu --rdzv-backend=c10d --rdzv-endpoint=a:29500 " in one
+    assert " --nproc-per-node=gpu --rdzv-backend=c10d --rdzv-endpoint=a:29400 " in one
     assert "--local-addr" not in one
 
 
 def test_addresses_behind_the_names(tmp_path):
     """An alias of ~/.ssh/config means nothing to the other hosts."""
     hosts = "me@alias 10.0.0.7 # rack 1\nother fd77::2\n"
-    one, other = remote_lines(tmp_path, hosts, "--nproc-per-node", 2)
+    one, other = remote_lines(tmp_path, hosts, "--nproc-per-node", 2, "--port", 29500)
     assert " --local-addr=10.0.0.7 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.7:29500 " in one
     assert " --local-addr=fd77::2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.7:29500 " in other
     assert " --rdzv-conf=is_host=1 " in one
@@ -262,6 +263,49 @@ def test_addresses_behind_the_names(tmp_path):
     one, other = remote_lines(tmp_path, hosts, "--static")
     assert " --local-addr=10.0.0.7 --node-rank=0 --master-addr=10.0.0.7 " in one
     assert " --local-addr=fd77::2 --node-rank=1 --master-addr=10.0.0.7 " in other
+
+
+def test_each_job_has_its_own_port(tmp_path):
+    """Jobs with one port meet in one store: when the first job ends, the second one fails."""
+    ports = set()
+    for _ in range(3):
+        lines = remote_lines(tmp_path, "a\nb\n")
+        (port,) = set(re.findall(r"--rdzv-endpoint=a:(\d+) ", "".join(lines)))
+        assert 20000 <= int(port) < 30000
+        ports.add(port)
+    assert len(ports) > 1
+
+
+def launch_here(folder: Path, script: Path, *options) -> Result:
+    """launch.py with one host: an ssh that runs everything on this machine."""
+    ssh, hosts = folder / "ssh", folder / "hosts.txt"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o755)
+    hosts.write_text("127.0.0.1\n")
+    launch = [sys.executable, ROOT / "clusters/torchrun/launch.py", *options, hosts, script]
+    with Job(launch, PATH=f"{folder}:{os.environ['PATH']}") as job:
+        result = job.wait(120)
+        assert not job.kill()
+    return result
+
+
+def test_a_port_that_is_taken(tmp_path):
+    """The agents would wait for each other for minutes, and print nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = launch_here(tmp_path, SCRIPT, "--port", port)
+    assert result.returncode == 2
+    says = f"port {port} is taken on 127.0.0.1: pass another port with --port"
+    assert result.output == f"launch.py: error: {says}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_host_without_gpus(tmp_path):
+    result = launch_here(tmp_path, SCRIPT)
+    assert result.returncode == 1
+    says = "127.0.0.1 has no GPU that PyTorch can use: pass the number of ranks, --nproc-per-node N"
+    assert f"launch.py: error: {says}\n" in result.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -288,7 +332,7 @@ def test_ctrl_c_reaches_the_terminals_of_the_hosts(tmp_path, number):
 # It runs a stand-in for torchrun, whatever it is asked to run.
 SSH_WITH_A_TERMINAL = """#!/usr/bin/env python3
 import os, pty, select, sys
-if sys.argv[-1] == "true":
+if sys.argv[-1] == "true" or " -c " in sys.argv[-1]:  # launch.py asks whether the port is free
     sys.exit()
 pid, terminal = pty.fork()
 if not pid:

@@ -17,7 +17,11 @@ ROWS = {
         "test_clusters_lab.py::test_a_firewall_that_opens_one_port",
     ),
     "hosts with `--node-rank`": "test_clusters_lab.py::test_two_hosts_with_one_number",
-    "two jobs mix": "test_clusters_elastic.py::test_two_jobs_with_one_id",
+    "two jobs mix": (
+        "test_clusters_elastic.py::test_two_jobs_with_one_id",
+        "test_clusters_launchers.py::test_each_job_has_its_own_port",
+    ),
+    "port 29500 is taken": "test_clusters_launchers.py::test_a_port_that_is_taken",
     "invalid partition": "test_clusters_slurm.py::test_a_partition_that_does_not_exist",
     "`python: command not found`": "not provoked: a job of Slurm's that finds no Python at all",
     "a Job is tried a dozen times": (

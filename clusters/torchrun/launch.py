@@ -35,7 +35,16 @@ LAB = Path(__file__).resolve().parent.parent / "lab.py"
 # A host that has lost power sends nothing: ssh probes it three times in 15 s.
 SSH = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 SSH += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
-JOB = uuid.uuid4().hex[:8]  # keeps two jobs apart that use the same port
+JOB = uuid.uuid4().hex[:8]
+# A port for each job: jobs with one port meet in one store, which ends with the first of them.
+PORT = 20000 + int(JOB, 16) % 10000
+TAKEN = 98  # the exit status of the next command, if a process listens on the port
+IS_FREE = f"""import socket, sys
+both = dict(family=socket.AF_INET6, dualstack_ipv6=True) if socket.has_dualstack_ipv6() else dict()
+try:
+    socket.create_server(("", int(sys.argv[1])), **both)
+except OSError:
+    sys.exit({TAKEN})"""
 # Seconds that an agent gives its ranks to save, then seconds that we give the agents.
 SHUTDOWN = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 100))
 GRACE = SHUTDOWN + 10
@@ -44,8 +53,7 @@ GRACE = SHUTDOWN + 10
 def main() -> None:
     args = parse_args()
     hosts = {f"host{i}": None for i in range(args.lab or 0)} or read_hosts(args)  # name: address
-    if not args.lab:
-        ask(hosts)
+    ask(hosts, args)
     agents = {host: start(host, torchrun_on(host, hosts, args), args.lab) for host in hosts}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: ended.put((None, 128 + number)))
@@ -108,8 +116,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--port",
         type=int,
-        default=29500,
-        help="port on which the agents meet on the first host (default: 29500)",
+        default=PORT,
+        help="port on which the agents meet on the first host (default: random, 20000 to 29999)",
     )
     parser.add_argument(
         "--interface",
@@ -164,28 +172,33 @@ def fail(sentence: str):
     sys.exit(2)
 
 
-def ask(hosts: Iterable[str]) -> None:
-    """End the program, before any agent starts, if a host cannot be reached."""
-    command = [word for word in SSH if word != "-tt"]
-    calls = [
-        subprocess.Popen([*command, host, "true"], stderr=subprocess.PIPE, text=True)
-        for host in hosts
-    ]
-    for host, call in zip(hosts, calls, strict=True):
+def ask(hosts: Iterable[str], args) -> None:
+    """End the program, before any agent starts, if a host cannot be reached or lacks the port."""
+    first, *_ = hosts
+    calls = {} if args.lab else {host: [*SSH, host, "true"] for host in hosts}
+    calls["port"] = on(first, [sys.executable, "-c", IS_FREE, str(args.port)], args.lab)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    for asked, call in calls.items():
+        command = [word for word in call if word != "-tt"]
+        calls[asked] = subprocess.Popen(command, **pipes, text=True)
+    for asked, call in calls.items():
         said = call.communicate()[1].strip().splitlines()
-        if call.returncode:
-            fail(f"{host} cannot be reached: {said[-1] if said else 'ssh does not say why'}")
+        if call.returncode and asked != "port":
+            fail(f"{asked} cannot be reached: {said[-1] if said else 'ssh does not say why'}")
+        if call.returncode == TAKEN:
+            fail(f"port {args.port} is taken on {first}: pass another port with --port")
+
+
+def on(host: str, command: list[str], in_lab: bool) -> list[str]:
+    """The command that runs a command on a host, in this directory."""
+    if in_lab:
+        return [sys.executable, str(LAB), "exec", host.removeprefix("host"), "--", *command]
+    return [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"]
 
 
 def start(host: str, command: list[str], in_lab: bool) -> subprocess.Popen:
-    if in_lab:
-        number = host.removeprefix("host")
-        command = [sys.executable, str(LAB), "exec", number, "--", *command]
-    else:
-        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-        command = [*SSH, host, there]
     return subprocess.Popen(
-        command,
+        on(host, command, in_lab),
         stdin=subprocess.DEVNULL if in_lab else subprocess.PIPE,  # for Ctrl-C: see end()
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -207,6 +220,10 @@ def show(host: str, agent: subprocess.Popen) -> None:
         with contextlib.suppress(OSError):  # our terminal is closed, and the ranks still save
             sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one write: other hosts print, too
             sys.stdout.flush()
+            if line.startswith("ValueError: Cuda is not available"):
+                advice = "pass the number of ranks, --nproc-per-node N"
+                says = f"{host} has no GPU that PyTorch can use: {advice}"
+                print(f"launch.py: error: {says}", file=sys.stderr)
 
 
 def first_failure(count: int, ended: SimpleQueue) -> int:
