@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import sys
+import zlib
 from collections.abc import Mapping
 
 # rank, world size, local rank, local world size. A launcher has started us if all of its names are
@@ -65,9 +66,7 @@ def who_am_i(env: Mapping[str, str] = os.environ) -> dict[str, str]:
         address = re.sub(r"^(.*)-\d+(?=\.|$)", r"\1-0", socket.getfqdn(), count=1)
     elif not address:
         raise ValueError(f"{launcher} does not tell where rank 0 runs: set MASTER_ADDR to its host")
-    job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE", "").split(".")[0]  # one for all
-    port = port or str(20000 + int(job) % 10000 if job.isdigit() else 29500)
-    values = (rank, size, local_rank, local_size, address, port)
+    values = (rank, size, local_rank, local_size, address, port or own_port(env, launcher))
     return dict(zip((*LAUNCHERS["torchrun"], "MASTER_ADDR", "MASTER_PORT"), values, strict=True))
 
 
@@ -82,6 +81,19 @@ def launched_by(env: Mapping[str, str]) -> str:
         needed = ", ".join(LAUNCHERS["torchrun"])
         raise ValueError(f"a launcher has set {found}, which is not enough: set {needed}")
     return "no launcher"
+
+
+def own_port(env: Mapping[str, str], launcher: str) -> str:
+    """A port that all ranks compute alike, and ranks of another job or step do not."""
+    mpirun, job = env.get("PMIX_NAMESPACE", ""), env.get("SLURM_JOB_ID", "")
+    if mpirun and (launcher == "Open MPI" or not job):  # one Slurm job may call mpirun twice
+        number = int(mpirun) if mpirun.isdigit() else zlib.crc32(mpirun.encode())
+    elif job:  # each srun is a step; only its own processes are certain to have its number
+        step = int(env.get("SLURM_STEP_ID", 0)) if launcher == "Slurm" else 0
+        number = int(job) + 1009 * step
+    else:
+        return "29500"
+    return str(20000 + number % 10000)
 
 
 def equal_share(tasks: str, nodes: str) -> str:

@@ -83,7 +83,7 @@ TORCHRUN = dict(zip(NAMES, ["2", "4", "0", "2", "10.0.0.1", "4711"], strict=True
         (EXPLICIT, "RANK and WORLD_SIZE", "3 8 0 1 m 1"),
         (EXPLICIT | {"JOB_COMPLETION_INDEX": "7"}, "RANK and WORLD_SIZE", "3 8 0 1 m 1"),
         # One within the other: the inner one has started us.
-        (SLURM | OPEN_MPI | {"MASTER_ADDR": "a"}, "Open MPI", "3 4 1 2 a 20412"),
+        (SLURM | OPEN_MPI | {"MASTER_ADDR": "a"}, "Open MPI", "3 4 1 2 a 25473"),
         (SLURM | TORCHRUN, "torchrun", "2 4 0 2 10.0.0.1 4711"),
         # srun --mpi=pmi2 sets PMI_RANK and no local rank
         (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}, "Slurm", "5 7 1 2 gpu07 20412"),
@@ -92,6 +92,21 @@ TORCHRUN = dict(zip(NAMES, ["2", "4", "0", "2", "10.0.0.1", "4711"], strict=True
 def test_each_launcher(env, launcher, told):
     assert launched_by(env) == launcher
     assert " ".join(who_am_i(env)[name] for name in NAMES) == told
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "values"),
+    [
+        (SLURM, "SLURM_STEP_ID", ["0", "1", "2"]),  # two sruns in one job, at the same time
+        (SLURM, "SLURM_JOB_ID", ["412", "413"]),
+        (SLURM | OPEN_MPI | {"MASTER_ADDR": "a"}, "PMIX_NAMESPACE", ["1378025473", "1378156545"]),
+        (OPEN_MPI | {"MASTER_ADDR": "a"}, "PMIX_NAMESPACE", ["prterun-a-7@1", "prterun-a-8@1"]),
+    ],
+)
+def test_ranks_of_two_jobs_do_not_meet(env, name, values):
+    ports = [int(who_am_i(env | {name: value})["MASTER_PORT"]) for value in values]
+    assert len(set(ports)) == len(values)
+    assert all(20000 <= port < 30000 for port in ports)
 
 
 def test_the_table_of_platforms_has_the_same_names():

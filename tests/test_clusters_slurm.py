@@ -181,6 +181,10 @@ def test_from_any_launcher(cluster, tmp_path):
     said = cluster.run(*salloc, "srun", "python", any_launcher, script).check().output
     told = sorted(line for line in said.splitlines() if line.startswith("host"))
     assert told == ["host1 0 0 3 2 host1", "host1 1 1 3 2 host1", "host2 2 0 3 1 host1"]
+    two_steps = f"for _ in 1 2; do srun --overlap python {any_launcher} & done; wait"
+    said = cluster.run("salloc", "--nodes=2", "--cpus-per-task=1", "sh", "-c", two_steps).output
+    ports = re.findall(r"MASTER_PORT=(\d+)", said)
+    assert sorted(ports.count(port) for port in set(ports)) == [2, 2], said
     log = tmp_path / "log"  # a batch script is not a rank
     job = ("--nodes=2", "--ntasks-per-node=1", f"--wrap=python {any_launcher}")
     assert cluster.finish(*job, output=log) == 0
