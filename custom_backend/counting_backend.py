@@ -133,16 +133,7 @@ OPERATIONS = {
     "barrier": ("barrier", None, None),
     "monitored_barrier": ("monitored_barrier", None, None),
 }
-OLD_NAMES = {  # up to torch 2.13
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
 for method, (operation, given, got) in OPERATIONS.items():
-    if not hasattr(dist.ProcessGroup, method):
-        method = OLD_NAMES.get(method, method)
     if hasattr(dist.ProcessGroup, method):
         setattr(CountingGroup, method, counted(method, operation, given, got))
 

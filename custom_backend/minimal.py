@@ -25,12 +25,12 @@ class StoreGroup(dist.ProcessGroup):
         return [torch.frombuffer(bytearray(v), dtype=tensor.dtype) for v in values]
 
     def allreduce(self, tensors, options):  # DDP calls it from C++, dist.all_reduce from Python
+        assert options.reduceOp == dist.ReduceOp.SUM, "store: all_reduce knows SUM only"
         tensors[0].copy_(sum(self.exchange(tensors[0])).view_as(tensors[0]))
         return Done(tensors)
 
     def barrier(self, opts):
-        self.exchange(torch.zeros(1))  # a rank that has all values knows that all ranks came
-        return Done([])
+        return Done(self.exchange(torch.zeros(1)))  # all values are here: all ranks have come
 
 
 class Done(dist.Work):  # the handle of an operation that is already complete
@@ -51,7 +51,7 @@ def main() -> None:
     dist.init_process_group("store")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    inputs, model = torch.randn(12, 4), nn.Linear(4, 1)
+    inputs, model = torch.randn(6 * world_size, 4), nn.Linear(4, 1)
     (expected,) = torch.autograd.grad(model(inputs).square().mean(), model.weight)  # single process
     ddp_model = DistributedDataParallel(model, init_sync=False)  # the weights are equal already
     ddp_model(inputs[rank::world_size]).square().mean().backward()  # DDP averages through the store

@@ -177,8 +177,25 @@ def test_source_map():
         assert lines == len(file.readlines())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_minimal(ranks):
     output = pool.run(HERE / "minimal.py", ranks=ranks).check().output
     found = re.search(rf"^{ranks} ranks, store: gradients off by (\S+)$", output, re.MULTILINE)
     assert float(found[1]) < 1e-6
+
+
+@pytest.mark.parametrize("operation", ["MAX", "AVG", "PRODUCT"])
+def test_minimal_refuses_what_is_no_sum(operation, tmp_path):
+    """It computes sums only: another result would be wrong, without an error."""
+    script = tmp_path / "other.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "import torch, torch.distributed as dist\n"
+        "from minimal import StoreGroup\n"
+        "dist.Backend.register_backend('store', StoreGroup, devices=['cpu'])\n"
+        "dist.init_process_group('store')\n"
+        f"dist.all_reduce(torch.ones(2), dist.ReduceOp.{operation})\n"
+    )
+    result = pool.run(script, ranks=2)
+    assert result.returncode == 1
+    assert "AssertionError: store: all_reduce knows SUM only" in result.output
