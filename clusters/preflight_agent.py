@@ -121,8 +121,9 @@ def remove(directory: str, prefix: str) -> None:
 
 
 def listen() -> int:
-    """Open the port to which partners will connect."""
-    listening.append(socket.create_server(("", 0)))
+    """Open the port to which partners will connect, by IPv4 or by IPv6."""
+    both = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    listening.append(socket.create_server(("", 0), **(both if socket.has_dualstack_ipv6() else {})))
     listening[0].settimeout(5)
     return listening[0].getsockname()[1]
 

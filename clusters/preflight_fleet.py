@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def read_hosts(file: str) -> dict[str, str | None]:
     hosts = {row[0]: row[1] if row[1:] else None for row in rows}
     if not hosts or len(hosts) < len(rows):
         fail(f"{file} names {'a host more than once' if hosts else 'no host'}")
-    if max(map(len, rows)) > 2:
-        fail(f"{file}: a line has a name, or a name and an address")
+    if {len(row) for row in rows} not in ({1}, {2}):
+        fail(f"{file}: each line has a name, or each line has a name and an address")
     return hosts
 
 
@@ -59,8 +60,14 @@ class Fleet:
         self.addresses = [known.get(host) or host.rpartition("@")[2] for host in hosts]
         self.answers = queue.Queue()
         self.agents = [start(host, transport) for host in hosts]
-        for number in range(len(hosts)):
-            threading.Thread(target=self._read, args=(number,), daemon=True).start()
+        self.last_words = [deque(maxlen=1) for _ in hosts]
+        self.listeners = [
+            threading.Thread(target=self._listen, args=(n,)) for n in range(len(hosts))
+        ]
+        readers = [threading.Thread(target=self._read, args=(n,)) for n in range(len(hosts))]
+        for thread in (*self.listeners, *readers):
+            thread.daemon = True
+            thread.start()
 
     @property
     def here(self) -> list[int]:
@@ -89,14 +96,14 @@ class Fleet:
         answers, until = {}, time.monotonic() + seconds
         while told.keys() - answers.keys():
             try:
-                number, line = self.answers.get(timeout=max(0, until - time.monotonic()))
+                number, answer = self.answers.get(timeout=max(0, until - time.monotonic()))
             except queue.Empty:
                 for silent in told.keys() - answers.keys():
                     answers[silent] = self._lose(silent, f"no answer within {seconds:.0f} s")
                 break
             if number in self.lost:  # too late
                 continue
-            answers[number] = json.loads(line) if line else self._lose(number, self._why(number))
+            answers[number] = answer or self._lose(number, self._why(number))
         return answers
 
     def _lose(self, number: int, why: str) -> dict:
@@ -105,13 +112,21 @@ class Fleet:
 
     def _why(self, number: int) -> str:
         """The last words of an agent that has ended."""
-        words = self.agents[number].stderr.read().strip().splitlines()
-        return f"it cannot be asked: {(words or ['it ended'])[-1]}"
+        self.listeners[number].join(5)
+        return f"it cannot be asked: {(*self.last_words[number], 'it ended')[0]}"
+
+    def _listen(self, number: int) -> None:
+        """Keep the last line of stderr: a pipe that no thread reads fills, and blocks the host."""
+        for line in self.agents[number].stderr:
+            self.last_words[number].extend(filter(None, [line.strip()]))
 
     def _read(self, number: int) -> None:
         for line in self.agents[number].stdout:
-            self.answers.put((number, line))
-        self.answers.put((number, ""))
+            with contextlib.suppress(json.JSONDecodeError):  # a shell may greet before the agent
+                answer = json.loads(line)
+                if isinstance(answer, dict):
+                    self.answers.put((number, answer))
+        self.answers.put((number, None))
 
     def end(self) -> None:
         for agent in self.agents:

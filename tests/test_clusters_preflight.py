@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -349,6 +350,42 @@ def test_a_host_that_does_not_answer_is_named_and_the_others_go_on():
         fleet.end()
 
 
+ANSWERS = "import sys; [print('{\"is\": 7}', flush=True) for line in sys.stdin]"
+FULL_PIPE = "sys.stderr.write('warning: ' + 'x' * 100_000 + chr(10))"
+
+
+@pytest.mark.parametrize(
+    ("says", "answers"),
+    [
+        ("print('Welcome to the cluster!')", True),
+        ("print('42')", True),  # it is JSON, but no answer
+        (FULL_PIPE, True),
+        (f"{FULL_PIPE}; sys.exit('no torch here')", False),
+    ],
+)
+def test_words_of_a_host_that_are_no_answers(monkeypatch, says, answers):
+    """Its shell greets on stdout, or a library fills the pipe of stderr."""
+    monkeypatch.setattr(
+        preflight_fleet, "start", lambda *_: start(f"import sys; {says}\n{ANSWERS}")
+    )
+    fleet = preflight_fleet.Fleet(["a"], "ssh")
+    try:
+        assert fleet.all("clock", seconds=20) == ({0: 7} if answers else {})
+        assert fleet.lost == ({} if answers else {0: "it cannot be asked: no torch here"})
+    finally:
+        fleet.agents[0].kill()
+        fleet.end()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_partner_connects_with_ipv4_or_ipv6(monkeypatch, address):
+    monkeypatch.setattr(preflight_agent, "listening", [])
+    port = preflight_agent.listen()
+    with preflight_agent.listening[0], socket.create_connection((address, port), timeout=10):
+        pass
+
+
 # What Python runs when it starts, on one host only.
 ODD_CLOCK = "import time; true = time.time; time.time = lambda: true() + 90\n"
 # A processor without its vector units: that part of the instructions is not used.
@@ -420,6 +457,7 @@ salloc --quiet --nodes=2 --ntasks-per-node=1 "$1" "$2/preflight.py" --srun --dir
     [
         ("# nobody\n", "names no host"),
         ("a\na\n", "names a host more than once"),
+        ("a 10.0.0.1\nb\n", "each line has a name, or each line has a name and an address"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, text, says):
