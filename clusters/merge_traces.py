@@ -81,8 +81,12 @@ def main() -> None:
         print(f"merge_traces.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     events = [e for trace in traces for e in moved(trace, clocks[trace.host])]
-    with (gzip.open if args.output.suffix == ".gz" else open)(args.output, "wt") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+    try:
+        with (gzip.open if args.output.suffix == ".gz" else open)(args.output, "wt") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+    except OSError as error:
+        print(f"merge_traces.py: error: {args.output}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
     show(traces, collectives, clocks)
     print(f"{len(events):,} events of {len(traces)} ranks in {args.output}")
 
@@ -95,8 +99,8 @@ def read(path: Path) -> Trace:
         events = content["traceEvents"]
         zero = content.get("baseTimeNanoseconds", 0) / 1000  # "ts" counts from there
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: {error.strerror or error}") from None  # gzip's have none
+    except (ValueError, KeyError, TypeError, EOFError):
         raise ValueError(f"{path} is not a trace of torch.profiler") from None
     about = content.get("distributedInfo", {})
     if about.get("rank") is None:

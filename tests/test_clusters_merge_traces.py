@@ -1,5 +1,6 @@
 """merge_traces.py: clocks that differ are found, and the rank that every other rank waits for."""
 
+import gzip
 import json
 import random
 import re
@@ -271,6 +272,42 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, spoil, says):
     assert says in result.output
     assert len(result.output.splitlines()) == 1
     assert not (tmp_path / "timeline.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(b'{"traceEvents": []}')[:-12], "is not a trace of torch.profiler"),
+        (b'{"traceEvents": []}', "Not a gzipped file"),
+    ],
+    ids=["truncated", "not compressed"],
+)
+def test_a_compressed_trace_that_cannot_be_read(tmp_path, content, says):
+    path = tmp_path / "trace_0.json.gz"
+    path.write_bytes(content)
+    result = python(SCRIPT, path, "--output", tmp_path / "timeline.json", timeout=60)
+    assert result.returncode == 2
+    assert result.output.startswith(f"merge_traces.py: error: {path}")
+    assert says in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("{folder}/none/timeline.json", "No such file or directory"),
+        ("/dev/full", "No space left on device"),
+    ],
+)
+def test_an_output_that_cannot_be_written(tmp_path, output, says):
+    output = output.format(folder=tmp_path)
+    if output.startswith("/dev") and not Path(output).exists():
+        pytest.skip("there is no /dev/full here")
+    result = python(SCRIPT, *made(tmp_path, 0), "--output", output, timeout=60)
+    assert (result.returncode, result.output) == (
+        2,
+        f"merge_traces.py: error: {output}: {says}\n",
+    )
 
 
 @pytest.mark.slow

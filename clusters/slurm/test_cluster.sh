@@ -85,4 +85,9 @@ done
 [ "${ready:-}" ] || fail "the nodes do not report: $(lab exec 0 -- sinfo --list-reasons --noheader)
 $(tail -n 1 "$folder/slurmctld.log")"
 
-lab exec 0 -- "$@"
+if [ -t 0 ]; then
+    lab exec 0 -- "$@" # it may need the terminal
+else
+    lab exec 0 -- "$@" <&0 & # bash acts on a signal during `wait`, not during a command
+    wait $!
+fi
