@@ -495,6 +495,20 @@ def test_a_job_that_saves_nothing_does_not_begin_anew(
         assert f"{file}: error: {says}: the job is not requeued\n" in log.read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["train.sbatch", "train_srun.sbatch"])
+def test_a_site_that_passes_no_environment_on(cluster, tmp_path, file):
+    """sbatch --export=NONE: the script itself finds Python, at the line that says so."""
+    script, log, copy = tmp_path / "tell.py", tmp_path / "log", tmp_path / file
+    script.write_text(TELL)
+    lines = (SLURM / file).read_text().splitlines()
+    (place,) = (n for n, line in enumerate(lines) if line.startswith("# Put `module load"))
+    lines[place] = f"export PATH={path()}"
+    copy.write_text("\n".join([*lines, ""]))
+    assert cluster.finish("--export=NONE", "--nodes=1", copy, script, output=log) == 0, text(log)
+    assert "host1 0 0 1 1 " in log.read_text()
+
+
 # A squeue that takes until there is a file "go", as if the controller were busy.
 BUSY = """#!/bin/sh
 touch {folder}/asks
