@@ -54,7 +54,8 @@ def check_all():
     builds, others = (read_pins(ROOT / f"requirements{part}.txt") for part in ("", "-common"))
     torch, torch_error = try_import("torch")
     # Some builds write "_" instead of "-" in a package's name: pip treats both as one name.
-    installed = {d.metadata["Name"].replace("_", "-"): d.version for d in metadata.distributions()}
+    named = (d for d in metadata.distributions() if d.metadata and d.metadata["Name"])
+    installed = {d.metadata["Name"].replace("_", "-"): d.version for d in named}
     versions = installed.get("torch"), installed.get("torchvision")
     transformers_error = try_import("transformers")[1]
     return [

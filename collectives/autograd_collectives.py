@@ -46,7 +46,9 @@ def main() -> None:
         show_plain_calls(worker)
 
 
-# Call them as AllReduce.apply(x, group). Each backward uses them, so second derivatives work.
+# Call them as AllReduce.apply(x, group). Each backward uses them, so second derivatives work. On
+# every rank x must require a gradient, and the loss must use the result: a rank without a backward
+# lets all other ranks wait.
 
 
 class Broadcast(torch.autograd.Function):

@@ -82,7 +82,7 @@ def sizes_between(least: int, most: int, factor: float, unit: int) -> list[int]:
     sizes, size = [], least
     while size <= most:
         sizes.append(max(size // unit, 1) * unit)
-        size = round(size * factor)
+        size = max(size + 1, round(size * factor))
     return sorted(set(sizes))
 
 

@@ -10,7 +10,8 @@ broadcast, and an all_reduce is a reduce_scatter followed by an all_gather.
 
 Every function here takes this rank's tensors, leaves them unchanged, and returns this rank's
 result. `src` and `dst` are ranks within the group (`group_src=`), which is what you want in a
-subgroup; the `src=` of torch.distributed is a global rank.
+subgroup; the `src=` of torch.distributed is a global rank. Backends send a tensor's memory in its
+own order, so the tensors of all ranks must be contiguous: a transposed one is copied first.
 """
 
 import time
@@ -33,28 +34,32 @@ def main() -> None:
             EXAMPLES[name](worker)
 
 
+def contiguous_copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 # One to all, all to one. `x`: this rank's tensor, with one shape and dtype on all ranks.
 
 
 def broadcast(x: torch.Tensor, src: int = 0, group=None) -> torch.Tensor:
     """Every rank gets the tensor of rank `src`."""
-    y = x.clone()  # dist.broadcast writes into what it is given
+    y = contiguous_copy(x)  # dist.broadcast writes into what it is given
     dist.broadcast(y, group_src=src, group=group)
     return y
 
 
 def scatter(parts: list[torch.Tensor] | None, like: torch.Tensor, src: int = 0, group=None):
     """Rank i gets part i of rank `src`. `like`: a tensor of the shape and dtype of a part."""
-    y = torch.empty_like(like)
-    mine = dist.get_rank(group) == src
-    dist.scatter(y, parts if mine else None, group_src=src, group=group)
+    y = like.new_empty(like.shape)
+    parts = [part.contiguous() for part in parts] if dist.get_rank(group) == src else None
+    dist.scatter(y, parts, group_src=src, group=group)
     return y
 
 
 def gather(x: torch.Tensor, dst: int = 0, group=None) -> list[torch.Tensor] | None:
     """Rank `dst` gets a list of all tensors, every other rank None."""
     mine = dist.get_rank(group) == dst
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))] if mine else None
+    parts = [x.new_empty(x.shape) for _ in range(dist.get_world_size(group))] if mine else None
     dist.gather(x.contiguous(), parts, group_dst=dst, group=group)
     return parts
 
@@ -64,7 +69,7 @@ def reduce(x: torch.Tensor, dst: int = 0, op=dist.ReduceOp.SUM, group=None) -> t
 
     On every other rank, dist.reduce leaves unspecified numbers in the tensor (Gloo: partial sums).
     """
-    y = x.clone()
+    y = contiguous_copy(x)
     dist.reduce(y, group_dst=dst, op=op, group=group)
     return y if dist.get_rank(group) == dst else None
 
@@ -74,14 +79,14 @@ def reduce(x: torch.Tensor, dst: int = 0, op=dist.ReduceOp.SUM, group=None) -> t
 
 def all_reduce(x: torch.Tensor, op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
     """Every rank gets the sum (or what `op` says)."""
-    y = x.clone()
+    y = contiguous_copy(x)
     dist.all_reduce(y, op=op, group=group)
     return y
 
 
 def all_gather(x: torch.Tensor, group=None) -> list[torch.Tensor]:
     """Every rank gets a list of all tensors."""
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    parts = [x.new_empty(x.shape) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
     return parts
 
@@ -107,6 +112,7 @@ def all_gather_uneven(x: torch.Tensor, group=None) -> list[torch.Tensor]:
 
 def reduce_scatter(parts: list[torch.Tensor], op=dist.ReduceOp.SUM, group=None) -> torch.Tensor:
     """Rank i gets the sum of all ranks' part i."""
+    parts = [part.contiguous() for part in parts]
     y = torch.empty_like(parts[dist.get_rank(group)])
     dist.reduce_scatter(y, parts, op=op, group=group)
     return y
@@ -124,6 +130,7 @@ def all_to_all(parts: list[torch.Tensor], group=None) -> list[torch.Tensor]:
 
     NCCL takes parts of different shapes, Gloo does not. Use all_to_all_uneven for them.
     """
+    parts = [part.contiguous() for part in parts]
     received = [torch.empty_like(part) for part in parts]
     try:
         dist.all_to_all(received, parts, group=group)
@@ -136,7 +143,7 @@ def all_to_all(parts: list[torch.Tensor], group=None) -> list[torch.Tensor]:
 
 def all_to_all_single(x: torch.Tensor, group=None) -> torch.Tensor:
     """all_to_all of equally long parts that are concatenated along dim 0 of `x`."""
-    y = torch.empty_like(x)
+    y = x.new_empty(x.shape)
     dist.all_to_all_single(y, x.contiguous(), group=group)
     return y
 
@@ -146,8 +153,10 @@ def all_to_all_uneven(x: torch.Tensor, send: list[int], group=None):
 
     Returns the rows received, in rank order, and how many came from each rank. A rank does not know
     in advance how many rows it will get, so the counts are sent first. (MoE layers do this with
-    tokens.)
+    tokens.) Raises ValueError, before anything is sent, if `send` is not about all rows of `x`.
     """
+    if sum(send) != len(x):
+        raise ValueError(f"send says {sum(send)} rows, x has {len(x)}")
     counts = all_to_all_single(torch.tensor(send, device=x.device), group)
     receive = counts.tolist()
     y = x.new_empty(sum(receive), *x.shape[1:])

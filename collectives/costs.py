@@ -38,7 +38,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """busbw / algbw: the bytes that a rank must send per byte of the operation.
+    """busbw / algbw: bytes that the busiest rank sends or receives per byte of the operation.
 
     As in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
@@ -83,7 +83,10 @@ def measure_limits(nbytes: int, repeats: int, worker: Worker) -> dict[str, list[
                 sender.start()
             missing = memoryview(space)
             while receives and missing:
-                missing = missing[from_previous.recv_into(missing) :]
+                received = from_previous.recv_into(missing)
+                if not received:
+                    raise ConnectionError("the previous rank has left")
+                missing = missing[received:]
             if sends:
                 sender.join()
 

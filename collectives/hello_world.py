@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
 
 def sum_over_ranks(value: float, device: torch.device | str = "cpu", group=None) -> float:
     """The sum of every rank's `value`, on every rank of the group: the smallest collective."""
-    x = torch.tensor(float(value), device=device)
+    x = torch.tensor(value, dtype=torch.float64, device=device)  # float32: exact up to 16,777,216
     dist.all_reduce(x, group=group)
     return x.item()
 

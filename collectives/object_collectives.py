@@ -158,7 +158,7 @@ class Innocent:
 
 
 def broadcast_json(value, src: int = 0, group=None, device="cpu"):
-    """Send rank `src`'s value to every rank as JSON: dicts, lists, strings, numbers, None.
+    """Send rank `src`'s value to every rank as JSON: lists, dicts with string keys, ...
 
     Rank `src` sends the length first, so the other ranks need not know it. (broadcast_object_list
     needs a list of the right length on every rank.)

@@ -156,7 +156,7 @@ def receive_tagged(tag: int, source: int, group=None) -> float:
 
 
 def receive_from_anyone(count: int, group=None) -> dict[int, float]:
-    """`count` numbers by sender, in order of arrival; recv returns the sender's global rank."""
+    """One number from each of `count` ranks, by sender: recv returns the sender's global rank."""
     number, received = torch.empty(1), {}
     for _ in range(count):
         sender = dist.recv(number, group=group)  # no source is named

@@ -60,6 +60,8 @@ def make_grid(world_size: int, columns: int | None = None) -> torch.Tensor:
 def groups_of(lists: list[list[int]], **options):
     """Make one group for each list of ranks; return the one that this rank is in, or None.
 
+    Do not pass None on to a collective: `group=None` means all ranks.
+
     Every rank must call this with the same lists: new_group must be called by every rank of the
     job, also by ranks outside the group. The ranks agree on a group's name by counting their calls.
     """
@@ -72,7 +74,7 @@ def groups_of(lists: list[list[int]], **options):
 
 
 def sum_in(group, value: float, device) -> float:
-    x = torch.tensor(float(value), device=device)
+    x = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(x, group=group)  # adds up over the group, not over all ranks
     return x.item()
 
@@ -97,7 +99,7 @@ def show_grid(grid: torch.Tensor, worker: Worker) -> None:
 def show_ranks(worker: Worker) -> None:
     ranks = list(range(worker.world_size // 2, worker.world_size))
     group = groups_of([ranks])
-    if group is None:  # NON_GROUP_MEMBER: a collective on it warns and does nothing
+    if group is None:  # new_group gave NON_GROUP_MEMBER: a collective on it warns, does nothing
         said = ["outside", "-", "-", "-"]
     else:
         first = dist.get_global_rank(group, 0)  # get_group_rank goes the other way

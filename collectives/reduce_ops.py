@@ -52,7 +52,7 @@ def try_op(name: str, x: torch.Tensor, group=None) -> torch.Tensor | str:
 
     Every rank gets the refusal, before or after the numbers are sent. The group still works.
     """
-    y = x.clone()
+    y = x.clone(memory_format=torch.contiguous_format)
     try:
         dist.all_reduce(y, op=reduce_op(name), group=group)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -212,7 +212,7 @@ def print_sums_of_this_backend(worker: Worker) -> None:
 
 
 def reduced(x: torch.Tensor) -> torch.Tensor:
-    y = x.clone()
+    y = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(y)
     return y
 

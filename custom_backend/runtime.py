@@ -49,7 +49,8 @@ def distributed_worker(
     """Join the job that torchrun describes in the environment, or else a job of one process.
 
     device: "cpu", the name of an accelerator ("cuda"), or "auto": an accelerator if there is one.
-    timeout: how long a collective waits for a missing rank before it raises.
+    timeout: how long a collective waits for a missing rank before it raises (Gloo) or ends the
+        process (NCCL).
     backend: "nccl", "gloo", ...; None: NCCL on CUDA GPUs, Gloo on CPUs.
     A `UserError` inside the block ends the program with one sentence and exit status 2.
     """

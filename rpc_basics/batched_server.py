@@ -16,7 +16,7 @@ from concurrent import futures
 
 import torch
 import torch.nn.functional as F
-from arguments import ArgumentParser, above, at_least
+from arguments import ArgumentParser, UserError, above, at_least
 from rpc_worker import RpcWorker, rpc_worker
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ def main() -> None:
     threads = args.threads if os.environ.get("RANK") == "0" else 16
     with rpc_worker(args.timeout, threads, least=2) as worker:
         trainers = worker.world_size - 1
+        if BATCH % trainers:
+            raise UserError(f"{BATCH} images do not divide among {trainers} trainers")
         if worker.rank == 0:
             SERVER.set_result(BatchedServer(trainers))
             print(f"{trainers} trainers", flush=True)

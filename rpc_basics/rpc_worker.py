@@ -49,13 +49,13 @@ def rpc_worker(
 ) -> Iterator[RpcWorker]:
     """Join the job that torchrun describes in the environment; without torchrun, a job of one.
 
-    timeout: seconds to wait for the other workers at the beginning and at the end, and for the
-        answer to a call without its own timeout.
+    timeout: seconds to wait for the other workers at the beginning, for an answer of each at the
+        end, and for the answer to a call without its own timeout.
     threads: the number of threads that answer calls. A thread that itself waits for a call is busy
         meanwhile; if all threads wait, not even a timeout ends their calls.
     least: with fewer workers the program ends with one sentence and exit status 2.
-    required: ranks without which the job has failed; None: all. If another rank dies, the remaining
-        workers end as if it had never existed.
+    required: ranks without which the job has failed; None: all. If another rank dies, or does not
+        answer for 5 s at the end, the remaining workers end as if it had never existed.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
@@ -70,6 +70,9 @@ def rpc_worker(
         rpc_timeout=timeout,
         init_method=f"attempt://?timeout={timeout}",  # see meet()
     )
+    with CHANGED:  # of an earlier job
+        ENDED.clear()
+        GONE.clear()
     # torch's own init_rpc uses a deprecated object, and torch warns of it.
     warnings.filterwarnings("ignore", message="You are using a Backend")
     rpc.init_rpc(
@@ -119,7 +122,7 @@ def meet(url: str, **_) -> Iterator[tuple[dist.Store, int, int]]:
     yield store, worker.rank, worker.world_size
 
 
-JOBS = itertools.count()  # this process can join one job after another
+JOBS = itertools.count()  # this process can join one job after another; RRefs only in the first
 ENDED = set()  # workers that have said that they are done
 GONE = set()  # workers that did not answer some worker
 CHANGED = threading.Condition()  # hold it to read or change ENDED and GONE

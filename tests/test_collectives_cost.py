@@ -44,6 +44,14 @@ def test_bus_factors():
                 assert factor == pytest.approx((n - 1) * (2 if operation in twice else 1) / n)
 
 
+@pytest.mark.parametrize("factor", [1.1, 1.125, 2])
+def test_sizes_grow_from_the_smallest_that_is_allowed(factor):
+    sizes = bandwidth.sizes_between(4, 64, factor, unit=4)
+    assert sizes[0] == 4
+    assert sizes[-1] in (60, 64)
+    assert sizes == sorted(set(sizes))
+
+
 @pytest.mark.parametrize(("alpha", "beta"), [(5e-6, 1e-10), (2e-3, 1e-9), (1e-3, 0), (0, 1e-8)])
 def test_fit_finds_the_line(alpha, beta):
     sizes = [2**k for k in range(10, 27)]

@@ -167,6 +167,12 @@ def test_uneven_all_to_all(got, world, dtype):
             assert equal(received, torch.cat([p[rank] for p in pieces]))
 
 
+def test_rows_that_do_not_add_up_are_refused(got, world):
+    for rank, found in enumerate(got):
+        rows = ROWS[-1] * sum((rank + 2 * to) % 3 for to in range(world))
+        assert found["too many rows"] == f"send says {(rows + 1) * world} rows, x has {rows}"
+
+
 def test_no_rank_leaves_a_barrier_early(saved):
     assert [one["barriers"] for one in saved] == [True] * 4
 

@@ -173,14 +173,15 @@ def test_table_on_a_server_and_dense_layers_under_ddp(ranks, optimizer, toleranc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "says"),
+    ("script", "ranks", "says"),
     [
-        (2, "needs 3 workers or more, not 2: --nproc_per_node=3"),
-        (8, "120 images do not divide among 7 trainers"),
+        ("ddp_with_rpc.py", 2, "needs 3 workers or more, not 2: --nproc_per_node=3"),
+        ("ddp_with_rpc.py", 8, "120 images do not divide among 7 trainers"),
+        ("batched_server.py", 8, "120 images do not divide among 7 trainers"),
     ],
 )
-def test_ddp_with_rpc_says_what_does_not_work(ranks, says):
-    result = pool.run(SCRIPTS / "ddp_with_rpc.py", ranks=ranks, timeout=90)
+def test_what_does_not_divide_is_one_sentence(script, ranks, says):
+    result = pool.run(SCRIPTS / script, ranks=ranks, timeout=90)
     assert result.returncode == 2, result.output
     assert result.output.count(says) == 1
     assert "Traceback" not in result.output

@@ -45,6 +45,13 @@ def test_a_worker_killed_in_the_middle_of_a_call():
         assert re.search(rf"RuntimeError: {name} leaves .* no answer from .*worker2", result.output)
 
 
+def test_a_second_job_knows_nothing_of_the_first():
+    """Else a worker of it would take a busy worker for one that is done, and leave."""
+    first, second = run("again", timeout=60, ranks=2)
+    assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
+    assert "of before: set()\n" in first.output
+
+
 def test_a_worker_that_does_not_come():
     (alone,) = start("joins", 2, [first_of(2, port=0)])
     assert alone.returncode == 1

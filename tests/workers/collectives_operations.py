@@ -35,9 +35,14 @@ OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "BAND", "BOR", "BXOR")
 
 
 def given(world: int, rank: int, shape, dtype) -> torch.Tensor:
-    """The input of `rank` in the group of the first `world` ranks: integers below 8."""
+    """The input of `rank` in the group of the first `world` ranks: integers below 8.
+
+    On the last rank a matrix lies column by column: its memory has another order.
+    """
     generator = torch.Generator().manual_seed(1000 * world + rank)
     numbers = torch.randint(0, 8, shape, generator=generator)
+    if len(shape) == 2 and rank == world - 1:
+        numbers = numbers.t().contiguous().t()
     return numbers % 2 == 1 if dtype == torch.bool else numbers.to(dtype)
 
 
@@ -78,6 +83,10 @@ def call_all(world: int, rank: int, group) -> dict:
         send = [rows * n for n in counts(world, rank)]
         x = given(world, rank, (sum(send), 2), dtype)
         got["all_to_all_uneven", *key] = collectives.all_to_all_uneven(x, send, group)
+    try:
+        collectives.all_to_all_uneven(x, [len(x) + 1] * world, group)
+    except ValueError as error:
+        got["too many rows"] = str(error)
     return got
 
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "rpc_basics"))
 
 import torch
 from arguments import UserError
-from rpc_worker import rpc_worker
+from rpc_worker import ENDED, GONE, rpc_worker
 from torch.distributed import rpc
 
 
@@ -19,7 +19,19 @@ def main() -> None:
     timeout, threads = float(sys.argv[2]), int(sys.argv[3])
     with rpc_worker(timeout, threads) as worker:
         globals()[sys.argv[1]](worker)
+    if sys.argv[1] == "again":
+        with rpc_worker(timeout, threads) as worker:
+            if worker.rank == 0:
+                print("of before:", rpc.rpc_sync("worker1", of_before), flush=True)
     print("left", flush=True)
+
+
+def again(worker) -> None:
+    """A second job follows."""
+
+
+def of_before() -> set[str]:
+    return ENDED | GONE
 
 
 def killed(worker) -> None:
