@@ -281,7 +281,7 @@ def test_a_firewall_that_opens_one_port(hosts, tmp_path):
         rule = ("ip", family, "rule", "add", "to", address, "ipproto", "tcp")
         Lab(hosts).on(1, *rule, "dport", "29500", "lookup", "main", "prio", 10)
         Lab(hosts).on(1, *rule, "prohibit", "prio", 20)
-    result = two_hosts_add(hosts, tmp_path)
+    result = two_hosts_add(hosts, tmp_path, "--port", 29500)
     assert result.output.count("the agents have met") == 2
     assert result.returncode == 1
     assert "Permission denied" in result.output
