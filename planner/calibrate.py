@@ -71,8 +71,8 @@ def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float
         "launch_s": launch,
         "base_gib": base,
         "gpu_memory_gb": memory_gb(device) / (1 if device.type == "cuda" else ranks),
-        "nvlink_gb_s": 1.0,
         "hop_s": 0.0,
+        "fp8": device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9),
     }
     if ranks > 1:
         found |= ring(device, seconds, ranks)
@@ -82,7 +82,8 @@ def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float
 def ring(device: torch.device, seconds: float, ranks: int) -> dict[str, float]:
     """Bandwidth and latency of a hop, from an all_reduce of few and of many bytes.
 
-    It is two rings, each (n-1)/n of the bytes over the wire and n-1 hops: two unknowns.
+    It is two rings, each (n-1)/n of the bytes over the wire and n-1 hops: two unknowns. On several
+    nodes the ports of a node carry the ring together.
     """
     times = []
     for size in (SMALL, LARGE):
@@ -90,10 +91,10 @@ def ring(device: torch.device, seconds: float, ranks: int) -> dict[str, float]:
         times.append(median_seconds(lambda t=tensor: dist.all_reduce(t), device, seconds, 50))
     per_byte = max(1e-13, (times[1] - times[0]) / (2 * (ranks - 1) / ranks * (LARGE - SMALL)))
     latency = times[0] - 2 * (ranks - 1) / ranks * SMALL * per_byte
-    return {
-        "nvlink_gb_s": 1 / per_byte / REACHED / 1e9,
-        "hop_s": max(0.0, latency / (2 * (ranks - 1))),
-    }
+    reached = 1 / per_byte / REACHED / 1e9
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    found = {"nvlink_gb_s": reached} | ({"nic_gb_s": reached / here} if ranks > here else {})
+    return found | {"hop_s": max(0.0, latency / (2 * (ranks - 1)))}
 
 
 def passes(flop_s: float, bytes_s: float, seconds: float) -> float:
@@ -165,9 +166,12 @@ def resident_gib(device: torch.device) -> float:
 
 
 def as_toml(found: dict[str, float]) -> str:
-    """A cluster as plan.py reads it. fp32 on a CPU keeps twice the bytes of the formulas' bf16."""
-    cluster = {k: found[k] for k in ("gpu_memory_gb", "peak_tflops", "hbm_gb_s", "nvlink_gb_s")}
-    cluster["nic_gb_s"] = found["nvlink_gb_s"]
+    """A cluster as plan.py reads it: without the links that no ring used.
+
+    fp32 on a CPU keeps twice the bytes of the formulas' bf16.
+    """
+    keys = ("gpu_memory_gb", "peak_tflops", "hbm_gb_s", "nvlink_gb_s", "nic_gb_s", "fp8")
+    cluster = {key: found[key] for key in keys if found.get(key)}
     cluster["gpus_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     measured = ("activation_factor", "memory_passes", "launch_s", "hop_s", "base_gib")
     constants = {"gemm_efficiency": 1} | {key: found[key] for key in measured} | {"fixed_s": 0}

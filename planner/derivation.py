@@ -1,6 +1,7 @@
 """The page of --explain: each number of a plan with its formula filled in."""
 
-from memory import GIB, USABLE, in_flight
+from memory import GIB, USABLE, fullest_stage, in_flight
+from pipeline import stage_layers, stage_parameters
 from report import batch, limit, mfu, name, rings, tokens_per_second, wire_gb
 from search import Job, Plan
 from step_time import (
@@ -11,8 +12,6 @@ from step_time import (
     launch_s,
     products_s,
     score_bytes,
-    stage_layers,
-    stage_parameters,
     traffic_s,
 )
 
@@ -21,8 +20,12 @@ def explain_memory(job: Job, plan: Plan) -> list[str]:
     """Memory, each formula filled in."""
     model, mesh, stack = job.model, plan.mesh, job.stack
     gib, tokens = plan.memory_gib, float(mesh.tokens)
-    layers = float(stage_layers(model, mesh, stack)[0])
-    weights = float(stage_parameters(model, mesh, layers))
+    stage = int(fullest_stage(model, mesh, stack))
+    layers = float(stage_layers(model, mesh, stack)[stage])
+    weights = float(stage_parameters(model, mesh, stack)[stage])
+    held = float(in_flight(mesh, (0, 1, mesh.pp - 1)[stage]))
+    place = f", in stage {(1, 2, mesh.pp)[stage]} of {mesh.pp}" if mesh.pp > 1 else ""
+    mine = "" if stage == 1 else " + its tables"
     kept = float(kept_bytes(model, mesh))
     sharded = float(mesh.shards)
     by = [sharded if mesh.zero_stage >= stage else 1 for stage in (3, 2, 1)]
@@ -45,9 +48,9 @@ def explain_memory(job: Job, plan: Plan) -> list[str]:
         f"  layer        h d (2a + 2k) + {matrices} h f = {h} x {d} x {both}"
         f" + {matrices} x {h} x {f} = {model.layer_parameters:,}",
         f"  model        {model.layers} layers + {tables} x {vocab} x {h} = {model.parameters:,}",
-        f"  a rank       ({layers:g} layers + its tables) / tp {mesh.tp} = {weights:,.0f}",
+        f"  a rank       ({layers:g} layers{mine}) / tp {mesh.tp} = {weights:,.0f}",
         "",
-        "MEMORY of the fullest GPU",
+        f"MEMORY of the fullest GPU{place}",
         f"  parameters   2 bytes x {weights:,.0f} / {by[0]:g} = {gib['parameters']:.2f} GiB",
         f"  gradients    {stack.resident_bytes - 2:g} bytes x {weights:,.0f} / {by[1]:g}"
         f" = {gib['gradients']:.2f} GiB",
@@ -57,7 +60,7 @@ def explain_memory(job: Job, plan: Plan) -> list[str]:
         f" = {mesh.micro_batch:g} x {mesh.sequence:g} / {mesh.cp:g} = {tokens:,.0f}",
         f"  kept         per token and layer: {ten} + (4 d (a + k) + {4 + 4 * model.gated} f"
         f"{'' if mesh.flash else ' + 5 a s'}) / tp = {kept:,.0f} bytes",
-        f"  activations  {layers:g} layers x {float(in_flight(mesh)):g} micro-batches in flight x"
+        f"  activations  {layers:g} layers x {held:g} micro-batches in flight x"
         f" {tokens:,.0f} x {one} = {gib['activations']:.2f} GiB",
         f"  logits       {stack.logit_bytes:g} bytes x {tokens:,.0f} x {vocab} / tp {mesh.tp}"
         f" = {logits:.2f} GiB; on this GPU: {gib['logits']:.2f} GiB",

@@ -8,14 +8,16 @@ term.
 """
 
 import argparse
+import csv
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 from closed_pipe import quiet_if_closed
 from fitting import FITS, fit_all, rows_of
-from published import PUBLISHED, measured, read, stacked
+from published import PUBLISHED, UnreadableRow, measured, parse, read, stacked
 from stacks import FILE, Stack
 from step_time import step_s
 
@@ -26,7 +28,16 @@ COVERED = {"zero_stages": "zero_stage", "gpu_counts": "n_gpus", "pp": "pp", "tp"
 @quiet_if_closed()
 def main():
     args = parse_args()
-    rows = read(args.rows)
+    try:
+        rows = read(args.rows)
+        for row in rows:
+            parse(row)
+        lacking = [name for name, fit in FITS.items() if not rows_of(fit, rows, "step_time_s")]
+        if lacking:
+            raise UnreadableRow(f"no measured row for {', '.join(lacking)}")
+    except (OSError, UnicodeDecodeError, csv.Error, UnreadableRow) as error:
+        print(f"{args.rows} cannot be fitted: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     stacks = fit_all(rows)
     for name, stack in stacks.items():
         mine = rows_of(FITS[name], rows, "step_time_s")

@@ -133,8 +133,8 @@ def rows_of(fit: Fit, rows: list[dict], key: str) -> list[dict]:
     return [
         row
         for row in rows
-        if row["family"] in fit.families
-        and row["gpu"] in fit.gpus
+        if row.get("family") in fit.families
+        and row.get("gpu") in fit.gpus
         and row.get("fault_suspect") != "1"
         and measured(row, key)
     ]

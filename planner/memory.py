@@ -1,22 +1,25 @@
 """The bytes that a training step holds on one GPU: one function per part."""
 
 import numpy as np
+from pipeline import stage_layers, stage_parameters
 from shapes import Cluster, Mesh, Model, Number
 from stacks import Stack
-from step_time import BF16, kept_bytes, score_bytes, stage_layers, stage_parameters
+from step_time import BF16, kept_bytes, score_bytes
 
 GIB = 2**30
 USABLE = 0.9  # of a GPU's memory: what is left for fragments, NCCL and surprises
 
 
-def in_flight(mesh: Mesh) -> Number:
-    """Micro-batches whose activations the first stage holds at once, under 1F1B.
+def in_flight(mesh: Mesh, stage: Number = 0) -> Number:
+    """Micro-batches whose activations a stage (0: the first) holds at once, under 1F1B.
 
-    pp of them, and (pp - 1) / v more with interleaved stages; never more than a step has.
-    [Narayanan et al. 2021; Korthikanti et al. 2022, section 4.2.3]
+    The first holds pp of them, each later stage one less; with v interleaved stages per rank
+    (pp - 1 - 2 stage) / v more than pp. Never more than a step has. [Narayanan et al. 2021;
+    Korthikanti et al. 2022, section 4.2.3]
     """
-    more = np.where(mesh.virtual_stages > 1, (mesh.pp - 1) / mesh.virtual_stages, 0)
-    return np.minimum(mesh.pp + more, mesh.accumulation)
+    more = (mesh.pp - 1 - 2 * stage) / mesh.virtual_stages
+    held = np.where(mesh.virtual_stages > 1, mesh.pp + more, mesh.pp - stage)
+    return np.minimum(held, mesh.accumulation)
 
 
 def zero_bytes(
@@ -31,9 +34,8 @@ def zero_bytes(
     return {kind: weights * w / np.where(stage >= first, shards, 1) for kind, w, first in kinds}
 
 
-def state_bytes(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
-    """Weights, gradients, optimizer state of the first stage."""
-    weights = stage_parameters(model, mesh, stage_layers(model, mesh, stack)[0])
+def state_bytes(mesh: Mesh, stack: Stack, weights: Number) -> dict[str, Number]:
+    """Bytes of the weights of a stage, of their gradients and optimizer state."""
     widths = (BF16, stack.resident_bytes - BF16, stack.optimizer_bytes)
     return zero_bytes(weights, mesh.shards, mesh.zero_stage, widths)
 
@@ -56,36 +58,55 @@ def layer_bytes(model: Model, mesh: Mesh, stack: Stack) -> Number:
     return mesh.tokens * np.where(mesh.full_checkpointing == 1, inputs, kept)
 
 
-def activation_bytes(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
-    """Activations of the fuller of first and last stage, and what the last holds for the loss.
+def activation_bytes(
+    model: Model, mesh: Mesh, stack: Stack, layers: Number, held: Number
+) -> Number:
+    """Bytes that the layers of a stage keep of the micro-batches in flight.
 
-    The first stage holds most micro-batches, the last one the logits. One layer, with selective
-    checkpointing its scores, is kept in full while it is computed again.
+    One layer, with selective checkpointing its scores, is kept in full while it is computed again.
     """
-    first, _, last = stage_layers(model, mesh, stack)
     layer = layer_bytes(model, mesh, stack)
     again = mesh.selective_checkpointing * score_bytes(model, mesh)
     again = np.where(mesh.full_checkpointing == 1, kept_bytes(model, mesh), again)
     again = stack.activation_factor * mesh.tokens * again
-    held = in_flight(mesh)
     waiting = np.where(mesh.pp == 1, 1, np.maximum(0, held - 2))
     gathered = stack.gathered_bytes * model.width * mesh.tokens * waiting
     gathered = np.where(mesh.sequence_parallel == 1, gathered * (1 - 1 / mesh.tp), 0)
-    on_first = first * (layer * held + gathered) + again
+    return layers * (layer * held + gathered) + again
+
+
+def stage_bytes(model: Model, mesh: Mesh, stack: Stack) -> list[dict[str, Number]]:
+    """Bytes by part of the stages that may be the fullest: the first, the second, the last.
+
+    The first holds most micro-batches, the second may have a layer more, and the last one holds the
+    logits. A stage that is not there holds nothing. The rows of a balanced pipeline (nanotron,
+    BLOOM) measured the first stage.
+    """
     logits = stack.logit_bytes * mesh.tokens * model.vocab / mesh.tp
-    on_last = last * layer + again + logits
-    one = mesh.pp == 1
-    last_is_fuller = ~one & (on_last > on_first) & (stack.balanced == 0)
-    return {
-        "activations": np.where(last_is_fuller, on_last - logits, on_first),
-        "logits": np.where(one | last_is_fuller, logits, 0),
-    }
+    one, unbalanced = mesh.pp == 1, stack.balanced == 0
+    there = (True, mesh.pp > 2, (mesh.pp > 1) & unbalanced)
+    places = (0, 1, mesh.pp - 1)
+    layers, weights = stage_layers(model, mesh, stack), stage_parameters(model, mesh, stack)
+    found = []
+    for i, place in enumerate(places):
+        held = in_flight(mesh, place)
+        parts = state_bytes(mesh, stack, weights[i])
+        parts["activations"] = activation_bytes(model, mesh, stack, layers[i], held)
+        parts["logits"] = logits * (one if i == 0 else i == 2)
+        found.append({part: size * there[i] for part, size in parts.items()})
+    return found
+
+
+def fullest_stage(model: Model, mesh: Mesh, stack: Stack) -> Number:
+    """0: the first stage holds most bytes; 1: the second; 2: the last."""
+    totals = [sum(parts.values()) for parts in stage_bytes(model, mesh, stack)]
+    return np.argmax(np.broadcast_arrays(*totals), axis=0)
 
 
 def memory_parts(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Number]:
-    """GiB per GPU by what holds them; their sum is the peak."""
-    parts = state_bytes(model, mesh, stack) | activation_bytes(model, mesh, stack)
-    gib = {name: size / GIB for name, size in parts.items()}
+    """GiB of the fullest GPU by what holds them; their sum is the peak."""
+    stages, fullest = stage_bytes(model, mesh, stack), fullest_stage(model, mesh, stack)
+    gib = {name: np.choose(fullest, [parts[name] for parts in stages]) / GIB for name in stages[0]}
     return gib | {"buffers": gathered_bytes(model, mesh) / GIB + stack.base_gib}
 
 

@@ -13,13 +13,15 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import command
 import inputs
 import report
 from closed_pipe import quiet_if_closed
 from derivation import explanation
 from inputs import UserError
-from search import Job, Plan, best, checkpointing, evaluate, meshes
+from search import Job, Plan, best, by_time, checkpointing, evaluate, meshes
 
+MOST_GPUS = 100_000  # more than any training has used; the search grows with it
 AXES = {"tp": "tp", "pp": "pp", "cp": "cp", "micro": "micro_batch", "zero": "zero_stage"}
 AXES |= {"v": "virtual_stages", "checkpoint": "full_checkpointing"}
 AXES |= {"selective": "selective_checkpointing"}
@@ -43,6 +45,11 @@ def run(args: argparse.Namespace) -> None:
         stack, known, stack_name = own, {"calibrated": True}, args.gpu
     batch = inputs.sequences(inputs.count(args.batch_tokens), args.sequence)
     model = inputs.model(args.model)
+    if args.gpus > MOST_GPUS:
+        raise UserError(f"--gpus {args.gpus} is above {MOST_GPUS:,}")
+    inputs.links(cluster, args.gpus, args.gpu)
+    if args.fp8 and not cluster.fp8:
+        raise UserError(f"--fp8: {args.gpu} has no fp8 (fp8 = 1 in the file of a GPU that has it)")
     kernels = {"fp8": int(args.fp8), "flash": int(not args.no_flash)}
     job = Job(model, cluster, stack, args.gpus, args.sequence, batch, **kernels)
     plans = best(job)
@@ -57,17 +64,21 @@ def run(args: argparse.Namespace) -> None:
     print("\n".join(explanation(job, pick) if args.explain else report.table(job, plans)))
     if not args.explain:
         print(f"\nMFU: {report.MFU}.")
+    if (causal := report.causal_mfu(job, pick)) < 5 / 6 * report.mfu(job, pick):
+        print(f"With the causal half of attention only, the MFU of the first mesh is {causal:.0%}.")
     if not pick.fits:
         print("\nNo mesh fits: these hold least." if not args.explain else "")
-    for doubt in report.doubts(job, pick, stack_name, known, args.gpu):
+    for doubt in report.doubts_by_line(job, plans, stack_name, known, args.gpu):
         print(f"not validated for: {doubt}")
     if args.flags:
-        print(f"\n{report.flags(job, pick)}")
+        print(f"\n{command.flags(job, pick)}")
     if args.plot:
         from drawing import draw  # matplotlib takes a second to import
 
         draw(job, plans, args.plot)
         print(f"\n{args.plot} shows the plans")
+    if not (pick.fits or args.explain):
+        raise SystemExit(1)  # as the message says: no mesh fits
 
 
 def named(job: Job, plans: list[Plan], text: str) -> Plan:
@@ -75,7 +86,7 @@ def named(job: Job, plans: list[Plan], text: str) -> Plan:
 
     An axis that the text leaves out has size 1; micro-batch, ZeRO stage and so on are the fastest.
     """
-    if text.isdigit():
+    if text.isdecimal() and len(text) < 9:
         if not 1 <= int(text) <= len(plans):
             raise UserError(f"--explain {text}: the table has the lines 1 to {len(plans)}")
         return plans[int(text) - 1]
@@ -115,7 +126,7 @@ def named(job: Job, plans: list[Plan], text: str) -> Plan:
             f"is {report.name(close)},micro={close.micro_batch},zero={close.zero_stage}"
         )
     considered = evaluate(job, found)
-    return min(considered, key=lambda plan: (not plan.fits, plan.step_s))
+    return min(considered, key=lambda plan: (not plan.fits, by_time(plan)))
 
 
 def fail(message: str) -> NoReturn:

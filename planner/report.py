@@ -7,7 +7,10 @@ from search import Job, Plan
 from shapes import Mesh
 from step_time import cp_ring, dp_rings, fsdp_rings, model_flop, p2p_bytes, tp_ring
 
-MFU = "6 FLOP per weight and token + 12 L s a d for attention, recomputation not counted (PaLM)"
+MFU = (
+    "6 FLOP per weight and token + 12 L s a d for attention (a causal kernel computes half of\n"
+    "them), recomputation not counted (PaLM), by the bf16 peak"
+)
 
 
 def name(mesh: Mesh) -> str:
@@ -39,6 +42,13 @@ def mfu(job: Job, plan: Plan) -> float:
     """Model FLOP/s over the peak of the GPUs, see MFU; fp8 runs are measured by bf16's peak."""
     peak = job.gpus * job.cluster.peak_tflops * 1e12
     return float(model_flop(job.model, plan.mesh)) / plan.step_s / peak
+
+
+def causal_mfu(job: Job, plan: Plan) -> float:
+    """MFU that counts the causal half of attention only: what a flash kernel computes."""
+    model, mesh = job.model, plan.mesh
+    attention = 12 * model.layers * model.heads * model.head_dim * mesh.sequence * mesh.step_tokens
+    return mfu(job, plan) * (1 - attention / 2 / float(model_flop(model, mesh)))
 
 
 def rings(job: Job, mesh: Mesh) -> dict[str, Ring]:
@@ -123,11 +133,27 @@ def doubts(job: Job, plan: Plan, stack_name: str, known: dict, gpu: str) -> list
                 found.append(f"{axis} = {size} (the rows end at {most})")
         if mesh.zero_stage == 3 and mesh.pp > 1:
             found.append("FSDP inside a pipeline")
+    if job.fp8 and "fp8_speed" not in known.get("fitted", ()):
+        found.append("fp8 (no row with this software)")
     if mesh.cp > 1 and job.sequence > 65536:
         found.append("context parallelism beyond 64k tokens")
     if job.model.head_dim % 8:
         found.append(f"head_dim {job.model.head_dim} (no multiple of 8: attention is far slower)")
     return found
+
+
+def doubts_by_line(
+    job: Job, plans: list[Plan], stack_name: str, known: dict, gpu: str
+) -> list[str]:
+    """What no published row backs, with the lines of the table if it is not true of all."""
+    lines = {}
+    for i, plan in enumerate(plans, 1):
+        for doubt in doubts(job, plan, stack_name, known, gpu):
+            lines.setdefault(doubt, []).append(i)
+    return [
+        doubt + (f" (lines {', '.join(map(str, of))})" if len(of) < len(plans) else "")
+        for doubt, of in lines.items()
+    ]
 
 
 PARTS = {  # of a step, as the table orders and names them
@@ -167,34 +193,3 @@ def table(job: Job, plans: list[Plan]) -> list[str]:
         nvlink, port = wire_gb(job, plan.mesh)
         lines.append(f"{i:2d}  {nvlink:44.1f}{port:21.1f}")
     return lines
-
-
-def flags(job: Job, plan: Plan) -> str:
-    """The command line of transformer_basics/train.py for a plan.
-
-    train.py trains with FSDP where the plan has DDP. Its selective checkpointing keeps every matrix
-    product: torchtitan keeps every second one.
-    """
-    mesh, model = plan.mesh, job.model
-    replicate, shard = mesh.dp_replicate, mesh.dp_shard
-    here = min(job.gpus, int(job.cluster.gpus_per_node))
-    several = f"--nnodes={job.gpus // here} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
-    parts = [
-        f"torchrun {'--standalone' if here == job.gpus else several} --nproc_per_node={here}",
-        "transformer_basics/train.py",
-        f"--layers {model.layers} --dim {model.width} --heads {model.heads}",
-        f"--block-size {job.sequence} --batch-size {job.batch} --accumulate {mesh.accumulation}",
-        f"--pp {mesh.pp} --dp-replicate {replicate} --dp-shard {shard} --tp {mesh.tp}",
-    ]
-    if mesh.cp > 1:
-        parts.append(f"--cp {mesh.cp}")
-    if mesh.sequence_parallel:
-        parts.append("--sequence-parallel")
-    if mesh.full_checkpointing or mesh.selective_checkpointing:
-        mode = "full" if mesh.full_checkpointing else "selective"
-        parts.append(f"--activation-checkpointing {mode}")
-    if model.tied:
-        parts.append("--tied")
-    if job.cluster.peak_tflops > 50:
-        parts.append("--precision bf16")
-    return " ".join(parts)

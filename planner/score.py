@@ -162,13 +162,13 @@ def fits_accuracy(scored: list[Scored]) -> float | None:
 
 
 def order(scored: Scored, pick: str) -> tuple:
-    """Sorts the meshes of a group: the first is the pick."""
+    """Sorts the meshes of a job: the first is the pick. It knows nothing of what was measured."""
     row = scored.row
     tp, pp = number(row, "tp", 1), number(row, "pp", 1)
     dp = number(row, "dp_replicate", 1) * number(row, "dp_shard", 1)
     batch = -number(row, "micro_batch_sequences", 1)
     keys = {
-        "planner": (scored.time_s,),
+        "planner": (round(scored.time_s, 9), round(scored.memory_gib, 9)),  # as search.best
         "dp first": (-dp, tp, pp, batch),
         "tp 8 first": (abs(np.log2(tp / 8)), -dp, pp, batch),
         "pp first": (-pp, -dp, tp, batch),
@@ -180,7 +180,7 @@ def regret(scored: list[Scored]) -> dict | None:
     """What the picks cost, in percent of the best measured step of the same job.
 
     A job is a model, a number of GPUs and a batch. Candidates are the meshes that ran; the planner
-    leaves out those that it thinks do not fit.
+    leaves out those that it thinks do not fit. Runs that a rule cannot tell apart cost their mean.
     """
     jobs = defaultdict(list)
     same = ("model", "n_gpus", "global_batch_sequences", "sequence", "dtype", "software", "gpu")
@@ -192,15 +192,13 @@ def regret(scored: list[Scored]) -> dict | None:
         return None
     costs = defaultdict(list)
     for job in jobs:
-        seconds = {id(s): measured(s.row, "step_time_s") for s in job}
-        best = min(seconds.values())
+        best = min(measured(s.row, "step_time_s") for s in job)
         for pick in PICKS:
-            allowed = [s for s in job if s.fits] if pick == "planner" else job
-            ranked = sorted(allowed or job, key=lambda s: order(s, pick))
-            costs[pick].append(seconds[id(ranked[0])] / best - 1)
-            if pick == "planner":
-                three = min(seconds[id(s)] for s in ranked[:3])
-                costs["best of three"].append(three / best - 1)
+            allowed = ([s for s in job if s.fits] if pick == "planner" else job) or job
+            first = min(order(s, pick) for s in allowed)
+            picked = [s for s in allowed if order(s, pick) == first]
+            seconds = np.mean([measured(s.row, "step_time_s") for s in picked])
+            costs[pick].append(seconds / best - 1)
     result = {"jobs": len(jobs)}
     for pick, values in costs.items():
         result[pick] = {

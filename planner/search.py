@@ -1,6 +1,7 @@
 """All meshes of some GPUs, with their memory and their step time, the best first."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +48,8 @@ class Plan:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def splits(layers: int, stages: int) -> bool:
@@ -55,11 +57,15 @@ def splits(layers: int, stages: int) -> bool:
     return layers % stages == 0 or (layers + 2) % stages == 0
 
 
-def data_parallel(ranks: int, per_node: int) -> list[tuple[int, int, int]]:
-    """(dp_replicate, dp_shard, ZeRO stage): DDP, ZeRO-1, FSDP, and HSDP whose shards fill nodes."""
-    if ranks == 1:
+def data_parallel(ranks: int, per_node: int, cp: int = 1) -> list[tuple[int, int, int]]:
+    """(dp_replicate, dp_shard, ZeRO stage): DDP, ZeRO-1, FSDP, and HSDP whose shards fill nodes.
+
+    Context-parallel ranks hold the same weights: they share them, too. [as train.py, torchtitan]
+    """
+    if ranks * cp == 1:
         return [(1, 1, 0)]
-    shards = [n for n in divisors(ranks) if n == ranks or (n > 1 and n % per_node == 0)]
+    fill = [n for n in divisors(ranks) if n * cp > 1 and n * cp % per_node == 0]
+    shards = sorted({*fill, ranks})
     return [(ranks, 1, 0), (ranks, 1, 1), *((ranks // n, n, 3) for n in shards)]
 
 
@@ -75,18 +81,24 @@ def checkpointing(job: Job) -> list[tuple[int, int]]:
 def meshes(job: Job) -> list[Mesh]:
     """All meshes that the job can run on, with their batches and what they recompute.
 
-    TP stays inside a node; stages may differ by a layer.
+    TP stays inside a node; groups of TP with CP fill nodes or share one evenly, as do stages of
+    fewer GPUs than a node. Stages may differ by a layer.
     """
-    model, node = job.model, int(job.cluster.gpus_per_node)
+    model, node = job.model, min(job.gpus, int(job.cluster.gpus_per_node))
+
+    def fills(size: int) -> bool:
+        return size == job.gpus or size % node == 0 or node % size == 0
+
     found = []
     shapes = [
         (tp, pp, cp)
         for tp in divisors(job.gpus)
-        if tp <= node and model.heads % tp == 0 and model.kv_heads % tp == 0
+        if node % tp == 0 and model.heads % tp == 0 and model.kv_heads % tp == 0
         for pp in divisors(job.gpus // tp)
-        if pp <= model.layers
+        if pp <= model.layers and (job.gpus // pp > node or fills(job.gpus // pp))
         for cp in divisors(job.gpus // (tp * pp))
         if cp == 1 or (job.sequence % (2 * cp) == 0 and cp <= job.sequence // LONG)
+        if fills(tp * cp)
     ]
     for tp, pp, cp in shapes:
         ranks = job.gpus // (tp * pp * cp)
@@ -97,7 +109,7 @@ def meshes(job: Job) -> list[Mesh]:
         for micro_batch in (b for b in divisors(per_rank) if b & (b - 1) == 0 and b <= 64):
             accumulation = per_rank // micro_batch
             for virtual in interleaved if accumulation % pp == 0 else (1,):
-                for replicate, shard, zero in data_parallel(ranks, node // tp):
+                for replicate, shard, zero in data_parallel(ranks, node // tp, cp):
                     axes = (replicate, shard, zero, tp, int(tp > 1), pp, virtual, cp)
                     for saving in checkpointing(job):
                         batch = (micro_batch, accumulation, job.sequence, *saving)
@@ -138,6 +150,11 @@ def evaluate(job: Job, candidates: list[Mesh]) -> list[Plan]:
     ]
 
 
+def by_time(plan: Plan) -> tuple[float, float]:
+    """Sorts plans: the faster first, and of equally fast ones the one that holds less."""
+    return round(plan.step_s, 9), plan.total_gib
+
+
 def best(job: Job, wanted: int = 10) -> list[Plan]:
     """The fastest meshes that fit, one plan for each mesh; where none fits, the smallest.
 
@@ -152,7 +169,7 @@ def best(job: Job, wanted: int = 10) -> list[Plan]:
         )
     plans = evaluate(job, candidates)
     fitting = [plan for plan in plans if plan.fits]
-    ranked = sorted(fitting, key=lambda p: p.step_s) or sorted(plans, key=lambda p: p.total_gib)
+    ranked = sorted(fitting, key=by_time) or sorted(plans, key=lambda p: p.total_gib)
     chosen = {}
     for plan in ranked:
         chosen.setdefault(tuple(getattr(plan.mesh, size) for size in SIZES), plan)

@@ -57,6 +57,7 @@ class Cluster:
     nvlink_gb_s: Number  # of a GPU to the GPUs of its node
     nic_gb_s: Number  # of the network port of a GPU
     gpus_per_node: Number
+    fp8: Number = 0  # 1: its matrix units multiply in fp8
     nic_hop_s: Number = 5e-6  # latency of a hop between nodes: InfiniBand 3 to 5 us, EFA 40 to 50
 
 

@@ -5,6 +5,7 @@ In the formulas R is the work of a layer in forward passes: 3, and 4 with full c
 
 import numpy as np
 from network import REACHED, Ring
+from pipeline import most_parameters, stage_layers
 from shapes import Cluster, Mesh, Model, Number
 from stacks import Stack
 
@@ -121,39 +122,12 @@ def head_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
     return products + stack.logit_traffic_bytes * logits / (cluster.hbm_gb_s * 1e9)
 
 
-def stage_layers(model: Model, mesh: Mesh, stack: Stack) -> tuple[Number, Number, Number]:
-    """Layers of the first stage, of the fullest stage between, and of the last stage.
-
-    Equal numbers of layers. Where pp does not divide them but divides L + 2, embedding and output
-    layer take a layer's place each, as in Llama 3 and BLOOM. Or (`balanced`) stages take blocks
-    until they pass their share of all weights, the output layer included. [nanotron's build_model]
-    """
-    layers, pp = model.layers, mesh.pp
-    if not stack.balanced:
-        most = np.ceil(layers / pp)
-        ends = np.where((layers % pp != 0) & ((layers + 2) % pp == 0), most - 1, most)
-        return ends, most, ends
-    head = model.embedding_parameters / model.layer_parameters
-    share = (layers + head) / pp
-    extra = (share % 1) * (pp - 1) >= 1
-    first = np.minimum(layers, np.floor(share) + 1)
-    between = np.maximum(1, np.floor(share) + extra)
-    last = np.maximum(0, layers - np.floor((pp - 1) * share) - 1)
-    return tuple(np.where(pp == 1, layers, n) for n in (first, between, last))
-
-
-def stage_parameters(model: Model, mesh: Mesh, layers: Number) -> Number:
-    """Weights of a rank of the first stage before DP shards them."""
-    tables = np.where(mesh.pp == 1, 2 - model.tied, 1)
-    return (layers * model.layer_parameters + tables * model.embedding_parameters) / mesh.tp
-
-
 def dp_rings(model: Model, mesh: Mesh, stack: Stack) -> list[Ring]:
     """DDP: an all_reduce of the gradients. ZeRO-1 and 2: gradients scattered, weights gathered.
 
     [Rajbhandari et al. 2020, section 7]
     """
-    weights = stage_parameters(model, mesh, stage_layers(model, mesh, stack)[0])
+    weights = most_parameters(model, mesh, stack)
     size = mesh.dp_replicate * mesh.dp_shard * mesh.cp
     back = np.where(mesh.zero_stage == 0, stack.gradient_bytes, BF16)
     return [Ring(weights * width, size, mesh.tp) for width in (stack.gradient_bytes, back)]
@@ -229,7 +203,7 @@ def p2p_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
 
 def optimizer_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
     """Adam reads and writes 30 bytes per weight that a rank updates."""
-    weights = stage_parameters(model, mesh, stage_layers(model, mesh, stack)[0])
+    weights = most_parameters(model, mesh, stack)
     shards = np.where(mesh.zero_stage > 0, mesh.shards, 1)
     return 30 * weights / shards / (cluster.hbm_gb_s * 1e9)
 

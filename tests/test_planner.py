@@ -10,6 +10,7 @@ import tomllib
 from collections import Counter
 
 import calibrate
+import command
 import inputs
 import numpy as np
 import pool
@@ -22,7 +23,7 @@ from fit import as_toml
 from fitting import FITS, Fit, fit_all, fitted
 from helpers import ROOT, python
 from published import PUBLISHED, UnreadableRow, measured, parse, read, stacked
-from score import cross_validated, predict, regret, time_errors, usable
+from score import PICKS, cross_validated, predict, regret, time_errors, usable
 from search import Job, evaluate, meshes
 from stacks import FILE, choose, load
 
@@ -74,7 +75,7 @@ def test_parts_sum_to_the_total():
 
 
 def test_a_job_that_does_not_fit():
-    output = plan("--model", "llama-3.1-405b", "--gpus", 8, "--batch-tokens", "64K")
+    output = python(PLAN, "--model", "llama-3.1-405b", "--gpus", 8, "--batch-tokens", "64K").output
     assert "does not fit" in output
     assert "No mesh fits" in output
 
@@ -146,7 +147,8 @@ def test_a_mistake_is_one_sentence(args, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{}", "it lacks hidden_size"),
+        ("{}", "its model_type is None, not one of: llama, "),
+        ('{"model_type": "llama"}', "it lacks hidden_size"),
         ("no JSON", "is no config.json of a decoder"),
         ('{"num_local_experts": 8}', "it has experts"),
         ('{"hidden_size": 0, "num_attention_heads": 1}', "is no config.json"),
@@ -173,7 +175,7 @@ def test_a_hugging_face_config(tmp_path):
     ("text", "says"),
     [
         ("peak_tflops = ", "cannot be read"),
-        ("peak_tflops = 1", "missing 5 required"),
+        ("peak_tflops = 1", "missing 3 required"),
         ("stack = 'generic'\nspeed = 1", "presets.toml shows the keys"),
     ],
 )
@@ -204,7 +206,8 @@ def test_what_no_row_backs_is_said(args, doubt):
 
 def test_odd_heads_are_a_doubt(tmp_path):
     odd = {"hidden_size": 1200, "num_hidden_layers": 8, "num_attention_heads": 12}
-    (tmp_path / "config.json").write_text(json.dumps(odd | {"vocab_size": 50304}))
+    odd |= {"vocab_size": 50304, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
     output = plan("--model", tmp_path, "--gpus", 8, "--sequence", 1024, "--batch-tokens", "64K")
     assert "not validated for: head_dim 100 (no multiple of 8: attention is far slower)" in output
 
@@ -382,8 +385,31 @@ def test_regret():
     found = regret(scored_job([1.0, 1.5, 2.0], [9.0, 8.0, 10.0]))
     assert found["planner"]["mean"] == pytest.approx(50)
     assert found["dp first"]["mean"] == pytest.approx(100)
-    assert found["best of three"]["mean"] == 0
     assert regret(scored_job([1.0, 2.0], [1.0, 2.0])) is None  # two meshes are no choice
+
+
+def test_regret_does_not_depend_on_the_order_of_the_rows():
+    """The file sorts each job by measured time: the first of equal predictions is the best."""
+    rows = [row for row in ROWS if row["family"] == "playbook" and row["fault_suspect"] != "1"]
+    runs = predict(rows, load()["nanotron-h100"][0])
+    means = []
+    for order in (
+        runs,
+        runs[::-1],
+        [runs[i] for i in np.random.default_rng(0).permutation(len(runs))],
+    ):
+        found = regret(order)
+        means.append([found[pick]["mean"] for pick in PICKS])
+    assert means[0] == pytest.approx(means[1])
+    assert means[0] == pytest.approx(means[2])
+
+
+def test_equal_predictions_cost_their_mean():
+    tied = regret(scored_job([1.0, 1.5, 2.0], [9.0, 9.0, 10.0]))
+    assert tied["planner"]["mean"] == pytest.approx(25)
+    less_memory = scored_job([1.0, 1.5, 2.0], [9.0, 9.0, 10.0])
+    less_memory[1].memory_gib = 0.5
+    assert regret(less_memory)["planner"]["mean"] == pytest.approx(50)
 
 
 # Constants.
@@ -494,7 +520,7 @@ def test_numbers_of_the_readme():
     assert f"the fitted efficiency is {stacks['bloom-a100']['gemm_efficiency']:.2f}" in README
     team = plan(*RECIPES["Llama 3.1 405B"][0].split(), "--explain", RECIPES["Llama 3.1 405B"][1])
     gib = float(re.search(r"total +([\d.]+)", team)[1])
-    assert f"need {gib:.1f} GiB, above its margin of 72" in README
+    assert f"need {gib:.1f} GiB on the second stage" in README
 
 
 def test_counts_of_the_readme():
@@ -565,13 +591,18 @@ def jobs_of(scored: list) -> list[list]:
     return [job for job in jobs.values() if len(job) > 2]
 
 
-def costs(scored: list, key=lambda s: s.time_s) -> list[float]:
-    """In percent of the fastest run: what the run with the smallest key costs, per job."""
+def costs(scored: list, prefer=lambda s: s.memory_gib) -> list[float]:
+    """In percent of the fastest run: what the run with the smallest prediction costs, per job.
+
+    prefer: decides between predictions that are equal to nine digits; the mean of equal runs.
+    """
     found = []
     for job in jobs_of(scored):
-        pick = min((s for s in job if s.fits), key=key)
+        keys = {id(s): (f"{s.time_s:015.8f}", f"{prefer(s):015.8f}") for s in job if s.fits}
+        first = min(keys.values())
+        picks = [float(s.row["step_time_s"]) for s in job if keys.get(id(s)) == first]
         best = min(float(s.row["step_time_s"]) for s in job)
-        found.append(100 * (float(pick.row["step_time_s"]) / best - 1))
+        found.append(100 * (np.mean(picks) / best - 1))
     return found
 
 
@@ -616,18 +647,21 @@ def test_what_formulas_md_says_of_skill(found):
 def test_what_formulas_md_says_of_regret_on_the_playbook(found):
     playbook = of(found, "playbook")
     each = sorted(costs(playbook))
-    assert f"13 of {len(each)} jobs cost at most {each[12]:.1f} %" in FORMULAS
-    assert f"Five cost {each[13]:.0f} to {each[-1]:.0f} %, all on 128 or 256 GPUs" in FORMULAS
+    assert f"12 of {len(each)} jobs cost at most {each[11]:.1f} %" in FORMULAS
+    assert f"Six cost {each[12]:.0f} to {each[-1]:.0f} %, all on 128 or 256 GPUs" in FORMULAS
     for job in jobs_of(playbook):
-        if costs(job)[0] > each[12]:
-            pick = min((s for s in job if s.fits), key=lambda s: s.time_s).row
+        if costs(job)[0] > each[11]:
+            key = lambda s: (round(s.time_s, 9), s.memory_gib)  # noqa: E731
+            pick = min((s for s in job if s.fits), key=key).row
             best = min(job, key=lambda s: float(s.row["step_time_s"])).row
             assert pick["n_gpus"] in ("128", "256")
-            assert (pick["tp"] in "12", pick["micro_batch_sequences"]) == (True, "2")
+            assert pick["tp"] in "124"
+            assert pick["micro_batch_sequences"] in "12"
             assert best["tp"] in "48"
             assert best["micro_batch_sequences"] in "48"
 
 
+@pytest.mark.slow
 def test_what_formulas_md_says_of_regret_on_vtrain(found):
     single, playbook = of(found, "vtrain_single"), of(found, "playbook")
     each = costs(single)
@@ -637,8 +671,7 @@ def test_what_formulas_md_says_of_regret_on_vtrain(found):
     assert faster == pairs
     assert "(playbook: {} of {})".format(*pairs_of_micro_batches("playbook")) in FORMULAS
     larger = [
-        np.mean(costs(runs, lambda s: (s.time_s, -batch_and_time(s.row)[0])))
-        for runs in (single, playbook)
+        np.mean(costs(runs, lambda s: 1 / batch_and_time(s.row)[0])) for runs in (single, playbook)
     ]
     assert f"the mean from {np.mean(each):.1f} to {larger[0]:.1f} %, and" in FORMULAS
     assert f"from {np.mean(costs(playbook)):.1f} to {larger[1]:.1f} %: one run" in FORMULAS
@@ -648,6 +681,7 @@ def test_what_formulas_md_says_of_regret_on_vtrain(found):
     assert "cost {:.1f}, {:.1f} and {:.1f} %".format(*three) in FORMULAS
 
 
+@pytest.mark.slow
 def test_what_formulas_md_says_of_regret_on_bloom(found):
     bloom = of(found, "bloom")
     each = costs(bloom)
@@ -813,8 +847,10 @@ def test_what_chapter_21_says_of_its_tables():
     )
     assert "a single MFU is wrong by 6.5 %" in said
     assert re.search(r"^the ladder and 6 more, A100 +6\.5 ", shown, re.M)
-    assert "it loses 10 % on average" in said
-    assert re.search(r"^as much DP as possible +10 ", shown, re.M)
+    assert "it loses 15 % on average" in said
+    assert re.search(r"^as much DP as possible +15 ", shown, re.M)
+    regret = re.search(r"^    playbook .* ([\d.]+) / [\d.]+ / [\d.]+ / [\d.]+$", README, re.M)[1]
+    assert f"it loses {regret} % on average: [planner/README.md]" in said
 
 
 def test_what_chapter_21_says_of_its_job():
@@ -829,7 +865,7 @@ def test_what_chapter_21_says_of_its_job():
     }
     meshes = {setting[:3] for setting in settings}
     crashed = sum(r["outcome"] != "ok" for r in runs)
-    assert f"We use {len(used)} of its {len(runs)} runs: {crashed} others crashed" in said
+    assert f"We use {len(used)} of its {len(runs)} runs: {crashed} crashed" in said
     assert f"and {len(runs) - len(used) - crashed} had the fault" in said
     assert f"The {len(used)} runs are on {len(meshes)} meshes" in said
     seconds = {id(r): float(r["step_time_s"]) for r in used}
@@ -897,7 +933,7 @@ def test_the_gpts_table_is_what_the_planner_predicts(name):
     job = Job(shape, cluster, stack, gpus, sequence, batch)
     own = [m for m in meshes(job) if (m.zero_stage, m.virtual_stages, m.cp) == (3, 1, 1)]
     best = min((p for p in evaluate(job, own) if p.fits), key=lambda plan: plan.step_s)
-    flags = report.flags(job, best).partition("--accumulate")
+    flags = command.flags(job, best).partition("--accumulate")
     row = (
         f"| {name.partition(',')[0]} | {gpus} x {kind} | {sequence:,} x {batch} "
         f"| `{''.join(flags[1:])}` | {best.total_gib:.1f} "

@@ -6,6 +6,7 @@ import math
 import memory
 import network
 import numpy as np
+import pipeline
 import pytest
 import shapes
 import stacks
@@ -64,13 +65,12 @@ def test_zero_stages():
     There weights and gradients have 2 bytes each, and the optimizer 12.
     """
     paper = dataclasses.replace(IDEAL, resident_bytes=4)
-    weights = float(step_time.stage_parameters(GPT3, ONE, 96))
     for stage, gb in ((0, 120), (1, 31.4), (2, 16.6), (3, 1.9)):
         held = memory.zero_bytes(7.5e9, 64, stage, (2, 2, 12))
         assert sum(held.values()) / 1e9 == pytest.approx(gb, abs=0.05)
         dp = {"dp_shard": 64} if stage == 3 else {"dp_replicate": 64}
-        parts = memory.state_bytes(GPT3, mesh(zero_stage=stage, **dp), paper)
-        assert sum(parts.values()) * 7.5e9 / weights / 1e9 == pytest.approx(gb, abs=0.05)
+        parts = memory.state_bytes(mesh(zero_stage=stage, **dp), paper, 7.5e9)
+        assert sum(parts.values()) / 1e9 == pytest.approx(gb, abs=0.05)
 
 
 def test_micro_batches_in_flight():
@@ -170,7 +170,7 @@ def test_stages_of_equal_work(layers, pp):
     head = model.embedding_parameters / model.layer_parameters
     placed = nanotron_stages([1.0] * layers + [head], pp)
     balanced = stacks.Stack(balanced=1)
-    first, between, last = step_time.stage_layers(model, mesh(pp=pp), balanced)
+    first, between, last = pipeline.stage_layers(model, mesh(pp=pp), balanced)
     assert (first, last) == (placed[0], placed[-1])
     if pp > 2:
         assert between == max(placed[1:-1])
@@ -179,7 +179,7 @@ def test_stages_of_equal_work(layers, pp):
 def test_a_stage_whose_share_is_whole():
     """The playbook's 1B: 16 layers, and an output layer worth 4. Half are 10, and 11 go first."""
     small = shapes.Model(16, 2048, 32, 32, 64, 8192, 1, 131072, 1)
-    first, _, last = step_time.stage_layers(small, mesh(pp=2), stacks.Stack(balanced=1))
+    first, _, last = pipeline.stage_layers(small, mesh(pp=2), stacks.Stack(balanced=1))
     assert (first, last) == (11, 5)
     assert nanotron_stages([1.0] * 16 + [4.0], 2) == [11, 5]
 
@@ -200,10 +200,10 @@ def test_the_slowest_stage_sets_the_pace(pp):
 def test_stages_with_a_layer_less_at_the_ends():
     """Llama 3.1 405B has 126 layers on 16 stages; BLOOM 70 on 12."""
     model = dataclasses.replace(LLAMA, layers=126)
-    assert step_time.stage_layers(model, mesh(pp=16), IDEAL) == (7, 8, 7)
+    assert pipeline.stage_layers(model, mesh(pp=16), IDEAL) == (7, 8, 7)
     model = dataclasses.replace(LLAMA, layers=70)
-    assert step_time.stage_layers(model, mesh(pp=12), IDEAL) == (5, 6, 5)
-    assert step_time.stage_layers(model, mesh(pp=7), IDEAL) == (10, 10, 10)
+    assert pipeline.stage_layers(model, mesh(pp=12), IDEAL) == (5, 6, 5)
+    assert pipeline.stage_layers(model, mesh(pp=7), IDEAL) == (10, 10, 10)
 
 
 def test_a_stage_without_a_block():
@@ -237,19 +237,19 @@ def test_the_head_is_on_the_last_stage_only():
 def test_memory_of_the_fuller_stage():
     """Logits count on the last stage, which holds one micro-batch where the first holds pp."""
     many = mesh(pp=4, accumulation=8, flash=1, sequence=8192)
-    parts = memory.activation_bytes(LLAMA, many, IDEAL)
+    parts = memory.memory_parts(LLAMA, many, IDEAL)
     kept = 8 * 8192 * float(step_time.kept_bytes(LLAMA, many))
-    assert parts["activations"] == pytest.approx(4 * kept)
+    assert parts["activations"] * 2**30 == pytest.approx(4 * kept)
     assert parts["logits"] == 0
-    parts = memory.activation_bytes(LLAMA, dataclasses.replace(many, full_checkpointing=1), IDEAL)
-    assert parts["logits"] == 10 * 8192 * 128256
+    parts = memory.memory_parts(LLAMA, dataclasses.replace(many, full_checkpointing=1), IDEAL)
+    assert parts["logits"] * 2**30 == 10 * 8192 * 128256
 
 
 def test_full_checkpointing_keeps_the_inputs_and_one_layer():
     full = mesh(full_checkpointing=1)
-    parts = memory.activation_bytes(GPT3, full, IDEAL)
+    parts = memory.memory_parts(GPT3, full, IDEAL)
     one_layer = 2048 * float(step_time.kept_bytes(GPT3, full))
-    assert parts["activations"] == pytest.approx(96 * 2 * 12288 * 2048 + one_layer)
+    assert parts["activations"] * 2**30 == pytest.approx(96 * 2 * 12288 * 2048 + one_layer)
     given = (A100, IDEAL)
     more = step_time.products_s(GPT3, full, *given) / step_time.products_s(GPT3, ONE, *given)
     assert more == pytest.approx(4 / 3)
@@ -270,9 +270,9 @@ def test_selective_checkpointing_keeps_no_scores(model, share):
     left = float(memory.layer_bytes(model, selective, IDEAL))
     assert left == pytest.approx(2048 * 34 * model.width / 8)
     assert 1 - left / memory.layer_bytes(model, every, IDEAL) == pytest.approx(share, abs=0.006)
-    parts = memory.activation_bytes(model, selective, IDEAL)
+    parts = memory.memory_parts(model, selective, IDEAL)
     scores = 2048 * 5 * model.heads * 2048 / 8
-    assert parts["activations"] == pytest.approx(model.layers * left + scores)
+    assert parts["activations"] * 2**30 == pytest.approx(model.layers * left + scores)
     given = (A100, IDEAL)
     assert step_time.products_s(model, selective, *given) == step_time.products_s(
         model, every, *given
