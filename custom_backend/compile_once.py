@@ -32,6 +32,6 @@ def compile_once(name: str, source: Path) -> ModuleType:
 def build_folder(name: str, source: Path) -> Path:
     """A folder for this torch and this text: two clones never overwrite each other's library."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR", cpp_extension.get_default_build_root())
-    files = sorted(source.parent.glob("*.[hc]*"))  # the source and its headers
+    files = sorted(f for f in source.parent.iterdir() if f.suffix in (".h", ".cpp"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return Path(root) / f"{name}_{torch.__version__}_{digest[:8]}"

@@ -12,16 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class StoreGroup(dist.ProcessGroup):
-    """Sends tensors as values of the store through which the ranks met. Slow, but complete."""
+    """Sends tensors as values of the store through which the ranks met. Slow; enough for DDP."""
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
-        self.store, self.calls = store, 0
+        self.store = store
 
     def exchange(self, tensor):  # returns the tensors of all ranks
-        self.calls += 1  # equal on all ranks, which make the same calls
-        self.store.set(f"{self.calls}/{self.rank()}", tensor.numpy().tobytes())
-        values = [self.store.get(f"{self.calls}/{r}") for r in range(self.size())]  # get() waits
+        call = self.store.add(f"calls of {self.rank()}", 1)  # all ranks make the same calls
+        self.store.set(f"{call}/{self.rank()}", tensor.detach().numpy().tobytes())
+        values = [self.store.get(f"{call}/{r}") for r in range(self.size())]  # get() waits
         return [torch.frombuffer(bytearray(v), dtype=tensor.dtype) for v in values]
 
     def allreduce(self, tensors, options):  # DDP calls it from C++, dist.all_reduce from Python

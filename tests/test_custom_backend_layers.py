@@ -46,6 +46,7 @@ def job(tmp_path_factory) -> SimpleNamespace:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_meet_in_the_store(job, rank):
     """Each rank writes its address under its own key, waits for the peer's key, and reads it."""

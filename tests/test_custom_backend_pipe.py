@@ -161,7 +161,7 @@ def test_an_error_of_one_rank_ends_the_waiting_of_the_other(tmp_path):
 def test_ranks_of_two_hosts_or_containers_are_refused(monkeypatch):
     monkeypatch.setattr(pipe, "compiled", lambda: None)
     store = dist.HashStore()
-    store.set("host/1", "another one")
+    store.set("life 1/host/1", "another one")
     with pytest.raises(
         RuntimeError,
         match="^pipe: connects processes of one host and container: rank 1 is in another one than "
@@ -173,6 +173,36 @@ def test_ranks_of_two_hosts_or_containers_are_refused(monkeypatch):
         RuntimeError, match=r"^pipe: needs Linux \(.*\), this is darwin: take gloo$"
     ):
         pipe.create_backend(store, 0, 2, timedelta(seconds=60))
+
+
+def test_a_dtype_that_torch_cannot_add_is_an_error_on_all_ranks_at_once(tmp_path):
+    for call, x in run("dtype", tmp_path):
+        assert "not implemented for 'Float8_e4m3fn'" in call["message"]
+        assert call["seconds"] < SOON
+        assert x == [2.0] * 3
+
+
+def test_a_rank_maps_only_the_memory_of_its_group(tmp_path):
+    """Rank 0 gave up, and has opened another file under the number that it had told."""
+    file = tmp_path / "checkpoint"
+    file.write_bytes(b"1" * 10**6)
+    store = dist.HashStore()
+    here = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    for key, value in {"host": here, "pid": str(os.getpid()), "file": str(file)}.items():
+        store.set(f"life 1/{key}/0", value)
+    with pytest.raises(RuntimeError, match=r"^pipe: rank 0 has closed the memory of the group"):
+        pipe.create_backend(store, 1, 2, timedelta(seconds=10))
+
+
+def test_a_join_that_fails_leaves_no_file_open():
+    pipe.compiled()
+    here = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    store = dist.HashStore()
+    store.set("life 1/host/1", here)  # rank 1 does not come any further
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(RuntimeError, match=r"^pipe: rank 1 did not join the group"):
+        pipe.create_backend(store, 0, 2, timedelta(seconds=0.3))
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_limit_of_wait_leaves_the_operation_alone(tmp_path):
@@ -289,6 +319,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.release
 def test_after_pip_install_a_script_imports_torch_only(tmp_path):
     project, installed, folder = (tmp_path / name for name in ("project", "installed", "user"))
     shutil.copytree(PIPE, project / "pipe", ignore=shutil.ignore_patterns("__pycache__"))

@@ -7,6 +7,7 @@ and new_group on the group.
 
 import re
 import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import reduce
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from helpers import ROOT
 from ring import collectives as ring
+from ring import connecting
 from ring.group import RingGroup
 from ring.wire import COLLECTIVE, TAGGED, Wire
 from thread_groups import eventually, on_all, wire_threads
@@ -80,6 +82,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.slow
 @each_world
 def test_all_reduce_of_every_type(make_groups, size):
     groups = make_groups(size)
@@ -232,6 +235,7 @@ def test_many_at_once_end_in_order(make_groups):
     assert on_all(make_groups(3), run) == [[3.0 * i for i in range(40)]] * 3
 
 
+@pytest.mark.slow
 def test_all_send_before_anybody_receives(make_groups):
     """4 MB each, more than the socket buffers hold. The reading threads take the messages."""
 
@@ -312,6 +316,7 @@ def test_a_missing_rank_is_named(make_groups):
         )
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named(make_groups, monkeypatch):
     """Within running.PATIENCE; the others do, also on a busy machine."""
     groups = give_up_after(0.5, make_groups(3))
@@ -432,6 +437,14 @@ def test_other_sizes_are_told_apart(make_groups):
     assert messages(found)[1].endswith("rank 0 has sent 8 bytes, 12 were expected")
 
 
+def test_a_rank_that_found_an_error_is_named_after_the_timeout(make_groups):
+    """Of 3 and 4 numbers, rank 0 gets a part of the right size, and waits for the next one."""
+    groups = give_up_after(2, make_groups(2))
+    found = messages(on_all(groups, lambda g: all_reduce(g, torch.ones(3 + g.rank()))))
+    assert found[0].endswith("not done after 2 s. rank 1 has failed in it: read its own error")
+    assert found[1].endswith("rank 0 has sent 4 bytes, 8 were expected")
+
+
 def test_wrong_receives(make_groups):
     groups = make_groups(2)
     groups[0].send([torch.ones(3)], 1, 0)
@@ -459,6 +472,8 @@ def test_what_cannot_be_done_is_said_at_once(make_groups):
     two = make_groups(2)[0]
     with pytest.raises(ValueError, match="3 elements or rows for 2 ranks"):
         two.all_gather_single(torch.ones(3), torch.ones(1))
+    with pytest.raises(ValueError, match="3 rows for 2 ranks"):
+        two.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2), [], [])
 
 
 # Connecting the ranks.
@@ -482,7 +497,8 @@ def test_an_address_of_nobody():
         Wire(store, 1, 2, timedelta(seconds=5), [0, 1])
 
 
-def test_strangers_are_sent_away(make_groups):
+def test_strangers_are_sent_away(make_groups, monkeypatch):
+    monkeypatch.setattr(connecting, "PATIENCE", 0.5)
     store, seconds = dist.HashStore(), timedelta(seconds=20)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(Wire, store, 0, 2, seconds, [0, 1])
@@ -491,12 +507,16 @@ def test_strangers_are_sent_away(make_groups):
         for greeting in (b"", b"GET / HTTP/1.0", bytes(40)):
             with socket.create_connection((host, int(port)), 10) as stranger:
                 stranger.sendall(greeting)
+        with socket.create_connection((host, int(port)), 10) as stranger:  # hangs up with a reset
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        silent = socket.create_connection((host, int(port)), 10)
         second = threads.submit(Wire, store, 1, 2, seconds, [0, 1])
         wires = [first.result(30), second.result(30)]
     wires[0].send(1, TAGGED, 0, torch.arange(3))
     assert wires[1].expect(0, TAGGED, 0).result(20).data.view(torch.int64).tolist() == [0, 1, 2]
     for wire in wires:
         wire.cut()
+    silent.close()
 
 
 # PyTorch on top of it: "ring" as the backend of a job of 4 processes.

@@ -25,6 +25,9 @@ ROWS = {
     "has called all_reduce int32 MAX": (
         "test_custom_backend_ring.py::test_other_operations_are_told_apart"
     ),
+    "rank 1 has failed in it": (
+        "test_custom_backend_ring.py::test_a_rank_that_found_an_error_is_named_after_the_timeout"
+    ),
     "has sent 12 bytes": "test_custom_backend_ring.py::test_other_sizes_are_told_apart",
     "receive from rank 1, tag 3": (
         "test_custom_backend_ring.py::test_receive_names_who_sends_nothing"

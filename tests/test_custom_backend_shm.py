@@ -7,14 +7,15 @@ import pytest
 from helpers import ROOT
 
 WORKER = ROOT / "tests" / "workers" / "shm_operations.py"
-WORLDS = (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
+WORLDS = (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.release))
 OPERATIONS = (
     "all_reduce", "all_reduce_of_every_half", "all_reduce_of_100_mb", "written_past_the_caches",
     "all_reduce_coalesced", "all_reduce_of_sparse_tensors", "reduce", "broadcast", "all_gather",
     "gather", "scatter", "reduce_scatter", "all_to_all", "send_and_recv", "barriers", "objects",
     "functional_collectives", "groups", "refusals", "work_and_future", "profiles",
+    "in_a_row", "not_a_number",
 )  # fmt: skip
-NOT_IN_ALL = {"send_and_recv": (2, 3, 4, 8)}
+NOT_IN_ALL = {"send_and_recv": (2, 3, 4, 8), "in_a_row": (2, 3, 4, 8)}
 NOT_IN_ALL |= {"all_reduce_of_100_mb": (2,), "written_past_the_caches": (2,)}
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pwd
 import queue
 import re
 import shutil
@@ -67,10 +68,30 @@ def test_a_killed_build_does_not_block_the_next(small_source):
     module = build.load()
     assert Path(module.__file__) == directory / "shm_backend.so"
     assert sorted(os.listdir(directory)) == ["building", "shm_backend.so"]
-    # From now on neither a compiler nor ninja is needed.
+    # From now on neither a compiler nor ninja is needed, and nothing is written.
+    (directory / "building").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", "")
         build.load()
+    assert os.listdir(directory) == ["shm_backend.so"]
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_sentence(small_source, monkeypatch):
+    monkeypatch.setenv("SHM_BUILD_DIR", str(small_source))  # a file
+    with pytest.raises(
+        RuntimeError, match=r"^shm: cannot build in .*\. Set SHM_BUILD_DIR to a folder"
+    ):
+        build.load()
+
+
+def test_a_process_without_a_home_takes_the_folder_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in docker run --user 54321
+    monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path))
+    assert build.cache() == tmp_path
+    monkeypatch.delenv("SHM_BUILD_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache() == tmp_path / "torch_shm_backend"
 
 
 @pytest.mark.slow

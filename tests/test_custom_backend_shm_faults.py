@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -101,6 +102,19 @@ def test_inference_mode_reaches_the_thread_of_an_asynchronous_call(tmp_path):
         assert rank == [[2.0] * 6] * 4
 
 
+def test_a_future_completes_before_the_next_operation_begins(tmp_path):
+    assert run("called_back", tmp_path, 2) == ["", ""]
+
+
+def test_a_callback_may_hold_the_last_reference_to_its_group(tmp_path):
+    assert run("last_reference", tmp_path, 2) == [[2.0] * 3] * 2
+
+
+def test_memory_that_a_late_rank_may_still_write_is_never_used_again(tmp_path):
+    (given_up, next_one), _ = run("pinned", tmp_path, 2)
+    assert given_up != next_one
+
+
 # ---- a rank is late, or makes another call
 
 
@@ -146,6 +160,7 @@ def test_recv_from_any_rank_ends_when_all_others_have_left(tmp_path):
 WHAT = {
     "operation": ("all_reduce(float32, 48 bytes, SUM)", "barrier("),
     "dtype": ("float32", "int32"),
+    "float8": ("broadcast(float8_e4m3fn,", "broadcast(float8_e5m2,"),
     "size": ("48 bytes", "44 bytes"),
     "size of large": ("400000 bytes", "399996 bytes"),
     "small and large": ("400000 bytes", "48 bytes"),
@@ -202,6 +217,15 @@ def test_a_rank_that_can_not_join_is_told_to_all(tmp_path, ranks):
     for rank in run("descriptors", tmp_path, ranks):
         assert rank["message"] == ("shm: rank 1 could not join: [Errno 24] Too many open files")
         assert rank["seconds"] < 30
+
+
+def test_a_rank_that_does_not_join_is_named_after_the_timeout_of_the_group():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))  # of the job
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^shm: rank 1 did not join the group: "):
+        backend.create_backend(store, 0, 2, timedelta(seconds=0.3))
+    assert time.monotonic() - began < 30
 
 
 class FakeModule:

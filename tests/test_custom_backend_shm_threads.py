@@ -68,6 +68,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("mistake", PLANTED)
+@pytest.mark.release
 def test_a_planted_race_is_caught(tmp_path, mistake):
     file, right, wrong = PLANTED[mistake]
     headers = shutil.copytree(SHM, tmp_path / "shm")

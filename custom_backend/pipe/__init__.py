@@ -7,6 +7,7 @@ After `pip install --no-build-isolation custom_backend/`, `import torch` registe
 """
 
 import atexit
+import contextlib
 import importlib.util
 import os
 import sys
@@ -56,6 +57,8 @@ def create_backend(
         raise RuntimeError(f"pipe: needs Linux (memfd, pidfd), this is {sys.platform}: take gloo")
     module = compiled()
     store.set_timeout(timeout)
+    # Groups created one after another may share a store, so each rank counts its groups.
+    store = dist.PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
 
     def of_all_ranks(key: str, value: object) -> list[str]:
         store.set(f"{key}/{rank}", str(value))
@@ -68,19 +71,23 @@ def create_backend(
             f"pipe: connects processes of one host and container: rank {other[0]} is in another "
             f"one than rank {rank}. Take gloo"
         )
-    memory = -1
-    if rank == 0:
-        memory = os.memfd_create("pipe")
-        os.ftruncate(memory, size * module.bytes_of_a_pipe)
-    pids = [int(pid) for pid in of_all_ranks("pid", os.getpid())]
-    file = of_all_ranks("file", f"/proc/{os.getpid()}/fd/{memory}")[0]
-    if rank > 0:
-        memory = os.open(file, os.O_RDWR)
-    # The kernel may give the number of an ended process to a new one. A pidfd keeps its process.
-    left, right = (os.pidfd_open(pids[r % size]) for r in (rank - 1, rank + 1))
-    backend = module.create(memory, rank, size, left, right, timeout)
-    of_all_ranks("mapped", "yes")  # rank 0 may not close its file earlier
-    os.close(memory)
+    with contextlib.ExitStack() as files:  # closes the file, also after an error
+        memory = -1
+        if rank == 0:
+            memory = os.memfd_create("pipe")
+            files.callback(os.close, memory)
+            os.ftruncate(memory, size * module.bytes_of_a_pipe)
+        pids = [int(pid) for pid in of_all_ranks("pid", os.getpid())]
+        file = of_all_ranks("file", f"/proc/{os.getpid()}/fd/{memory}")[0]
+        if rank > 0:
+            memory = os.open(file, os.O_RDWR)
+            files.callback(os.close, memory)
+            if not os.readlink(f"/proc/self/fd/{memory}").startswith("/memfd:pipe"):
+                raise RuntimeError("pipe: rank 0 has closed the memory of the group: it gave up")
+        # The kernel may reuse the number of an ended process. A pidfd keeps its process.
+        left, right = (os.pidfd_open(pids[r % size]) for r in (rank - 1, rank + 1))
+        backend = module.create(memory, rank, size, left, right, timeout)
+        of_all_ranks("mapped", "yes")  # rank 0 may not close its file earlier
     return backend
 
 

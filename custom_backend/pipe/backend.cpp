@@ -26,6 +26,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -112,11 +113,16 @@ class PipeBackend : public c10d::Backend {
 
   // destroy_process_group() calls it: run the rest of the queue, end the thread.
   void shutdown() override {
+    if (getpid() != pid_) {  // a fork has no worker
+      if (worker_.joinable()) worker_.detach();
+      (void)changed_.release();  // its destructor would wait for the worker
+      return;
+    }
     {
       std::lock_guard lock(mutex_);
       closing_ = true;
     }
-    changed_.notify_all();
+    changed_->notify_all();
     if (!worker_.joinable()) return;
     std::optional<pybind11::gil_scoped_release> release;
     if (PyGILState_Check()) release.emplace();  // the worker may need the GIL: see above
@@ -128,6 +134,8 @@ class PipeBackend : public c10d::Backend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "pipe: all_reduce knows SUM only");
     const Tensor tensor = tensors.at(0);
+    const Tensor one = at::zeros({1}, tensor.options());
+    at::add(one, one);  // if torch cannot add this dtype, all ranks raise here, before any waits
     return submit(OpType::ALLREDUCE, describe("all_reduce", tensor), options.timeout, tensors, [=, this] {
       const auto add = [&](char* mine, char* theirs, size_t bytes) {
         const int64_t count = bytes / tensor.element_size();
@@ -194,7 +202,7 @@ class PipeBackend : public c10d::Backend {
         work->complete(error_);
       });
     }
-    changed_.notify_one();
+    changed_->notify_one();
     return work;
   }
 
@@ -207,7 +215,7 @@ class PipeBackend : public c10d::Backend {
       std::function<void()> next;
       {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return closing_ || !queue_.empty(); });
+        changed_->wait(lock, [&] { return closing_ || !queue_.empty(); });
         if (queue_.empty()) return;
         next = std::move(queue_.front());
         queue_.pop_front();
@@ -240,7 +248,7 @@ class PipeBackend : public c10d::Backend {
   std::mutex mutex_;          // guards the next two
   std::deque<std::function<void()>> queue_;
   bool closing_ = false;
-  std::condition_variable changed_;
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::thread worker_;  // last: it starts when everything above exists
 };
 

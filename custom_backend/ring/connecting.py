@@ -1,7 +1,7 @@
 """Connect the ranks of a group: addresses in the store, one socket per pair of ranks.
 
 A rank listens, writes "host port secret" into the store, connects to all lower ranks and accepts
-all higher ranks. The secret keeps out any other process that finds the port.
+all higher ranks. The secret keeps out any other process that finds the port, such as a port scan.
 """
 
 import os
@@ -9,10 +9,12 @@ import secrets
 import socket
 import struct
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
+PATIENCE = 5.0  # seconds for a greeting, which a rank sends as soon as it has connected
 GREETING = struct.Struct("!q32s")  # rank, and the secret of the listening rank
 
 
@@ -37,13 +39,15 @@ def connect(
             server.settimeout(left(deadline))
             try:
                 connection, _ = server.accept()
-                connection.settimeout(left(deadline))
-                greeting = read(connection, GREETING.size)
             except TimeoutError:
                 missing = [names[p] for p in range(rank + 1, size) if p not in sockets]
                 raise dist.DistBackendError(
                     f"rank {names[rank]} waited {seconds:g} s: no connection from rank(s) {missing}"
                 ) from None
+            greeting = None
+            with suppress(OSError):  # a stranger may say nothing, or hang up
+                connection.settimeout(PATIENCE)
+                greeting = read(connection, GREETING.size)
             peer, theirs = GREETING.unpack(greeting) if greeting else (-1, b"")
             if secrets.compare_digest(theirs, secret.encode()):
                 sockets[peer] = connection

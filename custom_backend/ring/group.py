@@ -40,7 +40,10 @@ ADD = {
 def new_ring_group(opts, backend_options=None, wire=Wire) -> "RingGroup":
     """For register_backend. opts: the store, this rank, the size, the timeout."""
     names = list(opts.global_ranks_in_group) or list(range(opts.group_size))
-    return RingGroup(wire(opts.store, opts.group_rank, opts.group_size, opts.timeout, names))
+    # Groups created one after another may share a store, so each rank counts its groups.
+    life = opts.store.add(f"lives of {opts.group_rank}", 1)
+    store = dist.PrefixStore(f"life {life}", opts.store)
+    return RingGroup(wire(store, opts.group_rank, opts.group_size, opts.timeout, names))
 
 
 class RingGroup(dist.ProcessGroup):
@@ -167,9 +170,8 @@ class RingGroup(dist.ProcessGroup):
         return self.start("all_to_all", "", outputs, run, opts)
 
     def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):
-        outputs = output.split(list(output_sizes)) if output_sizes else self.parts(output)
-        inputs = input.split(list(input_sizes)) if input_sizes else self.parts(input)
-        return self.alltoall(list(outputs), list(inputs), opts)
+        outputs, inputs = self.rows(output, output_sizes), self.rows(input, input_sizes)
+        return self.alltoall(outputs, inputs, opts)
 
     def barrier(self, opts=None):
         return self.start("barrier", "", [], ring.barrier, opts)
@@ -212,6 +214,12 @@ class RingGroup(dist.ProcessGroup):
         if len(tensor) % self.size():
             raise ValueError(f"{len(tensor)} elements or rows for {self.size()} ranks")
         return list(tensor.tensor_split(self.size()))
+
+    def rows(self, tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+        """Split into whole rows: `sizes` of them for each rank, or equal numbers."""
+        if not sizes and len(tensor) % self.size():
+            raise ValueError(f"{len(tensor)} rows for {self.size()} ranks")
+        return list(tensor.split(sizes or [len(tensor) // self.size()] * self.size()))
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.seconds = timeout.total_seconds()

@@ -7,9 +7,10 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
-from ring.wire import COLLECTIVE, Wire
+from ring.wire import COLLECTIVE, LABEL_BYTES, Wire
 from ring.work import Work
 
+FAILED = " (failed)"  # behind the label of a collective that an error has ended
 PATIENCE = 2.0  # seconds for a living rank to answer where it is
 
 
@@ -68,6 +69,7 @@ def run_one(wire: Wire, work: Work, number: int, label: str, seconds: float, run
         error = f"not done after {seconds:g} s. {who_is_late(wire, number)}"
     except Exception as problem:
         error = str(problem)
+        wire.begun = (number, label[: LABEL_BYTES - len(FAILED)] + FAILED)
     if error is None:
         work.complete()
     else:
@@ -78,11 +80,13 @@ def run_one(wire: Wire, work: Work, number: int, label: str, seconds: float, run
 def who_is_late(wire: Wire, number: int) -> str:
     """Ask all ranks, since on a ring every rank waits for its neighbour, not for the late one."""
     found = wire.whereabouts(PATIENCE)
-    says = [
-        f"rank {wire.names[peer]} does not answer"
-        if place is None
-        else f"rank {wire.names[peer]} has not begun it (its last: {place[1]}, number {place[0]})"
-        for peer, place in found.items()
-        if place is None or place[0] < number
-    ]
+    says = []
+    for peer, place in found.items():
+        rank = f"rank {wire.names[peer]}"
+        if place is None:
+            says.append(f"{rank} does not answer")
+        elif place[0] < number:
+            says.append(f"{rank} has not begun it (its last: {place[1]}, number {place[0]})")
+        elif place[0] == number and place[1].endswith(FAILED):
+            says.append(f"{rank} has failed in it: read its own error")
     return "; ".join(says) or "All ranks have begun it: too slow for this timeout"

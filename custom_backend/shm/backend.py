@@ -76,6 +76,8 @@ def ddp_hook(
 
 def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta):
     """torch calls this on all ranks of a new group, with a store for this group alone."""
+    # Groups created one after another may share a store, so each rank counts its groups.
+    store = dist.PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
     sockets = Meeting(store, rank, size, timeout)
     try:
         module = compiled()
@@ -134,6 +136,10 @@ class Meeting:
         return [self.get(key, rank) for rank in range(self.size)]
 
     def get(self, key: str, rank: int) -> str:
+        try:
+            self.store.wait([f"shm/{key}/{rank}"], self.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(f"shm: rank {rank} did not join the group: {error}") from None
         value = self.store.get(f"shm/{key}/{rank}").decode()
         if value.startswith(FAILED):
             raise RuntimeError(value.removeprefix(FAILED))

@@ -36,16 +36,26 @@ def load() -> ModuleType:
     Raises RuntimeError with one sentence if there is no compiler, or if it fails.
     """
     file = library()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with alone(file.parent / "building", "shm: waiting for another process to compile the backend"):
-        if not file.exists():
-            check_tools()
-            print("shm: compiling the backend, once (about a minute)", file=sys.stderr, flush=True)
-            compile_into(file.parent)
+    if not file.exists():  # else the cache may be read-only, as in a container's image
+        check_tools()
+        try:
+            build_in(file.parent)
+        except OSError as error:
+            why = f"shm: cannot build in {file.parent}: {error.strerror}"
+            raise RuntimeError(f"{why}. Set SHM_BUILD_DIR to a folder for the build") from None
     spec = importlib.util.spec_from_file_location("shm_backend", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def build_in(directory: Path) -> None:
+    """Compile, or wait for another process that compiles."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with alone(directory / "building", "shm: waiting for another process to compile the backend"):
+        if not (directory / "shm_backend.so").exists():
+            print("shm: compiling the backend, once (about a minute)", file=sys.stderr, flush=True)
+            compile_into(directory)
 
 
 def compile_into(directory: Path) -> None:
@@ -75,8 +85,10 @@ def library() -> Path:
 
 def cache() -> Path:
     """The folder of all builds: $SHM_BUILD_DIR, else in the cache of this user."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_shm_backend"
-    return Path(os.environ.get("SHM_BUILD_DIR", default))
+    if folder := os.environ.get("SHM_BUILD_DIR"):
+        return Path(folder)
+    # A process in a container may have no home.
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_shm_backend"
 
 
 def fingerprint() -> str:

@@ -48,6 +48,7 @@ class Group {
 
   // Run the rest of the queue, then end the threads.
   void close() {
+    closed = true;
     if (courier_.joinable()) {
       {
         std::lock_guard lock(courier_mutex_);
@@ -120,6 +121,7 @@ class Group {
   const std::shared_ptr<const Segment> segment_;
 
  public:
+  std::atomic<bool> closed{false};
   Peers peers;
   Collectives collectives;
   PointToPoint point_to_point;

@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
+
 #include "heap.h"
 #include "work.h"
 
@@ -32,6 +34,16 @@ class Operations : public c10d::Backend {
     }
   }
 
+  // destroy_process_group() calls it: end the threads, in the thread of the caller. Else a callback
+  // that holds the last reference to the group would end the thread in which it runs.
+  void shutdown() override {
+    if (shm::Heap::forked()) return;
+    TORCH_CHECK(!group_->queue.is_here(), "shm: a callback can not destroy its group");
+    std::optional<pybind11::gil_scoped_release> release;
+    if (PyGILState_Check()) release.emplace();
+    group_->close();
+  }
+
  protected:
   Limits limits(Milliseconds timeout, shm::Patience patience) const {
     return {shm::Clock::now() + (timeout.count() < 0 ? timeout_ : timeout), patience};
@@ -42,6 +54,7 @@ class Operations : public c10d::Backend {
   Future submit(OpType type, Kind kind, const Tensors& inputs, Tensors outputs, bool is_async,
                 Milliseconds timeout, Operation operation) {
     shm::Heap::throw_if_forked();
+    throw_if_closed();
     ++sequence_;
     c10::intrusive_ptr<CollectiveWork> work;
     const auto begin = [&] {
@@ -76,6 +89,7 @@ class Operations : public c10d::Backend {
     return submit(type, Kind::all_reduce, tensors, tensors, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < data.size(); ++i) {
+                      data[i].read();
                       core.all_reduce(data[i].data(), data[i].count(), numbers[i], limits);
                       data[i].write_back();
                     }
@@ -95,6 +109,7 @@ class Operations : public c10d::Backend {
     return submit(type, Kind::all_gather, inputs, flat, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
+                      input[i].read();
                       core.all_gather(input[i].span(), spans(output[i]),
                                         dtype_of(input[i].tensor), limits);
                       write_back(output[i]);
@@ -113,6 +128,7 @@ class Operations : public c10d::Backend {
     return submit(type, Kind::all_gather, inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
+                      input[i].read();
                       core.all_gather(input[i].span(), parts(output[i], core.size(), {}, ""),
                                         dtype_of(input[i].tensor), limits);
                       output[i].write_back();
@@ -134,6 +150,7 @@ class Operations : public c10d::Backend {
     return submit(type, Kind::reduce_scatter, inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
                     for (size_t i = 0; i < input.size(); ++i) {
+                      input[i].read();
                       core.reduce_scatter(parts(input[i], core.size(), {}, ""), input[i].data(),
                                             output[i].data(), numbers[i], limits);
                       output[i].write_back();
@@ -179,6 +196,7 @@ class Operations : public c10d::Backend {
                 " takes contiguous tensors on the CPU");
     TORCH_CHECK(peer != getRank(), "shm: a rank can not ", shm::name_of(kind), " to or from itself");
     shm::Heap::throw_if_forked();
+    throw_if_closed();
     auto transfer = std::make_shared<shm::Transfer>(kind, peer, tag,
                                                     static_cast<uint8_t*>(tensor.data_ptr()),
                                                     tensor.nbytes(), dtype_of(tensor));
@@ -191,6 +209,10 @@ class Operations : public c10d::Backend {
       std::rethrow_exception(as_torch_error(std::current_exception()));
     }
     return work;
+  }
+
+  void throw_if_closed() const {  // a callback may call while the group runs the rest of its queue
+    TORCH_CHECK(!group_->closed || group_->queue.is_here(), "shm: the group was destroyed");
   }
 
   void check_count(size_t count, const char* operation) const {

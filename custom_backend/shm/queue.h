@@ -56,14 +56,13 @@ class Queue {
   }
 
   void run_now(const std::function<void(Patience)>& run) {
-    Jobs ran;
-    {
-      std::lock_guard lock(running_);
-      while (run_first(patience_, ran)) {
-      }
-      run(patience_);
+    while (true) {
+      std::unique_lock lock(running_);
+      const auto earlier = run_first(patience_);
+      if (!earlier) return run(patience_);
+      lock.unlock();
+      report(*earlier);
     }
-    report(ran);
   }
 
   std::shared_ptr<Job> add(std::function<void(Patience)> run, std::function<void()> report) {
@@ -84,38 +83,36 @@ class Queue {
 
   // Return when the job is done; run it and all earlier jobs, unless the thread is running them.
   void finish(const Job& job) {
-    Jobs ran;
-    {
-      std::lock_guard lock(running_);
-      while (!job.done && run_first(patience_, ran)) {
-      }
+    while (true) {
+      std::unique_lock lock(running_);
+      const auto ran = job.done ? nullptr : run_first(patience_);
+      if (!ran) return;
+      lock.unlock();
+      report(*ran);
     }
-    report(ran);
   }
 
  private:
-  using Jobs = std::list<std::shared_ptr<Job>>;
-
-  // Run the oldest job, and add it to `ran`; the caller holds running_. False: there is none.
-  bool run_first(Patience patience, Jobs& ran) {
+  // Run the oldest job, and return it; the caller holds running_. Null: there is none.
+  std::shared_ptr<Job> run_first(Patience patience) {
+    std::shared_ptr<Job> job;
     {
       std::lock_guard lock(waiting_);
-      if (jobs_.empty()) return false;
-      ran.splice(ran.end(), jobs_, jobs_.begin());  // can not throw: no job gets lost
+      if (jobs_.empty()) return nullptr;
+      job = std::move(jobs_.front());  // can not throw: no job gets lost
+      jobs_.pop_front();
     }
-    Job& job = *ran.back();
-    job.run(patience);
-    job.run = nullptr;  // it holds tensors
-    job.done = true;
-    return true;
+    job->run(patience);
+    job->run = nullptr;  // it holds tensors
+    job->done = true;
+    return job;
   }
 
-  // Call without running_: a report may run jobs.
-  static void report(const Jobs& ran) {
-    for (auto& job : ran) {
-      job->report();
-      job->report = nullptr;
-    }
+  // Report each job before the next one runs: another rank may begin the next one only after this
+  // report. Call it without running_, since a report may run jobs.
+  static void report(Job& job) {
+    job.report();
+    job.report = nullptr;
   }
 
   void work() {
@@ -125,19 +122,17 @@ class Queue {
         changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
         if (jobs_.empty()) return;
       }
-      Jobs ran;
-      {
-        std::lock_guard lock(running_);
-        run_first(kInBackground, ran);
-      }
-      report(ran);
+      std::unique_lock lock(running_);
+      const auto job = run_first(kInBackground);
+      lock.unlock();
+      if (job) report(*job);
     }
   }
 
   const Patience patience_;
   std::mutex running_;  // held while a job runs; always locked before waiting_
   std::mutex waiting_;  // guards the members below
-  Jobs jobs_;
+  std::list<std::shared_ptr<Job>> jobs_;
   bool stopping_ = false;
   std::condition_variable changed_;
   std::thread thread_;

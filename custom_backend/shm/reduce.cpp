@@ -46,8 +46,8 @@ INLINE Accumulator<T> combine(Accumulator<T> a, Accumulator<T> b) {
     return static_cast<A>(U(a) + U(b));
   } else {
     if constexpr (op == Op::product) return a * b;
-    if constexpr (op == Op::min) return b < a ? b : a;
-    if constexpr (op == Op::max) return a < b ? b : a;
+    if constexpr (op == Op::min) return b < a || b != b ? b : a;  // a NaN of any rank stays
+    if constexpr (op == Op::max) return a < b || b != b ? b : a;
     return a + b;
   }
 }
@@ -166,21 +166,22 @@ void reduce(Dtype dtype, Op op, const void* const* sources, int sources_count, v
     CASE(bfloat16, BFloat16);
     CASE(float32, float);
     CASE(float64, double);
-    case Dtype::bytes:
+    default:
       return;
   }
 #undef CASE
 }
 
 size_t size_of(Dtype dtype) {
-  static const size_t sizes[] = {1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8};
+  static const size_t sizes[] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8};
   return sizes[static_cast<uint32_t>(dtype)];
 }
 
 const char* name_of(Dtype dtype) {
-  static const char* names[] = {"bytes", "bool", "uint8", "int8", "uint16", "int16", "uint32",
-                                "int32", "uint64", "int64", "float16", "bfloat16", "float32",
-                                "float64"};
+  static const char* names[] = {"bytes", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz",
+                                "float8_e4m3fnuz", "float8_e8m0fnu", "bool", "uint8", "int8",
+                                "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16",
+                                "bfloat16", "float32", "float64"};
   return names[static_cast<uint32_t>(dtype)];
 }
 
@@ -191,7 +192,7 @@ const char* name_of(Op op) {
 }
 
 bool can_reduce(Dtype dtype, Op op) {
-  if (dtype == Dtype::bytes) return false;
+  if (dtype < Dtype::boolean) return false;
   const bool is_float = dtype >= Dtype::float16;
   if (op == Op::bit_and || op == Op::bit_or || op == Op::bit_xor) return !is_float;
   if (op == Op::average || op == Op::premul_sum) return is_float;

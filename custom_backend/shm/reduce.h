@@ -10,7 +10,9 @@
 namespace shm {
 
 enum class Dtype : uint32_t {
-  bytes,  // can be copied, not reduced
+  // can be copied, not reduced:
+  bytes, float8_e5m2, float8_e4m3fn, float8_e5m2fnuz, float8_e4m3fnuz, float8_e8m0fnu,
+  // and reduced:
   boolean, uint8, int8, uint16, int16, uint32, int32, uint64, int64, float16, bfloat16, float32,
   float64
 };

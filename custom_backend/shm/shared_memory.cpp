@@ -48,6 +48,7 @@ class Backend : public Operations {
     const int root = options.rootRank;
     return submit(OpType::REDUCE, Kind::reduce, tensors, tensors, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
+                    data.read();
                     core.reduce_to(root, data.data(), data.count(), numbers, limits);
                     if (core.rank() == root) data.write_back();
                   });
@@ -58,6 +59,7 @@ class Backend : public Operations {
     const int root = options.rootRank;
     return submit(OpType::BROADCAST, Kind::broadcast, tensors, tensors, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
+                    if (core.rank() == root) data.read();
                     core.broadcast(root, data.span(), dtype_of(data.tensor), limits);
                     if (core.rank() != root) data.write_back();
                   });
@@ -97,6 +99,7 @@ class Backend : public Operations {
     const Numbers numbers = numbers_of(output, options.reduceOp, "reduce_scatter");
     return submit(OpType::REDUCE_SCATTER, Kind::reduce_scatter, inputs.at(0), outputs,
                   options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
+                    read(input);
                     core.reduce_scatter(spans(input), nullptr, output.data(), numbers, limits);
                     output.write_back();
                   });
@@ -121,6 +124,7 @@ class Backend : public Operations {
     for (size_t peer = 0; peer < output.size(); ++peer) check_parts(output, input, peer, "gather");
     return submit(OpType::GATHER, Kind::gather, inputs, outputs.empty() ? Tensors{} : outputs[0],
                   options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
+                    input.read();
                     core.gather(root, input.span(), spans(output), dtype_of(input.tensor), limits);
                     write_back(output);
                   });
@@ -135,6 +139,7 @@ class Backend : public Operations {
     return submit(OpType::SCATTER, Kind::scatter, inputs.empty() ? Tensors{} : inputs[0], outputs,
                   options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
+                    read(input);
                     core.scatter(root, spans(input), output.span(), dtype_of(output.tensor), limits);
                     output.write_back();
                   });
@@ -146,6 +151,7 @@ class Backend : public Operations {
     check_count(input.size(), "all_to_all");
     return submit(OpType::ALLTOALL, Kind::all_to_all, inputs, outputs, options.asyncOp, options.timeout,
                   [=](Core& core, Limits limits) {
+                    read(input);
                     core.all_to_all(spans(input), spans(output), dtype_of(output[0].tensor),
                                       limits);
                     write_back(output);
@@ -156,14 +162,20 @@ class Backend : public Operations {
                        std::vector<int64_t>& output_split, std::vector<int64_t>& input_split,
                        const c10d::AllToAllOptions& options) override {
     const Dense output(output_tensor, "all_to_all"), input(input_tensor, "all_to_all");
-    const auto from = parts(input, getSize(), input_split, "all_to_all");
-    const auto to = parts(output, getSize(), output_split, "all_to_all");
+    const auto from = parts(input, getSize(), rows(input, input_split), "all_to_all");
+    const auto to = parts(output, getSize(), rows(output, output_split), "all_to_all");
     return submit(OpType::ALLTOALL_BASE, Kind::all_to_all, {input_tensor}, {output_tensor},
                   options.asyncOp, options.timeout, [=](Core& core, Limits limits) {
+                    input.read();
                     core.all_to_all(from, to, dtype_of(output.tensor), limits);
                     output.write_back();
-                    (void)input;  // keeps the memory of `from` alive
                   });
+  }
+
+  // How many rows each rank gets: without a split, equal numbers of whole rows.
+  std::vector<int64_t> rows(const Dense& whole, const std::vector<int64_t>& split) const {
+    if (!split.empty()) return split;
+    return std::vector<int64_t>(getSize(), whole.tensor.size(0) / getSize());
   }
 
   Future barrier(const c10d::BarrierOptions& options) override {

@@ -24,6 +24,7 @@ class Staging {
  public:
   int rank() const { return rank_; }
   int size() const { return size_; }
+  bool lies_in_heap = false;  // the tensor of the last operation, which other ranks may use in place
 
  protected:
   Staging(const Peers& peers, Heaps heaps)
@@ -48,6 +49,7 @@ class Staging {
       call = {kind, static_cast<uint32_t>(numbers.dtype), static_cast<uint32_t>(numbers.op), root,
               bytes, digest(parts), numbers.factor, all.number_,
               all.heaps_[all.rank_]->offset_of(data)};
+      all.lies_in_heap = call.offset >= 0;
       deadline = limits.deadline;
       patience = limits.patience;
     }

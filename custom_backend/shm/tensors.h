@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <algorithm>
 #include <numeric>
 
 #include "agreement.h"
@@ -18,6 +19,11 @@ using Tensors = std::vector<Tensor>;
 
 inline Dtype dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
+    case at::kFloat8_e5m2: return Dtype::float8_e5m2;
+    case at::kFloat8_e4m3fn: return Dtype::float8_e4m3fn;
+    case at::kFloat8_e5m2fnuz: return Dtype::float8_e5m2fnuz;
+    case at::kFloat8_e4m3fnuz: return Dtype::float8_e4m3fnuz;
+    case at::kFloat8_e8m0fnu: return Dtype::float8_e8m0fnu;
     case at::kBool: return Dtype::boolean;
     case at::kByte: return Dtype::uint8;
     case at::kChar: return Dtype::int8;
@@ -35,7 +41,8 @@ inline Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-// A user's tensor in contiguous memory: the tensor itself, or a copy if it has gaps.
+// A user's tensor in contiguous memory: the tensor itself, or memory for a copy if it has gaps. The
+// operation copies, not the call: an earlier operation in the queue may still change the numbers.
 struct Dense {
   Tensor user, tensor;
   bool is_complex;
@@ -45,11 +52,14 @@ struct Dense {
                 " takes dense tensors on the CPU, not ", given.layout(), " on ", given.device());
     is_complex = given.is_complex();
     user = is_complex ? at::view_as_real(given) : given;
-    tensor = user.contiguous();
+    tensor = user.is_contiguous() ? user : at::empty_like(user, at::MemoryFormat::Contiguous);
   }
   uint8_t* data() const { return static_cast<uint8_t*>(tensor.data_ptr()); }
   Span span() const { return {data(), tensor.nbytes()}; }
   size_t count() const { return tensor.numel(); }
+  void read() const {
+    if (!tensor.is_same(user)) tensor.copy_(user);
+  }
   void write_back() const {
     if (!tensor.is_same(user)) user.copy_(tensor);
   }
@@ -86,6 +96,10 @@ inline std::vector<Span> spans(const std::vector<Dense>& tensors) {
   return all;
 }
 
+inline void read(const std::vector<Dense>& tensors) {
+  for (auto& tensor : tensors) tensor.read();
+}
+
 inline void write_back(const std::vector<Dense>& tensors) {
   for (auto& tensor : tensors) tensor.write_back();
 }
@@ -96,7 +110,8 @@ inline std::vector<Span> parts(const Dense& whole, int size, const std::vector<i
   const int64_t rows = whole.tensor.dim() ? whole.tensor.size(0) : 1;
   const int64_t sum = std::accumulate(split.begin(), split.end(), int64_t{0});
   TORCH_CHECK(split.empty() ? whole.tensor.numel() % size == 0
-                            : split.size() == static_cast<size_t>(size) && sum == rows,
+                            : split.size() == static_cast<size_t>(size) && sum == rows &&
+                                  *std::min_element(split.begin(), split.end()) >= 0,
               "shm: ", operation, ": a tensor of shape ", whole.tensor.sizes(),
               " can not be split among ", size, " ranks as asked");
   const size_t row = rows ? whole.tensor.nbytes() / rows : 0;

@@ -101,11 +101,18 @@ class CollectiveWork : public Work {
   void run(Kind kind, const Operation& operation, Core& core, Limits limits) {
     std::exception_ptr error;
     try {
-      core.run(kind, [&] {
-        c10::InferenceMode as_the_caller(inference_);
-        at::NoGradGuard no_grad;  // after the line above, which sets the grad mode
-        operation(core, limits);
-      });
+      try {
+        core.run(kind, [&] {
+          c10::InferenceMode as_the_caller(inference_);
+          at::NoGradGuard no_grad;  // after the line above, which sets the grad mode
+          operation(core, limits);
+        });
+      } catch (...) {
+        // A late rank may still write into the tensors: never free their memory. (That happens once
+        // per group, since a broken group begins no other operation.)
+        if (std::exchange(core.lies_in_heap, false)) new Operation(operation);
+        throw;
+      }
     } catch (...) {
       error = std::current_exception();
     }

@@ -298,14 +298,36 @@ def patience():
     return [*found, x.tolist()]
 
 
+def dtype():
+    """torch cannot add this dtype: all ranks hear of it at once, and the group still works."""
+    join()
+    found = told(dist.all_reduce, torch.ones(3).to(torch.float8_e4m3fn))
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    leave()
+    return [found, x.tolist()]
+
+
+def others_sleep() -> bool:
+    """Whether all threads of this process but this one sleep."""
+    threads = [t for t in Path("/proc/self/task").iterdir() if t.name != str(os.getpid())]
+    return all((t / "stat").read_text().rpartition(")")[2].split()[0] == "S" for t in threads)
+
+
 def left():
-    """A destroyed group, and a child of a fork, refuse calls."""
+    """A destroyed group, and a child of a fork, refuse calls. The child may destroy its copy."""
     join()
     group = dist.distributed_c10d._get_default_group()  # no public name: a handle to keep
+    dist.barrier()
+    while not others_sleep():  # until the worker waits for the next operation
+        time.sleep(0.01)
     if child := os.fork():
         _, status = os.waitpid(child, 0)
     else:
+        signal.alarm(30)  # should it hang
         message = told(group.barrier)["message"]
+        del group  # so the next line frees it
+        dist.destroy_process_group()
         os._exit(0 if "this process is a fork" in message else 1)
     leave()
     return [status, told(group.allreduce, [torch.ones(1)])]

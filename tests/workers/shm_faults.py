@@ -147,11 +147,73 @@ def unmapped() -> None:
     save({"messages": messages, "x": [x[0].item(), x[-1].item()], "y": y[0].item()})
 
 
+def hasty_group() -> dist.ProcessGroup:
+    """Its operations wait for a second; its ranks, which may be slow, have longer to join."""
+    group = dist.new_group()
+    # Before torch 2.15 it had no public name.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    set_timeout(timedelta(seconds=1), group)
+    return group
+
+
+def pinned() -> None:
+    """Rank 0 gives up a zero-copy all_reduce, frees its tensor, and allocates the next one."""
+    store = dist.distributed_c10d._get_default_store()  # no public name
+    group, addresses = hasty_group(), []
+    if RANK == 0:
+        for call in (lambda x: dist.all_reduce(x, group=group), lambda x: x.zero_()):
+            x = shm.empty(100_000)
+            addresses.append(x.data_ptr())
+            told(lambda call=call, x=x: call(x))
+            del x, call
+        store.set("done", "")
+    store.wait(["done"])
+    save(addresses)
+
+
 def inference() -> None:
     """An asynchronous call may write to an inference tensor, which only inference mode allows."""
     with torch.inference_mode():
         x = torch.ones(6, 4).t()  # not contiguous: shm writes the result back
         dist.all_reduce(x, async_op=True).wait()
+    save(x.tolist())
+
+
+def called_back() -> None:
+    """Rank 1 waits for the callbacks of rank 0, which waits for rank 1 in a barrier."""
+    store = dist.distributed_c10d._get_default_store()  # no public name
+    if RANK == 1:
+        store.wait(["rank 0 has its callbacks"])  # so none of its futures was complete before
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(9)]
+    if RANK == 0:
+        for number, work in enumerate(works):
+            work.get_future().add_done_callback(lambda _, n=number: store.set(f"called {n}", ""))
+        store.set("rank 0 has its callbacks", "")
+    else:
+        called = [f"called {number}" for number in range(len(works))]
+        works[-1].wait()
+        save(told(lambda: store.wait(called, timedelta(seconds=20))))
+    message = told(dist.barrier)
+    if RANK == 0:
+        save(message)
+
+
+def last_reference() -> None:
+    """A callback holds the last reference to its group, and frees it in the group's thread."""
+    store = dist.distributed_c10d._get_default_store()  # no public name
+    group, x = dist.new_group(timeout=timedelta(seconds=50)), torch.ones(3)
+    if RANK == 1:
+        store.wait(["rank 0 destroys the group"])
+        time.sleep(0.2)  # it has dropped its own references by now
+    work = dist.all_reduce(x, group=group, async_op=True)
+    if RANK == 0:
+        work.get_future().add_done_callback(lambda _, group=group: None)
+        store.set("rank 0 destroys the group", "")
+    else:
+        work.wait()
+    dist.destroy_process_group(group)
+    del group, work
+    dist.barrier()
     save(x.tolist())
 
 
@@ -162,7 +224,7 @@ def late() -> None:
     """For each call: the last rank is in a recv that no rank serves, and does not call."""
     messages = {}
     for name, call in CALLS.items():
-        group = dist.new_group(timeout=timedelta(seconds=1))
+        group = hasty_group()
         if RANK == SIZE - 1:
             messages[name] = told(lambda g=group: dist.recv(torch.ones(3), 0, group=g, tag=9))
         else:
@@ -216,6 +278,9 @@ def mismatch() -> None:
     calls = {
         "operation": lambda g: dist.barrier(g) if other else dist.all_reduce(x, group=g),
         "dtype": lambda g: dist.all_reduce(x.int() if other else x, group=g),
+        "float8": lambda g: dist.broadcast(
+            x.to(torch.float8_e5m2 if other else torch.float8_e4m3fn), 0, group=g
+        ),
         "size": lambda g: dist.all_reduce(x[:11] if other else x, group=g),
         "size of large": lambda g: dist.all_reduce(big[1:] if other else big, group=g),
         "small and large": lambda g: dist.broadcast(x if other else big, 0, group=g),
@@ -354,6 +419,9 @@ CASES = {
     "nobody_left": nobody_left,
     "unmapped": unmapped,
     "inference": inference,
+    "pinned": pinned,
+    "called_back": called_back,
+    "last_reference": last_reference,
     "dies": dies,
     "dies_any_time": dies_any_time,
     "late": late,

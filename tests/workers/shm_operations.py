@@ -549,6 +549,31 @@ def work_and_future(rank: int, size: int):
             yield ("transfer's future", n), value, given(before, n, torch.float32)
 
 
+def in_a_row(rank: int, size: int):
+    """Asynchronous operations on one tensor with gaps: each begins with the result of the last."""
+    if size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()  # no public name
+    if rank == size - 1:
+        store.wait([f"has called {r}" for r in range(size - 1)])  # so none of their calls has run
+    x = torch.full((3, 4), float(rank + 1)).t()
+    works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+    works += [dist.broadcast(x, 0, async_op=True), dist.all_reduce(x, async_op=True)]
+    store.set(f"has called {rank}", "")
+    for work in works:
+        work.wait()
+    yield "four", x, torch.full((4, 3), size * (size + 1) / 2 * size * size)
+
+
+def not_a_number(rank: int, size: int):
+    """MIN and MAX return NaN where any rank has one."""
+    for dtype, op in itertools.product(FLOATS, ("MIN", "MAX")):
+        x = torch.ones(size + 1, dtype=dtype)
+        x[rank] = torch.nan
+        dist.all_reduce(x, reduce_op(op))
+        yield (dtype, op), x.isnan().tolist(), [True] * size + [False]
+
+
 def refusals(rank: int, size: int):
     """An unsupported call raises an error with its name on each rank; the group still works."""
     numbers, factor = torch.ones(3), dist._make_nccl_premul_sum(2.0)
@@ -570,6 +595,15 @@ def refusals(rank: int, size: int):
         except RuntimeError as error:
             message = str(error)
         yield name, f"does not know ReduceOp.{name}" in message or message, True
+    if size > 1:
+        x = torch.ones(size + 1, size)
+        for split in ([], [size + 2, -1] + [0] * (size - 2)):
+            try:
+                dist.all_to_all_single(x.clone(), x, split, split)
+                message = "no error"
+            except RuntimeError as error:
+                message = str(error)
+            yield ("rows", split), f"not be split among {size} ranks" in message or message, True
     dist.all_reduce(numbers)
     yield "lives on", numbers, torch.full((3,), float(size))
 
@@ -630,6 +664,8 @@ OPERATIONS = (
     groups,
     refusals,
     work_and_future,
+    in_a_row,
+    not_a_number,
     profiles,
 )
 
