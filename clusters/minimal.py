@@ -30,6 +30,9 @@ def main() -> None:
 
     places = [None] * world_size
     dist.all_gather_object(places, f"{socket.gethostname()}, {device}")
+    if rank == 0:  # before NCCL, which may hang
+        lines = [f"rank {number} on {place}" for number, place in enumerate(places)]
+        print(*lines, sep="\n", flush=True)
 
     # One step of data parallelism: each rank has a local batch, and all ranks average.
     torch.manual_seed(0)  # the same numbers on all ranks
@@ -48,7 +51,6 @@ def main() -> None:
         numbers[0].item()  # waits for the GPU
         seconds = time.perf_counter() - begin
     if rank == 0:
-        print(*(f"rank {number} on {place}" for number, place in enumerate(places)), sep="\n")
         sent = 2 * (world_size - 1) / world_size * MB  # by each rank
         print(f"gradient equals one process's; all_reduce sends {sent / seconds:,.0f} MB/s")
 

@@ -10,8 +10,9 @@ Look at
 1. alpha: the time of a call before its first byte. Up to `half at` bytes a call is mostly alpha,
    and a small call takes as long as a larger one.
 2. algbw = bytes / time. It falls when ranks are added even if the network is fully used, because an
-   all-reduce moves 2 (N-1) / N bytes per byte. busbw corrects for that: it is what one rank sends
-   and receives per second, and the only number to compare with the limits in the last lines.
+   all-reduce moves 2 (N-1) / N bytes per byte. busbw corrects for that: it is what one rank of a
+   ring sends and receives per second (naive, tree and recursive_doubling send more), and the only
+   number to compare with the limits in the last lines.
 3. the spread (min, max). Two medians differ only if their difference is larger than the spread.
 
 --verify compares every value at every size with a plain sum. --output-dir saves every sample and a

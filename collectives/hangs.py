@@ -15,7 +15,7 @@
 Each ends within seconds. In the tables, look at *which* ranks get an error: mostly those that did
 nothing wrong, and the message does not name the rank at fault. The line below each table shows a
 tool that does. Lines that begin with "[rank" are Gloo's own log. By default a job waits for 30
-minutes (10 with NCCL) before it reports anything: always pass `timeout=`.
+minutes (10 with backend nccl) before it reports anything: always pass `timeout=`.
 """
 
 import faulthandler
@@ -268,7 +268,8 @@ NCCL_HAS_MORE = """
 NCCL has more: a watchdog thread that notices a timeout and ends the process (before torch 2.15 it
 names the collective and the group); and the flight recorder (TORCH_FR_BUFFER_SIZE), which keeps
 each rank's last collectives for `torchfrtrace` to compare. Gloo has no watchdog: the call itself
-raises. Only Gloo has monitored_barrier: with NCCL, make a second group with Gloo."""
+raises. Only Gloo has monitored_barrier: with NCCL, make a second group with Gloo (or, since
+torch 2.15, one group with cpu:gloo,cuda:nccl)."""
 
 
 def parse_args():

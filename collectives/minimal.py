@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 def main() -> None:
     # torchrun has started this program several times. Environment variables tell each process its
-    # rank and where the ranks meet. Gloo connects CPUs; for GPUs use "nccl".
+    # rank and where the ranks meet. Gloo sends CPU tensors; "nccl" sends those of GPUs.
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, world_size = dist.get_rank(), dist.get_world_size()
 

@@ -68,7 +68,7 @@ def show_pass_along(worker: Worker) -> None:
 
 def send_first(outgoing, incoming, group=None, timeout: float = 1.0) -> None:
     """The mistake: every rank sends first, so no rank receives. dist.send is also isend and wait,
-    but waits for the timeout of the group: by default 30 minutes (NCCL: 10)."""
+    but waits for the timeout of the group: by default 30 minutes (10 with backend nccl)."""
     left, right = neighbours(group)
     work = dist.isend(outgoing, group=group, group_dst=right)
     work.wait(timedelta(seconds=timeout))  # raises; the group cannot be used after that
@@ -87,7 +87,10 @@ def take_turns(outgoing, incoming, group=None) -> None:
 
 
 def do_not_wait(outgoing, incoming, group=None) -> None:
-    """Cure 2: isend and irecv start a transfer and return; then wait for both."""
+    """Cure 2, with Gloo: isend and irecv start a transfer and return; then wait for both.
+
+    NCCL runs the two one after another, so two ranks can block: use cure 3.
+    """
     left, right = neighbours(group)
     sending = dist.isend(outgoing, group=group, group_dst=right)
     receiving = dist.irecv(incoming, group=group, group_src=left)

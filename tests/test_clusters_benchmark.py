@@ -34,7 +34,7 @@ def test_bad_repeats(module, monkeypatch, capsys):
     assert "--repeats 0 must be 1 or more" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bytes_that_cross_the_slow_link(module, monkeypatch):
     """One repeat of "hsdp" in the lab. Headers of full frames are 66 of 1,514 bytes; then there
     are acknowledgements, and barriers."""

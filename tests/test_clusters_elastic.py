@@ -111,7 +111,7 @@ def test_more_ranks_than_parts(tmp_path):
 # ---- hosts of the lab
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_disk_of_a_host_that_is_really_full(tmp_path):
     """Two ranks under torchrun, on a host whose disk holds a megabyte. Nothing saved is lost."""
     run, whole, copy = (tmp_path / name for name in ("run", "whole", "copy"))
@@ -252,7 +252,7 @@ def reported(hosts: Hosts, what: str, since: float, line: dict) -> None:
         print(f"    {said}")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_hosts_come_and_go(hosts, tmp_path, one_process):
     """One host begins, two join, one is lost; each loss and the end are those of one process."""
     hosts.start_agent(0)
@@ -275,7 +275,7 @@ def test_hosts_come_and_go(hosts, tmp_path, one_process):
     assert_same_run(tmp_path / "run", one_process, tolerance=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_template_goes_on_with_any_number_that_divides_its_batch(hosts, tmp_path):
     """ddp_basics/train.py as it is: one host, then three, then two."""
     run, whole = tmp_path / "run", tmp_path / "whole"
@@ -358,7 +358,7 @@ def test_killed_ranks_agents_and_hosts_cost_time_only(hosts, tmp_path, one_proce
     assert_same_run(tmp_path / "run", one_process, tolerance=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_jobs_with_one_id(hosts, tmp_path, one_process):
     """The second one's agent joins the first one's job: its ranks find out before they train. An
     agent that has no restarts left closes the rendezvous for all, so both jobs end."""
@@ -378,7 +378,7 @@ def test_two_jobs_with_one_id(hosts, tmp_path, one_process):
     assert_same_run(tmp_path / "run", one_process, tolerance=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_link_and_a_host_that_stand_still_cost_time_only(hosts, tmp_path, one_process):
     """A collective waits 10 s for the missing: --timeout. TCP sends again 3 s after the cut, then
     after 6 s, then after 12 s: a cut of 5 s was too long if the machine took a second to end it."""

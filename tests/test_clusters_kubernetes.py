@@ -72,6 +72,7 @@ def mistakes(document: dict) -> str:
     return ""
 
 
+@pytest.mark.slow
 @needs_schemas
 @pytest.mark.parametrize("file", [*MANIFESTS, "runs.yaml", "networkpolicy.yaml"])
 def test_manifests_fit_their_schemas(file):
@@ -484,7 +485,9 @@ def pods_that_log(file: str) -> list[Pod]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["jobset.yaml", "trainjob"])
+@pytest.mark.parametrize(
+    "file", ["jobset.yaml", pytest.param("trainjob", marks=pytest.mark.release)]
+)
 def test_a_training(hosts, app, whole, file):
     these = pods_that_log(file)
     with ExitStack() as stack:
@@ -515,7 +518,7 @@ train.main()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_preempted_pod_takes_the_others_along_and_all_continue(hosts, app, whole):
     (app / "ddp_basics").unlink()
     (app / "ddp_basics").mkdir()

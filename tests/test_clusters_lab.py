@@ -205,7 +205,7 @@ def two_hosts_add(lab: str, folder: Path, *options) -> Result:
         return job.wait(60)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_hosts_that_have_only_ipv6(hosts, tmp_path):
     for host in (0, 1):
         Lab(hosts).on(host, "ip", "addr", "del", f"10.77.0.{host + 1}/24", "dev", "eth0")
@@ -214,7 +214,7 @@ def test_hosts_that_have_only_ipv6(hosts, tmp_path):
     assert len(re.findall(r"^host\d: host\d is \d sum 1.0$", said, re.MULTILINE)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_host_with_several_interfaces(hosts, tmp_path):
     """On host1 its own name means its other interface, from which no cable leads to host0."""
     lab = Lab(hosts)
@@ -230,7 +230,7 @@ def test_a_host_with_several_interfaces(hosts, tmp_path):
     assert len(re.findall(r"^host\d: host\d is \d sum 1.0$", said, re.MULTILINE)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_hosts_that_do_not_know_each_other(hosts, tmp_path):
     """Debian's way: a host's own name is 127.0.1.1 there, and no other host has a name."""
     for host in (0, 1):
@@ -255,7 +255,7 @@ exec "$PYTHON" "$LAB_PY" exec "${host#host}" -- sh -c "$command"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_hosts_with_one_number(hosts, tmp_path):
     """Each is the first of two, and waits for the second: 5 s here, in place of 900 s."""
     script = tmp_path / "tell.py"
@@ -316,7 +316,8 @@ def save(number, frame):
     os._exit(128 + number)
 signal.signal(signal.SIGTERM, save)
 print("in the job", flush=True)
-time.sleep(1000)
+while True:
+    time.sleep(0.1)
 """
 
 
@@ -335,7 +336,13 @@ def test_after_ctrl_c_there_is_time_to_save(hosts, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "status"), [("an agent is killed", 137), ("a cable is cut", 1)])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("an agent is killed", 137),
+        pytest.param("a cable is cut", 1, marks=pytest.mark.release),
+    ],
+)
 def test_a_job_is_ended_on_all_hosts(hosts, tmp_path, end, status):
     script = tmp_path / "trains.py"
     script.write_text(

@@ -323,6 +323,7 @@ def test_a_host_without_gpus(tmp_path):
     assert f"launch.py: error: {says}\n" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_reaches_the_terminals_of_the_hosts(tmp_path, number):
     """Also when our own terminal is closed.

@@ -7,6 +7,7 @@ import pytest
 from helpers import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (4, 2)])
 def test_minimal(ranks, nodes):
     said = pool.run(ROOT / "clusters/minimal.py", ranks=ranks, nodes=nodes).check().output

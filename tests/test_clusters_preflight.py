@@ -336,6 +336,7 @@ def start(program: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_is_named_and_the_others_go_on():
     fleet = Dead()
     try:

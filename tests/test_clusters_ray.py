@@ -79,7 +79,7 @@ def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_killed_rank(cluster, tmp_path):
     """fsdp_basics: Ray restarts both ranks; the result equals torchrun's, bit for bit."""
     head, told = cluster
@@ -195,6 +195,7 @@ def test_wrong_arguments_are_not_tried_again(module, capsys):
     assert module.status_of(failed("", {0: crash})) == 1
 
 
+@pytest.mark.slow
 @needs_ray
 def test_what_is_reported_belongs_to_the_save(module, tmp_path):
     saves = tmp_path / "checkpoints"

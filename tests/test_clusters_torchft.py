@@ -126,7 +126,7 @@ def test_the_end_is_that_of_one_process(killed, modules):
     assert F.cross_entropy(model(images), labels) < 1 < math.log(10)  # it has learned
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_restarts_do_steps_again(modules, tmp_path):
     """There is a save every 20 steps: what was done since is done again."""
     kills, _ = modules

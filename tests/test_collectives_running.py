@@ -97,6 +97,7 @@ def test_redirects_keep_and_do_not_show(here):
     assert files["attempt_0/1/stdout.log"] == "rank 1 begins\n"
 
 
+@pytest.mark.release
 def test_the_filter_shows_one_rank(here):
     shown, files = lines(here, command("--local-ranks"))
     assert "rank 0 begins" in shown

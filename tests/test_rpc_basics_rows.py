@@ -121,6 +121,7 @@ def test_a_server_that_waits_for_a_trainer_that_has_ended(copy):
     assert "8 pushes, 4 updates" in copy.run(script, *short, ranks=3).check().output
 
 
+@pytest.mark.release
 def test_gradients_that_are_too_stale(copy):
     def accuracy(*args) -> float:
         output = copy.run("parameter_server.py", "--steps", 60, *args, ranks=4).check().output
@@ -133,6 +134,7 @@ def test_gradients_that_are_too_stale(copy):
     assert accuracy(*stale, "--momentum", 0.5) > 0.5
 
 
+@pytest.mark.release
 def test_init_rpc_after_a_restart(copy):
     """minimal.py uses only init_rpc. It is chance what a rank reads, so there are 4 attempts."""
     last = "os.environ['TORCHELASTIC_RESTART_COUNT'] == os.environ['TORCHELASTIC_MAX_RESTARTS']"
