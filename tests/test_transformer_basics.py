@@ -43,6 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from workers.gpt_equivalence import (
     CASES,
+    COMPILED,
     KINDS,
     LENGTH,
     LR,
@@ -90,6 +91,20 @@ def matrix(tmp_path_factory, reference):
 def test_mesh_equals_one_process(matrix, ranks, mesh, kind):
     equals_one_process(matrix[1][kind], matrix[ranks][mesh, kind], kind)
     flags_do_something(matrix[1][kind], matrix[ranks][mesh, kind], ranks, mesh, kind)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return on_meshes(tmp_path_factory.mktemp("compiled"), 2, "release")
+
+
+@pytest.mark.device
+@pytest.mark.release
+@pytest.mark.gpu_per_rank(2)
+@pytest.mark.parametrize(("mesh", "kind"), COMPILED)
+def test_a_compiled_mesh_equals_one_process(compiled, reference, mesh, kind):
+    equals_one_process(reference[kind], compiled[mesh, kind], kind)
+    flags_do_something(reference[kind], compiled[mesh, kind], 2, mesh, kind)
 
 
 @pytest.fixture(scope="module")
@@ -597,6 +612,7 @@ def test_bad_data(one_rank, tmp_path):
         ("--tp 2 --mlp-dim 33", 2, "--mlp-dim 33 does not divide by 2 (--tp)"),
         ("--architecture llama --head-dim 3", 1, "--head-dim 3 is odd"),
         ("--qkv-bias", 1, "--qkv-bias needs --architecture llama"),
+        ("--rope-theta 500", 1, "--rope-theta and --rope-scaling need --architecture llama"),
         ("--pp 2 --accumulate 1", 2, "--accumulate 1 micro-batches do not fill --pp 2 stages"),
         ("--pp 4 --layers 3", 4, "--layers 3 are too few for --pp 4"),
         ("--pp 2 --schedule interleaved", 2, "--layers 3 are too few for --pp 2 with 4 stages"),
@@ -641,6 +657,7 @@ def test_bad_data(one_rank, tmp_path):
         ("--lr nan", 1, "--lr: must be a number above 0, not nan"),
         ("--timeout 0", 1, "--timeout: must be a number above 0, not 0"),
         ("--profile", 1, "need an --output-dir"),
+        ("--async-save", 1, "--async-save needs an --output-dir"),
     ],
 )
 def test_what_does_not_fit_is_refused(monkeypatch, capsys, flags, ranks, message):

@@ -25,6 +25,11 @@ TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}|
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
+def with_end(tokenizer):
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    return tokenizer
+
+
 def test_without_a_template_by_hand():
     tokens, counts = tokens_of_chat(HI, load_tokenizer(None), "here")
     assert bytes(tokens.tolist()) == b"user: Hi\0assistant: Yo!\0"
@@ -33,7 +38,7 @@ def test_without_a_template_by_hand():
 
 
 def test_with_a_template_by_hand(tmp_path):
-    theirs = byte_tokenizer()
+    theirs = with_end(byte_tokenizer())
     theirs.chat_template = TEMPLATE
     theirs.save_pretrained(tmp_path)
     chat = [{"role": "system", "content": "Be"}, *HI, {"role": "user", "content": "?"}, *HI[1:]]
@@ -45,7 +50,7 @@ def test_with_a_template_by_hand(tmp_path):
 
 
 def test_a_template_that_changes_what_was_before_is_refused(tmp_path):
-    theirs = byte_tokenizer()
+    theirs = with_end(byte_tokenizer())
     theirs.chat_template = "{{ messages | length }}" + TEMPLATE
     theirs.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))

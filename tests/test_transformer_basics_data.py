@@ -9,9 +9,9 @@ import random
 import re
 import signal
 import sys
-import tracemalloc
 import zlib
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,11 @@ import numpy as np
 import prepare
 import psutil
 import pytest
+import text_files
 import torch
+import torch.distributed as dist
 from arguments import UserError
-from data import Batches, Windows
+from data import Windows
 from documents import documents_of, pieces_of
 from helpers import ROOT, Job, python
 from order import shuffled
@@ -33,6 +35,7 @@ from shards import Shard, open_shards, read_index, write_json
 
 PREPARE = ROOT / "transformer_basics/prepare.py"
 KILLED = ROOT / "tests/workers/prepare_killed.py"
+CORPUS_MEMORY = ROOT / "tests/workers/gpt_corpus_memory.py"
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
@@ -46,7 +49,7 @@ def json_lines(file: Path, documents: list[str]) -> Path:
 
 
 def json_chats(folder: Path, documents: list[str]) -> list[Path]:
-    """Ten files: a file of chats is one piece, which makes one shard for training."""
+    """Ten files."""
     files = [folder / f"chats_{i}.jsonl" for i in range(10)]
     for i, file in enumerate(files):
         question = {"role": "user", "content": f"{i}?"}
@@ -157,18 +160,19 @@ def test_every_line_is_in_one_piece(tmp_path, most):
     file = json_lines(tmp_path / "a.jsonl", documents)
     pieces = pieces_of([file], most)
     assert len(pieces) == -(-file.stat().st_size // most)
-    found = [text.decode() for piece in pieces for text in documents_of(piece, "text")]
+    found = [text.decode() for piece in pieces for p in piece for text in documents_of(p, "text")]
     assert found == [text for text in documents if text]
 
 
 def test_text_files_are_documents(tmp_path):
     files = [tmp_path / f"{n}.txt" for n in range(10)]
     for n, file in enumerate(files):
-        file.write_bytes(b"\xff" * n)
-    files.insert(4, json_lines(tmp_path / "a.jsonl", ["between"]))
+        file.write_bytes(b"x" * n)
+    files.insert(4, json_lines(tmp_path / "a.jsonl", ["between"]))  # 20 bytes
     pieces = pieces_of(files, 12)
-    assert [piece.kind for piece in pieces] == ["text", "jsonl", "jsonl", "text", "text", "text"]
-    found = [len(text) for piece in pieces for text in documents_of(piece, "text")]
+    kinds = ["".join(part.kind[0] for part in piece) for piece in pieces]
+    assert kinds == ["ttttj", "jt", "ttt", "tt"]  # 0+1+2+3+12, 8+4, 5+6+7, 8+9 bytes
+    found = [len(text) for piece in pieces for p in piece for text in documents_of(p, "text")]
     assert found == [1, 2, 3, len("between"), 4, 5, 6, 7, 8, 9]
 
 
@@ -181,7 +185,8 @@ def test_a_long_text_file_is_many_documents(tmp_path, monkeypatch, most):
     short.write_bytes(b"x" * 500)
     lines = [f"line {n} {'y' * (7 * n % 50)}\n".encode() for n in range(200)]
     file.write_bytes(b"".join(lines) + b"without an end")
-    found = [text for piece in pieces_of([file, short], most) for text in documents_of(piece, "")]
+    parts = [part for piece in pieces_of([file, short], most) for part in piece]
+    found = [text for part in parts for text in documents_of(part, "")]
     assert found.pop() == b"x" * 500
     assert b"".join(found) == file.read_bytes()
     assert all(text.endswith(b"\n") for text in found[:-1])
@@ -190,6 +195,80 @@ def test_a_long_text_file_is_many_documents(tmp_path, monkeypatch, most):
     prepare.prepare(arguments(tmp_path / "tokens", file))
     index = read_index(tmp_path / "tokens")
     assert all(index[part][0]["documents"] for part in ("train", "validation"))
+
+
+def test_short_row_groups_and_files_share_a_shard(tmp_path):
+    """A window lies in one shard: of many short shards much text would be in none."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pyarrow.table({"text": texts(60)}), tmp_path / "a.parquet", row_group_size=3
+    )
+    lines = [json_lines(tmp_path / f"{i}.jsonl", texts(9, seed=i)) for i in range(20)]
+    folder = tmp_path / "tokens"
+    prepare.prepare(arguments(folder, tmp_path / "a.parquet", *lines, shard_mb=1))
+    index = read_index(folder)
+    assert [len(index[part]) for part in ("train", "validation")] == [1, 1]
+    assert sum(index[part][0]["documents"] for part in ("train", "validation")) == 60 + 20 * 9
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl.gz", b"x", "a.jsonl.gz is compressed: unpack it first"),
+        ("a.txt", "Gr\u00fc\u00dfe. ".encode("latin-1") * 99, "a.txt is no text in UTF-8"),
+        ("a.txt", bytes(range(256)) * 9, "a.txt is no text in UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, one_rank, monkeypatch, name, content, says):
+    """Each wrong byte would become a character of its own: U+FFFD."""
+    monkeypatch.setattr(text_files, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(text_files, "once_per_node", lambda action, worker: action())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        prepare.prepare(arguments(tmp_path / "tokens", tmp_path / name))
+    with pytest.raises(UserError, match=says):
+        data.load_corpus([tmp_path / name], None, one_rank)
+    monkeypatch.setattr(documents, "LONGEST", 5)
+    if "gz" not in name:
+        with pytest.raises(UserError, match=says):
+            prepare.prepare(arguments(tmp_path / "others", tmp_path / name))
+
+
+def test_one_strange_character_is_no_reason_to_refuse(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 5000 + b"\xff" + b"x" * 5000)
+    ((part,),) = pieces_of([tmp_path / "a.txt"], 1000)
+    assert [len(text) for text in documents_of(part, "")] == [10_001]
+
+
+def test_json_lines_are_for_prepare(tmp_path, one_rank):
+    json_lines(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises(UserError, match=r"a.jsonl is no text file: run `python prepare.py"):
+        data.load_corpus([tmp_path / "a.jsonl"], None, one_rank)
+
+
+def test_held_out_text_is_a_twentieth_also_of_unequal_files():
+    """One of 25 files has nearly all of the text; or those that a checksum chooses have none."""
+    for large in range(25):
+        files = [(f"{i}.txt", b"x" * (100_000 if i == large else 100)) for i in range(25)]
+        train, held_out = (sum(map(len, part)) for part in text_files.split(files))
+        assert train + held_out == 102_400
+        assert 0.04 < held_out / 102_400 < 0.06
+    equal = [(f"{i}.txt", b"x" * 100) for i in range(40)]
+    assert [len(part) for part in text_files.split(equal)] == [38, 2]
+
+
+def test_a_cache_that_lost_a_file_is_written_again(tmp_path, one_rank, monkeypatch):
+    monkeypatch.setattr(text_files, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(text_files, "once_per_node", lambda action, worker: action())
+    (tmp_path / "a.txt").write_text("a line\n" * 100)
+    before = data.load_corpus([tmp_path / "a.txt"], None, one_rank)
+    (lost,) = (tmp_path / "cache").glob("*/train_00000.starts")
+    lost.unlink()
+    after = data.load_corpus([tmp_path / "a.txt"], None, one_rank)
+    assert np.array_equal(before.train[0].tokens, after.train[0].tokens)
+    assert before.checksum == after.checksum
 
 
 def test_parquet_gives_the_tokens_of_json_lines(tmp_path):
@@ -357,8 +436,30 @@ def test_another_tokenizer(prepared, one_rank, tmp_path):
     moved = str(word_tokenizer(tmp_path / "moved", ["w\u00f6rd", "other"]))
     assert data.load_corpus([folder], moved, one_rank).checksum == corpus.checksum
     word_tokenizer(tmp_path / "words", ["other", "w\u00f6rd"])  # the same name, other numbers
-    with pytest.raises(UserError, match="was prepared with another vocabulary than"):
+    with pytest.raises(UserError, match="as it was before it changed: prepare the text again"):
         data.load_corpus([folder], name, one_rank)
+
+
+def test_a_tokenizer_that_changes_tokenises_the_text_again(group, one_rank, tmp_path, monkeypatch):
+    """Its normalizer and its end decide the tokens, too, and are not in its vocabulary."""
+    monkeypatch.setattr(text_files, "CACHE", tmp_path / "cache")
+    worker = replace(one_rank, store=dist.HashStore())
+    name, text = word_tokenizer(tmp_path / "words", ["we", "WE"]), tmp_path / "own.txt"
+    text.write_text("WE we " * 100)
+    tokens = data.load_corpus([text], str(name), worker).train[0].tokens
+    assert tokens[:2].tolist() == [3, 2]
+    file = name / "tokenizer.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}})
+    )
+    tokens = data.load_corpus([text], str(name), worker).train[0].tokens
+    assert tokens[:2].tolist() == [2, 2]
+    config = name / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "[end]"', '"eos_token": "WE"'))
+    assert data.load_corpus([text], str(name), worker).validation[0].tokens[-1] == 3
+    config.write_text(config.read_text().replace('"eos_token": "WE"', '"eos_token": null'))
+    with pytest.raises(UserError, match="has no end token: set eos_token in its tokenizer_config"):
+        data.load_corpus([text], str(name), worker)
 
 
 def word_tokenizer(folder: Path, words: list[str]) -> Path:
@@ -416,22 +517,11 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     assert "prepare the text again" not in refused
 
 
-def test_20_billion_tokens_start_as_20_million(tmp_path, one_rank, monkeypatch):
+def test_20_billion_tokens_start_as_20_million(tmp_path):
     """Neither memory nor the processor's time grows: 200 shards of 100 M tokens, 40 GB."""
-    monkeypatch.setattr(data, "MOST_CHECKED", 0)  # of zeros the checksum would be wrong
-    found = []
-    for shards, tokens in ((2, 10_000_000), (200, 100_000_000)):
-        folder = sparse(tmp_path / str(shards), shards, tokens)
-        resident = psutil.Process().memory_info().rss
-        tracemalloc.start()
-        corpus = data.load_corpus([folder], None, one_rank)
-        batches = Batches(corpus.train, 2048, 16, seed=0)
-        for step in (0, 1, 3 * batches.per_epoch):
-            assert batches.get(step, 0, 1)[0].shape == (16, 2048)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        found.append((batches.windows.count, peak, psutil.Process().memory_info().rss - resident))
-    (few, small, _), (many, large, grown) = found
+    folders = [sparse(tmp_path / "few", 2, 10_000_000), sparse(tmp_path / "many", 200, 100_000_000)]
+    _, *lines = python(CORPUS_MEMORY, *folders).check().output.splitlines()
+    (few, small, _), (many, large, grown) = map(json.loads, lines)
     assert many > 990 * few
     assert large < small + 1e6
     assert grown < 20e6

@@ -5,7 +5,7 @@ from pathlib import Path
 import pool
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, learned
 from on_demand import OnDemand
 from workers.gpt_generate import HOW
 
@@ -47,6 +47,14 @@ def test_the_seed_decides_what_is_drawn(run):
 def test_two_ranks_write_what_one_process_writes(run, mesh, how):
     (expected,) = run[""]
     assert [texts[how] for texts in run[mesh]] == [expected[how]] * 2
+
+
+def test_a_window_that_hides_nothing_works_with_context_parallelism(tmp_path):
+    """As a Mistral has one, of 4,096 tokens."""
+    for name, flags in (("with", ("--window", 16)), ("without", ())):
+        args = (*SIZES, *STEPS, "--steps", 1, "--cp", 2, *flags, "--output-dir", tmp_path / name)
+        pool.run(TRAIN, *args, ranks=2).check()
+    assert learned(tmp_path / "with") == learned(tmp_path / "without")
 
 
 def test_a_window_is_refused_with_context_parallelism(tmp_path):

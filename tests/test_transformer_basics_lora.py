@@ -45,7 +45,9 @@ def matrix(tmp_path_factory):
 
 def marked(group: str, *values):
     marks = [pytest.mark.device, pytest.mark.gpu_per_rank(GROUPS[group][0])]
-    return pytest.param(group, *values, marks=marks + [pytest.mark.slow] * (group != "quick"))
+    if group != "quick":
+        marks.append(pytest.mark.release if group in ("compiled", "four") else pytest.mark.slow)
+    return pytest.param(group, *values, marks=marks)
 
 
 each_group = pytest.mark.parametrize("group", [marked(group) for group in GROUPS])
@@ -245,6 +247,7 @@ def test_a_run_goes_on_with_another_mesh(run, base, tmp_path):
     assert losses == pytest.approx(run[1], abs=2e-5)
 
 
+@pytest.mark.slow
 def test_the_merged_model_is_the_formula(run, base, tmp_path):
     """transformers' model, whose weights are W + alpha / R * B A by hand, next to the export."""
     from transformers import AutoModelForCausalLM

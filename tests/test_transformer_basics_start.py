@@ -26,6 +26,7 @@ from parallelize import materialize, parameters_without_memory, spread_model
 from sampling import choose
 from shards import Shard
 from step import clip_gradients
+from tiles import fill_normal
 from torch import nn
 from workers.gpt_equivalence import first_values
 
@@ -118,6 +119,32 @@ def test_buffers_have_the_values_of_an_ordinary_model(group, monkeypatch, tmp_pa
         assert torch.equal(buffer, expected[name]), name
     tokens = torch.arange(32).view(2, 16)
     torch.testing.assert_close(model(tokens), ordinary(tokens))
+
+
+def test_a_buffer_of_several_modules_has_its_values():
+    """Such as one rotary table in all blocks."""
+
+    def two_layers():
+        table = torch.arange(6.0)
+        layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        for layer in layers:
+            layer.register_buffer("table", table, persistent=False)
+        return layers
+
+    with parameters_without_memory():
+        model = two_layers()
+    model.tie = lambda: None
+    materialize(model, torch.device("cpu"))
+    for layer in model:
+        assert layer.table.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+def test_a_parameter_that_is_no_matrix_is_named(shape):
+    with pytest.raises(
+        UserError, match=rf"give the parameter of shape {re.escape(str(shape))} its"
+    ):
+        fill_normal(torch.empty(shape), 0.02, 0)
 
 
 def test_a_buffer_that_nothing_fills_is_named():
@@ -305,6 +332,7 @@ def test_a_rank_that_hangs_later_is_missed_sooner(tmp_path):
     assert "4000ms" in result.output
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tokenised_is_an_error_on_every_rank(tmp_path):
     """A full disk, for example: no rank waits for tokens that never come."""
     text = tmp_path / "text.txt"
@@ -316,6 +344,7 @@ def test_what_cannot_be_tokenised_is_an_error_on_every_rank(tmp_path):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_another_text_on_one_host_is_named(tmp_path):
     """Of one length: the order of the windows is the same on both hosts, their content is not."""
     hosts = [tmp_path / "host0", tmp_path / "host1"]

@@ -6,30 +6,31 @@ it. All other tokens are read, not learned: the model sees a prompt, and need no
 
 If the tokenizer has a chat template, the chat is what the template makes of it. An answer then
 begins where the template asks for one (add_generation_prompt), and the text before it is tokenised
-apart, as it is when the model is used. Without a template, each message is `role: content` and the
-token that ends a document: "user: Hi<end>assistant: Hello<end>".
+apart, as it is when the model is used (but for tokenizers that put a blank before each text).
+Without a template, each message is `role: content` and the token that ends a document:
+"user: Hi<end>assistant: Hello<end>".
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 from arguments import UserError
-from documents import Piece
 from tokenizing import Tokenizer
 
 ROLES = ("system", "user", "assistant")
 
 
-def chats_of(piece: Piece) -> Iterator[tuple[bytes, list[dict], str]]:
+def chats_of(name: str) -> Iterator[tuple[bytes, list[dict], str]]:
     """(line, its messages, its place in words) of each chat. Raises `UserError`, with the place."""
-    for name in piece.files:
-        with Path(name).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    place = f"line {number} of {name}"
-                    yield line.strip(), messages_in(line, place), place
+    with Path(name).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                place = f"line {number} of {name}"
+                yield line.strip(), messages_in(line, place), place
 
 
 def messages_in(line: bytes, place: str) -> list[dict]:
@@ -49,7 +50,9 @@ def messages_in(line: bytes, place: str) -> list[dict]:
             )
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(f"{place} has no message of the assistant: nothing in it counts")
-    return messages
+    # JSON can hold half a pair of surrogates, which is no text.
+    cleaned = [m["content"].encode(errors="replace").decode() for m in messages]
+    return [m | {"content": text} for m, text in zip(messages, cleaned, strict=True)]
 
 
 def tokens_of_chat(
@@ -59,12 +62,28 @@ def tokens_of_chat(
 
     Raises `UserError`, with the place of the chat, if the template does not take it.
     """
-    tokens, counts = [], []
-    for text, is_answer, ends in segments(messages, tokenizer, place):
-        added = tokenizer.encode(text) + [tokenizer.end] * ends
-        tokens += added
-        counts += [is_answer] * len(added)
+    found = list(segments(messages, tokenizer, place))
+    if tokenizer.render and tokenizer.places:
+        pairs = pairs_of_one_text(found, tokenizer)
+    else:
+        pairs = [(token, False) for token in tokenizer.begins * (tokenizer.render is None)]
+        for text, is_answer, ends in found:
+            added = tokenizer.encode(text) + [tokenizer.end] * ends
+            pairs += [(token, is_answer) for token in added]
+    tokens, counts = zip(*pairs, strict=True)
     return np.array(tokens, tokenizer.dtype), np.array(counts, bool)
+
+
+def pairs_of_one_text(found: list[tuple], tokenizer: Tokenizer) -> list[tuple[int, bool]]:
+    """(token id, whether it counts): one blank before the whole, not one before each segment.
+
+    found: the `segments`. A token that crosses a border counts as its first character does.
+    """
+    ends = list(accumulate(len(text) for text, _, _ in found))
+    return [
+        (token, found[min(bisect_right(ends, first), len(found) - 1)][1])
+        for token, first in tokenizer.places("".join(text for text, _, _ in found))
+    ]
 
 
 def segments(

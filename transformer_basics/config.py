@@ -230,6 +230,9 @@ def check_mesh(settings: Settings, ranks: int) -> None:
     head_dim = settings.head_dim or settings.dim // settings.heads
     if settings.qkv_bias and settings.architecture != "llama":
         raise UserError("--qkv-bias needs --architecture llama: a GPT-2 has biases of its own")
+    has_rope_flags = settings.rope_theta != Settings.rope_theta or settings.rope_scaling
+    if has_rope_flags and settings.architecture != "llama":
+        raise UserError("--rope-theta and --rope-scaling need --architecture llama")
     if settings.architecture == "llama" and head_dim % 2:
         raise UserError(f"--head-dim {head_dim} is odd: rotary positions turn pairs of numbers")
     if settings.cp > 1 and settings.window and settings.window < settings.block_size:

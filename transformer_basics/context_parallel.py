@@ -32,9 +32,9 @@ def apply_context_parallel(model: GPT, mesh: DeviceMesh, kernel: str = "ring") -
     mesh: its one axis has the ranks that share a sequence. Give the model `tokens_of_rank`.
     kernel: "ring", by hand: it computes scores block by block, on any device. "torch":
         torch's own, with the fused kernels of GPUs; run forward and backward in `torch_attention`.
-    Raises `UserError` if the kernel needs GPUs, or the model has a window.
+    Raises `UserError` if the kernel needs GPUs, or the model's window hides something.
     """
-    if model.config.window:
+    if model.config.window and model.config.window < model.config.block_size:
         raise UserError(f"context parallelism has no window; the model's is {model.config.window}")
     if kernel == "torch" and mesh.device_type in WITHOUT_FUSED_RING:
         raise UserError(

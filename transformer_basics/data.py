@@ -82,7 +82,7 @@ def check_vocabulary(folder: Path, index: dict, tokenizer: Tokenizer) -> None:
             "--tokenizer of prepare.py, or prepare the text again"
         )
     raise UserError(
-        f"{folder} was prepared with another vocabulary than --tokenizer {tokenizer.name} has now: "
+        f"{folder} was prepared with --tokenizer {tokenizer.name} as it was before it changed: "
         "prepare the text again"
     )
 

@@ -48,10 +48,9 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
 
     model, run = load_model(checkpoint, saved_model, worker)
     config, named = model.config, run["tokenizer"]
-    load_tokenizer(named)  # raises `UserError` if it is not there any more
+    ours = load_tokenizer(named)  # raises `UserError` if it is not there any more
     tokenizer = AutoTokenizer.from_pretrained(named) if named else byte_tokenizer()
-    end = tokenizer.eos_token_id or 0  # as data.py ends a document
-    theirs = AutoModelForCausalLM.from_config(their_config(config, end))
+    theirs = AutoModelForCausalLM.from_config(their_config(config, ours.end, ours.begin))
     theirs.load_state_dict(to_hugging_face(merged_state(model), config))
     logging.disable_progress_bar()
     theirs.save_pretrained(folder)

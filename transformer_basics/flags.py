@@ -147,6 +147,8 @@ def parse_args() -> Settings:
         parser.error(str(error))
     if (settings.tensorboard or settings.profile) and not settings.output_dir:
         parser.error("--tensorboard and --profile need an --output-dir to write to")
+    if settings.async_save and not settings.output_dir:
+        parser.error("--async-save needs an --output-dir to write to")
     if settings.train_timeout and not hasattr(dist, "set_timeout"):
         parser.error("--train-timeout needs torch 2.15 or later")
     if settings.lora_alpha and not settings.lora_rank:

@@ -44,12 +44,12 @@ def write(args, worker: Worker) -> None:
     model, run = load_model(args.run / "checkpoints", make, worker)
     model.eval()
     tokenizer = load_tokenizer(run["tokenizer"])
-    prompt = torch.tensor([tokenizer.encode(args.prompt)], device=worker.device)
+    prompt = torch.tensor([tokenizer.of_prompt(args.prompt)], device=worker.device)
     [(pipeline, length_multiple, cp)] = made
     options = (args.tokens, args.temperature, args.top_k, args.seed, length_multiple)
     tokens = generate(model, pipeline, prompt, *options, cp=cp)
     if worker.is_main:
-        print(tokenizer.decode(tokens[0].tolist()))
+        print(tokenizer.decode(tokens[0].tolist()[len(tokenizer.begins) :]))
 
 
 def settings_of(config: GPTConfig, run: dict, args, worker: Worker) -> Settings:

@@ -142,8 +142,10 @@ def refuse(*settings: tuple[str, object, object]) -> None:
             raise UserError(f"has {key} {value}, this GPT {ours}")
 
 
-def their_config(config: GPTConfig, end: int):
-    """The configuration of transformers for our model. end: the token that ends a document.
+def their_config(config: GPTConfig, end: int, begin: int | None = None):
+    """The configuration of transformers for our model.
+
+    end, begin: the tokens that end and begin a document; None: no token begins it.
 
     Raises `UserError` for a model that none of them computes.
     """
@@ -151,7 +153,7 @@ def their_config(config: GPTConfig, end: int):
 
     tokens = config.token_count or config.vocab_size
     common = {"vocab_size": tokens, "tie_word_embeddings": config.tied}
-    common |= {"bos_token_id": end, "eos_token_id": end}
+    common |= {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
     if not config.is_llama:
         if config.qk_norm or config.window or config.kv_heads < config.heads:
             raise UserError("transformers' GPT-2 has no --qk-norm, --window or --kv-heads")

@@ -131,7 +131,7 @@ def materialize(model: GPT, device: torch.device) -> None:
 
     Raises `UserError` for a buffer without values, which was computed from a parameter.
     """
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))  # modules may share one
     for name, buffer in buffers.items():
         if buffer.is_meta:
             raise UserError(
@@ -140,7 +140,7 @@ def materialize(model: GPT, device: torch.device) -> None:
             )
     model.to_empty(device=device)
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
+        for name, buffer in model.named_buffers(remove_duplicate=False):
             buffer.copy_(buffers[name])
     model.tie()
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from arguments import ArgumentParser, UserError, above, at_least
 from chat import chats_of, tokens_of_chat
-from documents import Piece, documents_of, pieces_of
+from documents import Part, documents_of, pieces_of
 from shards import (
     PARTS,
     ShardWriter,
@@ -64,9 +64,10 @@ def prepare(args) -> None:
         todo = [number for number, file in enumerate(sidecars) if not file.exists()]
         if len(todo) < len(pieces):
             print(f"continuing: {len(pieces) - len(todo)} of {len(pieces)} pieces are done")
-        progress = Progress(sum(pieces[number].nbytes for number in todo), len(todo))
+        sizes = [sum(part.nbytes for part in piece) for piece in pieces]
+        progress = Progress(sum(sizes[number] for number in todo), len(todo))
         for number in in_processes(args, folder, pieces, todo):
-            progress.done(pieces[number].nbytes)
+            progress.done(sizes[number])
         done = [json.loads(file.read_bytes()) for file in sidecars]
         entries = {part: [entry for piece in done for entry in piece[part]] for part in PARTS}
         for part, found in entries.items():
@@ -84,7 +85,7 @@ def prepare(args) -> None:
         print(f"{part}: {tokens:,} tokens, {documents:,} documents, {len(index[part])} shard(s)")
 
 
-def plan_of(args, pieces: list[Piece]) -> dict:
+def plan_of(args, pieces: list[list[Part]]) -> dict:
     """What determines the shards: a continued run must have the same plan."""
     times = {str(file): file.stat().st_mtime_ns for file in args.files}
     return {
@@ -92,7 +93,7 @@ def plan_of(args, pieces: list[Piece]) -> dict:
         "field": args.field,
         "held_out_every": args.held_out_every,
         "modified": times,
-        "pieces": [asdict(piece) | {"files": list(piece.files)} for piece in pieces],
+        "pieces": [[asdict(part) for part in piece] for piece in pieces],
     }
 
 
@@ -114,7 +115,7 @@ def check_plan(folder: Path, plan: dict) -> None:
         write_json(file, plan)
 
 
-def in_processes(args, folder: Path, pieces: list[Piece], todo: list[int]) -> Iterator[int]:
+def in_processes(args, folder: Path, pieces: list[list[Part]], todo: list[int]) -> Iterator[int]:
     """Write the shards of these pieces; yield the number of each piece that is done."""
     work = partial(
         write_shards,
@@ -156,7 +157,7 @@ def end_with_parent() -> None:
 def write_shards(
     folder: Path,
     number: int,
-    piece: Piece,
+    piece: list[Part],
     tokenizer_name: str | None,
     field: str,
     held_out_every: int,
@@ -170,12 +171,13 @@ def write_shards(
         is_held_out = zlib.crc32(text) % held_out_every == 0
         return writers["validation" if is_held_out else "train"]
 
-    if piece.kind == "chat":
-        for line, messages, place in chats_of(piece):
-            writer_for(line).add(*tokens_of_chat(messages, tokenizer, place))
-    else:
-        for text in documents_of(piece, field):
-            writer_for(text).add(ids(text, tokenizer))
+    for part in piece:
+        if part.kind == "chat":
+            for line, messages, place in chats_of(part.file):
+                writer_for(line).add(*tokens_of_chat(messages, tokenizer, place))
+        else:
+            for text in documents_of(part, field):
+                writer_for(text).add(ids(text, tokenizer))
     entries = {part: writer.close() for part, writer in writers.items()}
     # This file comes last: a kill before it, and the piece is written again.
     write_json(folder / f"piece_{number:05}.json", entries)
@@ -229,7 +231,7 @@ def parse_args():
         "--shard-mb",
         type=above(0),
         default=256,
-        help="MB of text per shard; Parquet: a row group; --chat: a file",
+        help="MB of text per shard; a row group or a file of chats is not divided",
     )
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--processes", type=at_least(1), default=here, help="processes (default: all processors)")

@@ -127,7 +127,8 @@ def write_sample(
     model, pipeline, corpus, mesh: DeviceMesh, settings: Settings, worker: Worker
 ) -> None:
     """Rank 0 prints how the model continues --prompt; all ranks compute."""
-    prompt = torch.tensor([corpus.tokenizer.encode(settings.prompt)], device=worker.device)
+    prompt = torch.tensor([corpus.tokenizer.of_prompt(settings.prompt)], device=worker.device)
+    model.eval()
     with torch_regions(settings, mesh):
         tokens = generate(
             model,
@@ -140,4 +141,4 @@ def write_sample(
         )
     if worker.is_main and settings.sample:
         print(f"---- {settings.sample} tokens after {settings.prompt!r}:")
-        print(corpus.tokenizer.decode(tokens[0].tolist()))
+        print(corpus.tokenizer.decode(tokens[0].tolist()[len(corpus.tokenizer.begins) :]))

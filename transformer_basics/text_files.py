@@ -16,13 +16,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 from arguments import UserError
+from documents import KINDS, check_is_text, check_not_packed
 from runtime import Worker
-from shards import PARTS, ShardWriter, vocabulary_of, write_index
+from shards import PARTS, ShardWriter, open_shards, read_index, vocabulary_of, write_index
 from tokenizing import Tokenizer, ids
 
 # A folder per user: a second user of this machine may not write into the first one's.
 CACHE = Path(tempfile.gettempdir()) / f"gpt_tokens_{os.getuid()}"
-MOST_TEXT = 200_000_000  # bytes that train.py tokenises itself, while the other ranks wait
+# Bytes that train.py tokenises itself, while the other ranks wait. A tokenizer of Hugging Face gets
+# a tenth: it needs 150 bytes of memory per byte of a file.
+MOST_TEXT = 200_000_000
+ADVICE = "run `python prepare.py FOLDER FILES...` once, and train with --data FOLDER"
 
 
 def tokenise_files(files: list[Path], tokenizer: Tokenizer, worker: Worker) -> Path:
@@ -37,11 +41,14 @@ def tokenise_files(files: list[Path], tokenizer: Tokenizer, worker: Worker) -> P
             raise UserError(f"there is no file {file}: --data takes {kinds}")
         if files and not file.stat().st_size:
             raise UserError(f"{file} is empty: --data takes text files")
+        check_not_packed(file)
+        if file.suffix in KINDS:
+            raise UserError(f"{file} is no text file: {ADVICE}")
     size = sum(file.stat().st_size for file in documents)
-    if files and size > MOST_TEXT:
+    most = MOST_TEXT if tokenizer.name is None else MOST_TEXT / 10
+    if files and size > most:
         raise UserError(
-            f"--data has {size / 1e6:,.0f} MB of text: for more than {MOST_TEXT / 1e6:,.0f} MB run "
-            "`python prepare.py FOLDER FILES...` once, and train with --data FOLDER"
+            f"--data has {size / 1e6:,.0f} MB of text: for more than {most / 1e6:,.0f} MB {ADVICE}"
         )
     seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in documents]
     key = json.dumps([vocabulary_of(tokenizer), seen])
@@ -49,7 +56,10 @@ def tokenise_files(files: list[Path], tokenizer: Tokenizer, worker: Worker) -> P
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        parts = split([(file.name, file.read_bytes()) for file in documents])
+        texts = [(file.name, file.read_bytes()) for file in documents]
+        for name, text in texts if files else []:
+            check_is_text(text, name)
+        parts = split(texts)
         entries = {}
         for part, texts in zip(PARTS, parts, strict=True):
             shard = ShardWriter(folder, f"{part}_00000")
@@ -58,8 +68,19 @@ def tokenise_files(files: list[Path], tokenizer: Tokenizer, worker: Worker) -> P
             entries[part] = shard.close()
         write_index(folder, tokenizer, entries)  # last: if it exists, the shards are complete
 
-    once_per_node(lambda: None if (folder / "index.json").exists() else write(), worker)
+    once_per_node(lambda: None if are_there(folder) else write(), worker)
     return folder
+
+
+def are_there(folder: Path) -> bool:
+    """Whether an earlier run has left all shards: something may have removed files of the cache."""
+    try:
+        index = read_index(folder)
+        for part in PARTS:
+            open_shards(folder, index, part)
+    except UserError:
+        return False
+    return True
 
 
 def once_per_node(action: Callable[[], None], worker: Worker) -> None:
@@ -109,17 +130,19 @@ def split(documents: list[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]
     """Split documents (name, text) into texts for training, and about a twentieth for validation.
 
     Of 20 documents or more, a checksum of the name chooses one in 20: half a document in training
-    would make the other half a poor test. Fewer documents may have very unequal sizes: each gives
-    its last part.
+    would make the other half a poor test. If there are fewer, or if those have not 2 to 10 % of the
+    text, the sizes are too unequal for that: each document gives its last part.
     """
     if len(documents) == 1:
         text = documents[0][1]
         most = len(text) * 19 // 20
         cut = text.rfind(b"\n", len(text) * 9 // 10, most) + 1 or most
         return [text[:cut]], [text[cut:]]
-    if len(documents) < 20:
+    ordered = sorted(documents, key=lambda d: zlib.crc32(d[0].encode()))
+    count = -(-len(ordered) // 20)
+    held_out, train = ([text for _, text in part] for part in (ordered[:count], ordered[count:]))
+    share = sum(map(len, held_out)) / sum(len(text) for _, text in documents)
+    if len(documents) < 20 or not 0.02 <= share <= 0.1:
         pairs = [split([document]) for document in documents]
         return [first for (first,), _ in pairs], [last for _, (last,) in pairs]
-    ordered = sorted(documents, key=lambda d: zlib.crc32(d[0].encode()))
-    held_out = -(-len(ordered) // 20)
-    return [text for _, text in ordered[held_out:]], [text for _, text in ordered[:held_out]]
+    return train, held_out

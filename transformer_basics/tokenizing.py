@@ -17,8 +17,23 @@ class Tokenizer:
     decode: Callable[[list[int]], str]
     token_count: int  # ids are below it
     end: int  # the id of the token that ends a document
-    checksum: str  # of the vocabulary: another tokenizer of this name has another one
+    checksum: str  # of all that decides the ids of a text: if it differs, they may differ
     render: Callable[[list[dict], bool], str] | None = None  # the chat template; None: it has none
+    begin: int | None = None  # the id of the token that begins a text; None: it has none
+    # Text -> (id, index of its first character) of each token. Only of a tokenizer that puts a
+    # blank before each text, as that of Llama 2: a text in two parts has one blank more.
+    places: Callable[[str], list[tuple[int, int]]] | None = None
+
+    def of_prompt(self, text: str) -> list[int]:
+        """The ids of a text to continue. Raises `UserError` if there are none."""
+        found = self.encode(text)
+        if not found:
+            raise UserError(f"--prompt {text!r} has no tokens: give more text")
+        return [*self.begins, *found]
+
+    @property
+    def begins(self) -> list[int]:
+        return [] if self.begin is None else [self.begin]
 
     @property
     def vocab_size(self) -> int:
@@ -35,7 +50,7 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     """name: id on the Hugging Face hub or a directory; None: one token per byte, 0 ends a document.
 
     A directory becomes an absolute path, so that generate.py and export.py find it from any other.
-    Raises `UserError` if the tokenizer cannot be loaded.
+    Raises `UserError` if the tokenizer cannot be loaded, and if it has no token that ends a text.
     """
     if name is None:
 
@@ -47,7 +62,7 @@ def load_tokenizer(name: str | None) -> Tokenizer:
 
     try:
         loaded = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a broken file raises an Exception of the library in Rust
         reason = str(error).splitlines()[0]
         raise UserError(f"cannot load --tokenizer {name}: {reason}") from None
 
@@ -58,19 +73,43 @@ def load_tokenizer(name: str | None) -> Tokenizer:
         options = {"tokenize": False, "add_generation_prompt": asks_for_answer}
         return loaded.apply_chat_template(messages, **options)
 
-    vocabulary = json.dumps(sorted(loaded.get_vocab().items(), key=lambda item: item[1]))
-    checksum = hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
-    end = loaded.eos_token_id or 0
+    def places(text: str) -> list[tuple[int, int]]:
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        found = loaded(text, **options)
+        pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        return [(token, first) for token, (first, _) in pairs]
+
+    end = loaded.eos_token_id
+    if end is None:
+        raise UserError(
+            f"--tokenizer {name} has no end token: set eos_token in its tokenizer_config.json"
+        )
+    first, alone = loaded.encode("a")[:1], encode("a")[:1]
+    begin = loaded.bos_token_id if first == [loaded.bos_token_id] != alone else None
+    puts_a_blank = any(t.startswith("\u2581") for t in loaded.convert_ids_to_tokens(alone))
+    decides = json.dumps([end, *([] if begin is None else [begin]), what_decides_ids(loaded)])
+    checksum = hashlib.sha256(decides.encode()).hexdigest()[:16]
     render = chat_template if loaded.chat_template else None
     name = str(Path(name).resolve()) if Path(name).is_dir() else name
-    return Tokenizer(name, encode, loaded.decode, len(loaded), end, checksum, render)
+    count = max(len(loaded), 1 + max(loaded.get_vocab().values()))  # some have gaps
+    places = places if loaded.is_fast and puts_a_blank else None
+    return Tokenizer(name, encode, loaded.decode, count, end, checksum, render, begin, places)
+
+
+def what_decides_ids(loaded) -> list:
+    """The parts of a tokenizer of transformers without which a text could get other ids."""
+    if not loaded.is_fast:
+        return sorted(loaded.get_vocab().items(), key=lambda item: item[1])
+    parts = json.loads(loaded.backend_tokenizer.to_str())
+    return [parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
 
 
 def ids(text: bytes, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens of one document, and the token that ends it."""
+    """The tokens of one document, between the tokens that begin and end it, if there are such."""
     text = text.decode(errors="replace")
     if tokenizer.name is None:
         found = np.frombuffer(text.encode(), np.uint8)
     else:
         found = np.array(tokenizer.encode(text), np.int64)
-    return np.append(found, tokenizer.end).astype(tokenizer.dtype)
+    begins = np.array(tokenizer.begins, found.dtype)
+    return np.concatenate([begins, found, [tokenizer.end]]).astype(tokenizer.dtype)

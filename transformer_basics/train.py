@@ -22,7 +22,7 @@ from flags import parse_args
 from metrics import make_profiler
 from optimizer import make_optimizer, set_learning_rate
 from parallelize import seed_generators, spread_model
-from replicas import check_replicas
+from replicas import GradientLog, check_replicas
 from report import Report, describe, write_sample
 from runtime import Worker, distributed_worker
 from saving import CheckpointWriter
@@ -47,6 +47,7 @@ def train(settings: Settings, worker: Worker) -> int:
     stop = StopRequests(worker)
     torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
     corpus = load_corpus(settings.data, settings.tokenizer, worker)
+    corpus.tokenizer.of_prompt(settings.prompt)  # an error now, and not after the last step
     held_out = held_out_windows(corpus.validation, settings)
     sizes = (settings.block_size, settings.batch_size)
     batches = Batches(corpus.train, *sizes, settings.seed, settings.document_masks)
@@ -72,11 +73,13 @@ def train(settings: Settings, worker: Worker) -> int:
     if settings.gc_every:
         gc.disable()  # collection on one rank would make all other ranks wait
 
+    gradients = GradientLog(model)
     with make_profiler(settings.profile, settings.output_dir, settings.steps, worker) as profiler:
         for x_BT, y_BT in batches.from_step(step, settings.steps, mesh, worker.device):
             lr = set_learning_rate(optimizer, step, settings)
             loss, norm = train_step(model, pipeline, x_BT, y_BT, optimizer, mesh, settings, step)
             step += 1
+            gradients.note(step)
             if profiler:
                 profiler.step()
             if settings.gc_every and step % settings.gc_every == 0:
@@ -95,6 +98,7 @@ def train(settings: Settings, worker: Worker) -> int:
             writer.finish()  # an asynchronous save from before: it counts, whatever follows
             report.training(step, epoch, mean_over_ranks(loss, mesh), lr, float(norm))
             check_replicas(model, step, worker)  # replicas can diverge without an error
+            gradients.check(worker)  # ranks can use different layers without an error
             if saving:  # before the evaluation, which may take longer than a scheduler waits
                 writer.save(step, run | report.cost())
             if stopped_by:

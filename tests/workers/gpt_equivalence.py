@@ -71,10 +71,14 @@ MESHES = {  # ranks -> flags -> kinds
         "--activation-checkpointing --accumulate 4": ("sgd", "dropout"),
         "--dp-shard 2": ("adamw", "clip", "tied", "padded", "bf16", "llama", "qwen", "fp8 bf16"),
         "--dp-shard 2 --accumulate 4": ("clip", "tied", "documents", "llama documents", "dropout"),
+        "--dp-shard 2 --accumulate 4 --loss-chunks 5": (
+            "documents",
+            "dropout",
+            "dropped documents",
+        ),
         "--dp-shard 2 --accumulate 4 --reduce-once": ("clip",),
         "--dp-shard 2 --keep-gathered --accumulate 2": ("clip",),
-        "--dp-shard 2 --compile": ("clip", "documents", "fp8"),
-        "--dp-shard 2 --compile --activation-checkpointing": ("dropout",),
+        "--dp-shard 2 --compile": ("clip",),
         "--dp-shard 2 --activation-checkpointing selective": ("clip", "llama", "dropout", "fp8"),
         "--dp-shard 2 --activation-checkpointing 2 --loss-chunks 5": (
             "clip",
@@ -82,7 +86,6 @@ MESHES = {  # ranks -> flags -> kinds
             "bf16",
             "documents",
         ),
-        "--accumulate 2 --compile --activation-checkpointing selective --loss-chunks 7": ("qwen",),
         TP.format(2): (
             "sgd",
             "adamw",
@@ -95,10 +98,15 @@ MESHES = {  # ranks -> flags -> kinds
             "dropout",
         ),
         SP.format(2): ("sgd", "documents", "dropout", "fp8"),
-        TP.format(2) + " --compile": ("sgd", "qwen", "fp8"),
-        TP.format(2) + " --compile --activation-checkpointing selective": ("dropout",),
+        TP.format(2) + " --compile": ("sgd",),
         LP.format(2): ("clip",),
         ALL.format(2): ("adamw", "tied", "padded", "bf16", "llama", "qwen", "qwen2", "fp8 qwen"),
+        ALL.format(2) + " --activation-checkpointing selective": (
+            "tied",
+            "dropout",
+            "fp8",
+            "fp8 qwen",
+        ),
         ALL.format(2) + " --activation-checkpointing --accumulate 2": (
             "clip",
             "qwen",
@@ -106,10 +114,11 @@ MESHES = {  # ranks -> flags -> kinds
             "dropped documents",
         ),
         "--cp 2": ("sgd", "adamw", "tied", "bf16", "grouped", "qwen", "dropout", "fp8"),
+        "--cp 2 --accumulate 2": ("clip", "dropout"),
         "--cp 2 --accumulate 4 --reduce-once": ("clip",),
         "--cp 2 --activation-checkpointing --accumulate 2": ("clip", "qwen", "dropout"),
         "--cp 2 --loss-chunks 3 --activation-checkpointing": ("clip", "tied"),
-        "--cp 2 --compile": ("clip", "qwen", "dropout"),
+        "--cp 2 --compile": ("clip",),
         ALL.format(2) + " --activation-checkpointing selective --loss-chunks 5": (
             "clip",
             "qwen",
@@ -118,6 +127,7 @@ MESHES = {  # ranks -> flags -> kinds
         LP.format(2) + " --loss-chunks 3": ("tied",),
         "--pp 2 --loss-chunks 5 --activation-checkpointing 2": ("clip", "tied", "documents"),
         "--pp 2": ("sgd", "adamw", "clip", "tied", "bf16", "llama", "smollm", "dropout"),
+        "--pp 2 --accumulate 4 --loss-chunks 5": ("clip", "dropout"),
         "--pp 2 --accumulate 8": ("deep",),
         "--pp 2 --accumulate 4 --activation-checkpointing": (
             "clip",
@@ -183,28 +193,29 @@ MESHES = {  # ranks -> flags -> kinds
 QUICK = {
     2: {
         "": ("adamw",),
-        "--dp-shard 2 --accumulate 4 --loss-chunks 5": (
-            "clip",
-            "documents",
-            "dropout",
-            "dropped documents",
-        ),
-        ALL.format(2) + " --activation-checkpointing selective": (
-            "tied",
-            "qwen",
-            "dropout",
-            "fp8",
-            "fp8 qwen",
-        ),
-        "--cp 2 --accumulate 2": ("clip", "grouped", "dropout"),
-        "--pp 2 --accumulate 4 --loss-chunks 5": ("clip", "tied", "dropout"),
+        "--dp-shard 2 --accumulate 4 --loss-chunks 5": ("clip",),
+        ALL.format(2) + " --activation-checkpointing selective": ("qwen",),
+        "--cp 2 --accumulate 2": ("grouped",),
+        "--pp 2 --accumulate 4 --loss-chunks 5": ("tied",),
         "--pp 2 --accumulate 4 --schedule zero-bubble": ("smollm",),
     }
 }
+# The C++ compiler takes most of these cases' time.
+RELEASE = {
+    2: {
+        "--dp-shard 2 --compile": ("documents", "fp8"),
+        "--dp-shard 2 --compile --activation-checkpointing": ("dropout",),
+        "--accumulate 2 --compile --activation-checkpointing selective --loss-chunks 7": ("qwen",),
+        TP.format(2) + " --compile": ("qwen", "fp8"),
+        TP.format(2) + " --compile --activation-checkpointing selective": ("dropout",),
+        "--cp 2 --compile": ("dropout", "qwen"),
+    }
+}
 if torch.__version__ < "2.13":  # CPUs have no fp8 products yet
-    for meshes in (*MESHES.values(), *QUICK.values()):
+    for meshes in (*MESHES.values(), *QUICK.values(), *RELEASE.values()):
         meshes |= {m: [kind for kind in kinds if "fp8" not in kind] for m, kinds in meshes.items()}
 CASES = [(n, m, k) for n, meshes in MESHES.items() for m, kinds in meshes.items() for k in kinds]
+COMPILED = [(mesh, kind) for mesh, kinds in RELEASE[2].items() for kind in kinds]
 
 
 def batches(kind: str = ""):
@@ -452,7 +463,8 @@ class Reductions(CountByAxis):
 
 def main(output: str, cases: str) -> None:
     with worker_of_test(gpu_per_rank=True) as worker:
-        meshes, results = (QUICK if cases == "quick" else MESHES)[worker.world_size], {}
+        named = {"all": MESHES, "quick": QUICK, "release": RELEASE}
+        meshes, results = named[cases][worker.world_size], {}
         for mesh in sorted(meshes, key=lambda flags: "--compile" not in flags):  # see `spread`
             results |= {(mesh, kind): on_mesh(mesh, kind, worker) for kind in meshes[mesh]}
         if worker.world_size == 2 and cases == "all":
