@@ -7,6 +7,7 @@ OUTPUT_DIR/checkpoints/step_00000066.pt     continues from the previous one
 import os
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -29,8 +30,9 @@ def save_checkpoint(
     stay untouched.
     """
     generators = {"cpu": torch.get_rng_state()}
-    if worker.device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state(worker.device)
+    kind = worker.device.type
+    if kind != "cpu":
+        generators[kind] = torch.get_device_module(kind).get_rng_state(worker.device)
     all_generators = [None] * worker.world_size
     dist.all_gather_object(all_generators, generators)
     file = folder / f"step_{step:08}.pt"
@@ -99,8 +101,9 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     if len(state["generators"]) == worker.world_size:
         mine = state["generators"][worker.rank]
         torch.set_rng_state(mine["cpu"])
-        if worker.device.type == "cuda" and "cuda" in mine:
-            torch.cuda.set_rng_state(mine["cuda"], worker.device)
+        kind = worker.device.type
+        if kind != "cpu" and kind in mine:
+            torch.get_device_module(kind).set_rng_state(mine[kind], worker.device)
     if worker.is_main:
         print(f"continuing from {folder} after step {state['step']}", flush=True)
     return state["step"], state["run"]
@@ -155,7 +158,14 @@ def write_file(path: Path, state: dict) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # the bytes are on the disk before the name points to them
+        torch.load(temporary, map_location="cpu", mmap=True, weights_only=True)  # reads no tensors
         os.replace(temporary, path)
+    except UnpicklingError as error:
+        temporary.unlink(missing_ok=True)
+        _, _, what = " ".join(str(error).split()).partition("WeightsUnpickler error: ")
+        raise UserError(
+            f"cannot save: no run could load a part's state again ({what[:150]})"
+        ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save reports a full disk
         temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}, those before are untouched: {error}") from None

@@ -13,7 +13,8 @@ from task import TaskSettings, add_flags
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A run may continue with other values of these flags: they change how it runs, not its results.
-# (More --epochs make it longer. The number of ranks and all paths may also change.)
+# (More --epochs make it longer. The number of ranks and all paths may also change. But BatchNorm
+# normalizes over a rank's micro-batch: its results depend on the number of ranks and --accumulate.)
 MAY_CHANGE = {
     "epochs",
     "accumulate",

@@ -4,7 +4,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from loading import to_device
+from loading import Seeded, to_device
 from runtime import Worker
 from stopping import obey_the_rank_only
 from task import collate, compute_loss
@@ -21,14 +21,15 @@ def evaluate(
 
     A DistributedSampler would repeat samples until all ranks have equally many. Here the ranks have
     equally many batches, since under FSDP each forward pass is a collective; a batch of a rank that
-    has no samples left is computed and not counted.
+    has no samples left is computed and not counted. A sample with random noise has the same noise
+    on any number of ranks, and in each evaluation.
     """
     own = range(worker.rank, len(dataset), worker.world_size)
     longest = math.ceil(len(dataset) / worker.world_size)  # what rank 0 has
     shares = [own[start : start + batch_size] for start in range(0, longest, batch_size)]
     loader = DataLoader(
-        dataset,
-        batch_sampler=[list(share) or [0] for share in shares],
+        Seeded(dataset, seed=0),
+        batch_sampler=[[(0, index) for index in share or [0]] for share in shares],
         collate_fn=collate,
         num_workers=workers,
         worker_init_fn=obey_the_rank_only,
@@ -47,4 +48,4 @@ def evaluate(
         module.training = mode
     dist.all_reduce(total)
     count, *sums = total.tolist()
-    return {name: value / max(count, 1) for name, value in zip(names, sums, strict=True)}
+    return {name: value / (count or 1) for name, value in zip(names, sums, strict=True)}

@@ -12,6 +12,7 @@ from arguments import UserError
 from runtime import Worker
 from stopping import obey_the_rank_only
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 
@@ -188,7 +189,8 @@ def to_device(batch, device: torch.device):
     """`batch` with each tensor in its dicts, lists, tuples and dataclasses on `device`."""
 
     def move(leaf):
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        moves = isinstance(leaf, Tensor | PackedSequence)
+        return leaf.to(device, non_blocking=True) if moves else leaf
 
     return map_leaves(move, batch)
 
@@ -220,6 +222,8 @@ def split(batch, parts: int) -> list:
 
 def map_leaves(function, value):
     """`value` with function(leaf) for each leaf of its dicts, lists, tuples and dataclasses."""
+    if isinstance(value, PackedSequence):  # a namedtuple that moves some of its tensors
+        return function(value)
     if isinstance(value, Mapping):  # also a BatchEncoding of transformers
         return {key: map_leaves(function, item) for key, item in value.items()}
     if hasattr(value, "_fields"):  # a namedtuple

@@ -23,8 +23,7 @@ def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
     A plain tensor must be equal on all ranks that have one of its name, a DTensor's local tensor on
     all ranks that hold the same shard. Each rank sends one checksum per kind of shard and outermost
     module, about 64 bytes, and only if these differ one checksum per tensor. (By module, because
-    two stages of a pipeline can have copies of one module, a tied embedding.) Another checksum
-    tells which parameters have a gradient: these must be the same parameters on all ranks.
+    two stages of a pipeline can have copies of one module, a tied embedding.)
     All ranks raise the error. It names the step, a rank and the first tensor that differs.
     """
     own = checksums(model)  # {shard: {name: checksum}}
@@ -36,26 +35,50 @@ def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
         (*place, digest(values.keys())): digest(values.values())
         for place, values in modules.items()
     }
-    trained = {name: p.grad is not None for name, p in model.named_parameters()}
-    digests["gradients", digest(trained.keys())] = digest(trained.values())
     if not differing(gather(digests, worker)):
         return
     named = {(shard, name): value for shard, names in own.items() for name, value in names.items()}
-    found = differing(gather(named, worker))
-    if not found:
-        rank, other, name = differing(gather(trained, worker))
-        raise UserError(
-            f"step {step}: ranks {other} and {rank} have gradients for different parameters, first "
-            f"{name}: FSDP then adds up gradients of different parameters. Use all of them on all "
-            "ranks: add 0 * parameter.sum() to the loss for a parameter that a batch leaves out"
-        )
-    rank, other, (_, name) = found
+    rank, other, (_, name) = differing(gather(named, worker))
     raise UserError(
         f"step {step}: ranks {other} and {rank} hold different numbers, first in {name}: "
         "a parameter that takes no part (DDP: --find-unused-parameters), a loss computed past the "
         "wrapper, a parameter changed or unfrozen after wrapping, or a seed; checkpoints from "
         "before are as they were"
     )
+
+
+class GradientLog:
+    """Which parameters had a gradient in each step: these must be the same on all ranks.
+
+    Else FSDP adds up gradients of different parameters. Shards are no replicas, so no later
+    checksum shows it. `note` waits neither for the device nor for another rank; `check` compares
+    all steps since the last check. A step is seen when it is over: micro-batches of --accumulate
+    that differ are not noticed if all of them together have used the same parameters.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.steps = model, {}
+
+    def note(self, step: int) -> None:
+        """Call this after each step, before gradients are set to None."""
+        self.steps[step] = bytes(p.grad is not None for p in self.model.parameters())
+
+    def check(self, worker: Worker) -> None:
+        """All ranks call this. Raise `UserError` with the first step and parameter that differ."""
+        names = [name for name, _ in self.model.named_parameters()]
+        place = digest(names)  # the stages of a pipeline have other parameters
+        if differing(gather({place: digest(self.steps.items())}, worker)):
+            by_step = {(place, step): digest(have) for step, have in self.steps.items()}
+            _, _, (_, step) = differing(gather(by_step, worker))
+            have = dict(zip(names, self.steps[step], strict=True))
+            rank, other, name = differing(gather(have, worker))
+            raise UserError(
+                f"step {step}: ranks {other} and {rank} have gradients for different parameters, "
+                f"first {name}: FSDP then adds up gradients of different parameters. Use all of "
+                "them on all ranks: add 0 * parameter.sum() to the loss for a parameter that a "
+                "batch leaves out"
+            )
+        self.steps = {}
 
 
 def checksums(model: nn.Module) -> dict[tuple, dict[str, int]]:

@@ -26,7 +26,7 @@ from evaluation import evaluate
 from loading import batches, check_same_data, check_same_order, make_loader, split
 from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memory
 from optimizer import make_optimizer, set_learning_rate
-from replicas import average_buffers, check_replicas
+from replicas import GradientLog, average_buffers, check_replicas
 from runtime import Worker, distributed_worker
 from stopping import StopRequests, goodbye
 from task import build_model, collate, compute_loss, download, load_data
@@ -98,11 +98,13 @@ def train(settings: Settings, worker: Worker) -> int:
         result = evaluate_as_trained(model, test_set, settings, worker)
         metrics.log(step, step // steps_per_epoch - 1, **result)
     throughput = Throughput(step)
+    gradients = GradientLog(model)
     with make_profiler(settings.profile, settings.output_dir, total_steps, worker) as profiler:
         for epoch, batch in batches(loader, step, steps_per_epoch, settings.epochs, worker.device):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
             loss, grad_norm = train_step(ddp_model, batch, optimizer, scaler, settings, worker)
             step += 1
+            gradients.note(step)
             if profiler:
                 profiler.step()
 
@@ -116,6 +118,7 @@ def train(settings: Settings, worker: Worker) -> int:
             check_finite(step, float(loss), float(grad_norm), scaler)
             average_buffers(model)  # BatchNorm's statistics are those of a rank's own batches
             check_replicas(model, step, worker)  # replicas can diverge without an error
+            gradients.check(worker)  # ranks can use different layers without an error
             metrics.log(
                 step,
                 epoch,
@@ -175,7 +178,8 @@ def train_step(
     # So far the gradient is divided by the number of samples: by local_batch above, and by the
     # number of ranks in DDP. It must be divided by the number of losses: samples, or tokens.
     dist.all_reduce(sums)
-    loss_sum, count = sums[0], sums[1].clamp(min=1)  # 0 losses: all labels were masked
+    loss_sum, count = sums
+    count = torch.where(count == 0, 1, count)  # no losses: all labels were masked
     scaler.unscale_(optimizer)  # otherwise clipping would see the scaled gradients
     gradients = [p.grad for p in ddp_model.parameters() if p.grad is not None]
     factor = settings.batch_size / count  # 1 if each sample has one loss

@@ -6,7 +6,7 @@
 
 Each rank reads its own file, and the files differ in length. Look at where the ranks wait in the
 end: at different places of the program, and no error names the missing rank. Here the wait ends
-after --timeout seconds; by default a job waits for 30 minutes with Gloo, 10 with NCCL.
+after --timeout seconds; by default a job waits for 30 minutes, 10 with backend nccl.
 Remedies are in uneven_inputs_join.py and uneven_inputs_alternatives.py.
 """
 

@@ -8,6 +8,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -106,7 +107,15 @@ def make_empty(folder: Path) -> None:
 
 
 def write_file(file: Path, state: dict) -> None:
+    """Raises `UserError` if torch.load(weights_only=True) could not read it again."""
     with open(file, "wb") as content:
         torch.save(state, content)
         content.flush()
         os.fsync(content.fileno())  # the bytes are on the disk before the folder gets its name
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        _, _, what = " ".join(str(error).split()).partition("WeightsUnpickler error: ")
+        raise UserError(
+            f"cannot save: no run could load a part's state again ({what[:150]})"
+        ) from None

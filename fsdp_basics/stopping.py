@@ -46,7 +46,7 @@ class StopRequests:
         """Return the signal that any rank got, or 0: equal on all ranks after a step.
 
         Every rank calls this after each step. The ranks exchange it about once per second, or
-        after every step if a step takes longer.
+        after every step if a step takes longer, and at least every 20 steps.
         """
         if step < self.next_look:
             return 0
@@ -59,8 +59,9 @@ class StopRequests:
         notes = torch.tensor([self.asked, seconds_per_step], dtype=torch.float64)
         dist.all_reduce(notes, op=dist.ReduceOp.MAX)
         asked, slowest = notes.tolist()
-        # All ranks compute one interval. It at most doubles, so one fast step does little harm.
-        self.interval = max(1, min(int(1 / slowest), 2 * self.interval))
+        # All ranks compute one interval. It at most doubles, so one fast step does little harm, and
+        # it is at most 20 steps, which end in time even if each suddenly takes a second.
+        self.interval = max(1, min(int(1 / slowest), 2 * self.interval, 20))
         self.next_look = step + self.interval
         return int(asked)
 

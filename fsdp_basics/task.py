@@ -47,7 +47,10 @@ def multiple_of_4(text: str) -> int:
 
 
 def download(settings: TaskSettings) -> None:
-    """Download missing files on one rank per node. Every rank calls this before joining the job."""
+    """Download missing files on one rank per node. Every rank calls this before joining the job.
+
+    The other ranks wait at most --timeout seconds: what takes longer is downloaded beforehand.
+    """
     if settings.dataset == "mnist":
         download_mnist(settings.data_dir)
 

@@ -26,7 +26,7 @@ from loading import batches, check_same_data, check_same_order, make_loader, spl
 from materialize import allocate, build_on_meta, initialize, move_buffers
 from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memory
 from optimizer import make_optimizer, set_learning_rate
-from replicas import average_buffers, check_replicas
+from replicas import GradientLog, average_buffers, check_replicas
 from runtime import Worker, distributed_worker
 from sharding import prefetch_blocks, shard_batch_norms, unit_options
 from stopping import StopRequests, goodbye
@@ -103,11 +103,13 @@ def train(settings: Settings, worker: Worker) -> int:
     # An asynchronous save needs a group of its own, or its messages would mix with the training's.
     save_group = dist.new_group(backend="gloo") if settings.async_save else None
     finish_save = None
+    gradients = GradientLog(model)
     with make_profiler(settings.profile, settings.output_dir, total_steps, worker) as profiler:
         for epoch, batch in batches(loader, step, steps_per_epoch, settings.epochs, worker.device):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
             loss, grad_norm = train_step(model, batch, optimizer, scaler, settings, worker)
             step += 1
+            gradients.note(step)
             if profiler:
                 profiler.step()
 
@@ -124,6 +126,7 @@ def train(settings: Settings, worker: Worker) -> int:
             check_finite(step, float(loss), float(grad_norm), scaler)
             average_buffers(model)  # BatchNorm's statistics are those of a rank's own batches
             check_replicas(model, step, worker)  # replicas can diverge without an error
+            gradients.check(worker)  # ranks can use different layers without an error
             metrics.log(
                 step,
                 epoch,
@@ -220,7 +223,8 @@ def train_step(
     # So far the gradient is divided by the number of samples: by local_batch above, and by the
     # number of ranks in FSDP. It must be divided by the number of losses: samples, or tokens.
     dist.all_reduce(sums)
-    loss_sum, count = sums[0], sums[1].clamp(min=1)  # 0 losses: all labels were masked
+    loss_sum, count = sums
+    count = torch.where(count == 0, 1, count)  # no losses: all labels were masked
     scaler.unscale_(optimizer)  # otherwise clipping would see the scaled gradients
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     factor = settings.batch_size / count  # 1 if each sample has one loss

@@ -37,9 +37,15 @@ from saves import (
     set_aside,
     write_file,
 )
-from sharded_state import load_model_state, load_sharded, model_state, sharded_state
-
-SHARDED = ("model", "optimizer")  # these parts differ between ranks
+from sharded_state import (
+    check_parts,
+    load_model_state,
+    load_sharded,
+    model_state,
+    optimizer_numbers,
+    sharded_state,
+    small_parts,
+)
 
 
 def check_shared(folder: Path, worker: Worker) -> None:
@@ -76,7 +82,8 @@ def save_checkpoint(
 ) -> None:
     """All ranks call this. They write into a temporary folder, which is then renamed: in one step.
 
-    parts: name -> object with state_dict() and load_state_dict(); "model" and "optimizer" sharded.
+    parts: name -> object with state_dict() and load_state_dict(). "model" and every
+        torch.optim.Optimizer are saved as shards; run.pt holds the state of the other parts.
     step: optimizer steps done, which is also the position in the data.
     run: settings, so that the state is continued under the same ones.
     keep: how many of the newest saves stay.
@@ -103,6 +110,9 @@ def start_save(
     temporary, final = folder / "unfinished", folder / f"step_{step:08}"
 
     def begin() -> None:
+        check_parts(parts)
+        if not worker.is_main:
+            return
         foreign = [other.name for other in saves(folder) if other >= final]
         if foreign:  # this run began after the newest save
             raise UserError(
@@ -110,17 +120,27 @@ def start_save(
             )
         make_empty(temporary)
 
-    together(lambda: begin() if worker.is_main else None)
+    together(begin)
     generators = {"cpu": torch.get_rng_state()}
-    if worker.device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state(worker.device)
-    state = {name: part.state_dict() for name, part in parts.items() if name not in SHARDED}
+    kind = worker.device.type
+    if kind != "cpu":
+        generators[kind] = torch.get_device_module(kind).get_rng_state(worker.device)
+    state = {name: part.state_dict() for name, part in small_parts(parts).items()}
     state |= {"step": step, "run": run}
+    numbers = optimizer_numbers(parts)
     sharded = sharded_state(parts)
     if group:
         saving = dcp.async_save(sharded, checkpoint_id=temporary, process_group=group)
 
     def finish() -> None:
+        try:
+            write()
+        except UserError:  # on all ranks: none of them writes any more
+            if worker.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
+            raise
+
+    def write() -> None:
         try:
             if group:
                 saving.result()
@@ -132,12 +152,13 @@ def start_save(
                 f"cannot write {folder}, those before are untouched: {reason}"
             ) from None
         # Only small things are collected: dcp itself keeps no sums, so each rank takes those of its
-        # own files, and the states of its random generators, which no other rank has.
+        # own files, the states of its random generators, which no other rank has, and the numbers
+        # of its optimizers.
         own_checksums = {
             file.name: checksum(file) for file in temporary.glob(f"__{worker.rank}_*.distcp")
         }
         collected = [None] * worker.world_size
-        dist.all_gather_object(collected, (generators, own_checksums))
+        dist.all_gather_object(collected, (generators, own_checksums, numbers))
         on_rank_0(lambda: write_run(collected), worker, f"writing {temporary / 'run.pt'}")
 
     def write_run(collected: list[tuple]) -> None:
@@ -148,7 +169,7 @@ def start_save(
 
     def complete(collected: list[tuple]) -> None:
         checksums = {".metadata": checksum(temporary / ".metadata")}
-        for _, checksums_of_rank in collected:
+        for _, checksums_of_rank, _ in collected:
             checksums.update(checksums_of_rank)
         missing = [name for name in checksums if not (temporary / name).is_file()]
         if missing:
@@ -156,7 +177,11 @@ def start_save(
                 f"cannot save to {folder}: rank 0 does not see {missing[0]}, which another rank "
                 "wrote: it is not on a disk that all ranks share"
             )
-        state["generators"] = [generators for generators, _ in collected]
+        state["generators"] = [generators for generators, _, _ in collected]
+        state["optimizers"] = {}
+        for _, _, numbers_of_rank in collected:  # the stages of a pipeline have other parameters
+            for name, of_parameters in numbers_of_rank.items():
+                state["optimizers"].setdefault(name, {}).update(of_parameters)
         state["checksums"] = checksums
         write_file(temporary / "run.pt", state)
         os.replace(temporary, final)  # from here on the new save counts
@@ -177,6 +202,7 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     run: what of these settings must be the same now.
     Raises `UserError` if no save is whole, or if it is foreign or of a run with other settings.
     """
+    together(lambda: check_parts(parts))  # now, and not at the first save
     save, broken = newest_whole(folder, worker)
     if save is None:
         return 0, {}
@@ -188,16 +214,19 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
                 f"{folder} was trained with {name} = {saved}, not {value}: choose another "
                 "--output-dir"
             )
-    load_sharded(save, parts)
-    for name, part in parts.items():
-        if name not in SHARDED:
-            part.load_state_dict(state[name])
+    unknown = parts.keys() - {"model"} - state.keys() - state.get("optimizers", {}).keys()
+    if unknown:
+        raise UserError(f"{save} has no part {min(unknown)!r}: choose another --output-dir")
+    load_sharded(save, parts, state.get("optimizers", {}))
+    for name, part in small_parts(parts).items():
+        part.load_state_dict(state[name])
     # With another number of ranks the data order is the same, but the ranks draw new numbers.
     if len(state["generators"]) == worker.world_size:
         own_generators = state["generators"][worker.rank]
         torch.set_rng_state(own_generators["cpu"])
-        if worker.device.type == "cuda" and "cuda" in own_generators:
-            torch.cuda.set_rng_state(own_generators["cuda"], worker.device)
+        kind = worker.device.type
+        if kind != "cpu" and kind in own_generators:
+            torch.get_device_module(kind).set_rng_state(own_generators[kind], worker.device)
     if worker.is_main:
         for newer, problem in broken.items():
             print(f"warning: {problem}; continuing from the save before it")
@@ -260,8 +289,10 @@ def together(action: Callable[[], object]) -> None:
     error = None
     try:
         action()
-    except (UserError, OSError, RuntimeError) as failure:  # RuntimeError: torch.save, full disk
+    except (UserError, OSError) as failure:
         error = str(failure)
+    except RuntimeError as failure:  # of a state_dict(), for example
+        error = f"{type(failure).__name__}: {failure}"
     errors = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for message in filter(None, errors):

@@ -28,7 +28,6 @@ MAY_CHANGE = {
     "log_every",
     "tensorboard",
     "profile",
-    "eval_samples",
     "show",
     "patience",
 }

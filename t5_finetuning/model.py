@@ -10,26 +10,36 @@ from alone import on_rank_0
 from arguments import UserError
 from data import JsonLines
 from runtime import Worker
-from task import MODEL, MODEL_TYPE, new_config
+from task import DROPOUT, MODEL, MODEL_TYPE, new_config
 from tokenizer import train_tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 
-def prepare(settings, train_set: JsonLines) -> tuple[PreTrainedConfig, object]:
-    """(config, tokenizer) of --model, or of a new small model."""
+def prepare(settings, train_set: JsonLines) -> tuple[PreTrainedConfig, GenerationConfig, object]:
+    """(config, generation config, tokenizer) of --model, or of a new small model."""
     if settings.model:
         config = from_hub(AutoConfig, settings.model)
         if config.model_type != MODEL_TYPE:
             raise UserError(
                 f"--model {settings.model} is of type {config.model_type}, not {MODEL_TYPE}"
             )
-        config.dropout_rate = settings.dropout
-        return config, from_hub(AutoTokenizer, settings.model)
+        if not hasattr(config, DROPOUT):
+            raise UserError(
+                f"the configuration of --model {settings.model} has no {DROPOUT}: set DROPOUT in "
+                "task.py to its name of the dropout"
+            )
+        setattr(config, DROPOUT, settings.dropout)
+        try:
+            generation = GenerationConfig.from_pretrained(settings.model)
+        except OSError:  # it has none
+            generation = GenerationConfig.from_model_config(config)
+        return config, generation, from_hub(AutoTokenizer, settings.model)
     texts = (text for pair in train_set for text in (pair.text, pair.summary))
     tokenizer = train_tokenizer(texts, settings.vocab_size)
-    return new_config(settings, tokenizer), tokenizer
+    config = new_config(settings, tokenizer)
+    return config, GenerationConfig.from_model_config(config), tokenizer
 
 
 def from_hub(kind: type, name: str, **options):
@@ -52,6 +62,7 @@ def export(model, config: PreTrainedConfig, tokenizer, folder: Path, worker: Wor
     def write() -> None:
         with torch.device("meta"):  # an unsharded model without a second copy of the values
             plain = MODEL(config)
+        plain.generation_config = model.generation_config
         plain.load_state_dict(values, assign=True)
         plain.tie_weights()  # assign=True has turned the shared matrix into four
         temporary, old = folder.with_name("model.tmp"), folder.with_name("model.old")

@@ -1,7 +1,9 @@
 """The one file that you replace for a model of another kind: its class, FSDP units, loss.
 
-For a decoder such as Llama, change MODEL and `new_config`, list the blocks of its one stack in
-`units`, and let `collate` join text and summary into one row, with labels for the summary only.
+For a decoder such as Llama, change all of it: `collate` joins text and summary into one row, with
+labels for the summary only; `compute_loss` shifts the labels by one token, and passes the model's
+own 2-D mask; `generate_texts` gets texts without summaries, padded on the left, and cuts them off.
+fsdp_basics/examples/llama.py is nearer to that, if nothing has to be generated.
 """
 
 import torch
@@ -12,6 +14,7 @@ from transformers import PreTrainedConfig, T5Config, T5ForConditionalGeneration
 
 MODEL = T5ForConditionalGeneration  # has from_pretrained() and generate()
 MODEL_TYPE = "t5"  # what the configuration of --model must say
+DROPOUT = "dropout_rate"  # the name of --dropout in this configuration; Bart's is "dropout"
 
 # Greedy search with a penalty on tokens that are already written: a model that has learnt little
 # repeats itself, "the current current current". The penalty is that of Keskar et al., "CTRL: A

@@ -39,7 +39,7 @@ from materialize import allocate, build_on_meta, initialize
 from metrics import Metrics, Throughput, check_finite, make_profiler, peak_memory
 from model import export, from_hub, prepare
 from optimizer import make_optimizer, set_learning_rate
-from replicas import average_buffers, check_replicas
+from replicas import GradientLog, average_buffers, check_replicas
 from runtime import Worker, distributed_worker
 from stopping import StopRequests, goodbye
 from task import MODEL, collate, compute_loss, units
@@ -77,17 +77,19 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     ]
     check_same_files(datasets, worker)
     train_set, eval_set, *name_sets = datasets
-    config, tokenizer = on_rank_0(
+    config, generation, tokenizer = on_rank_0(
         lambda: prepare(settings, train_set), worker, "loading or learning a tokenizer"
     )
     plan = make_plan(train_set, name_sets, settings)  # the data set of each epoch
     epoch_ends = list(accumulate(len(dataset) // settings.batch_size for dataset in plan))
     total_steps = epoch_ends[-1]
-    if epoch_ends[0] == 0:
-        raise UserError(f"--batch-size {settings.batch_size} exceeds the {len(train_set)} pairs")
+    if settings.batch_size > min(map(len, plan)):
+        pairs = min(map(len, plan))
+        raise UserError(f"--batch-size {settings.batch_size} exceeds the {pairs} pairs of a file")
 
     torch.set_float32_matmul_precision("high")  # GPUs: TF32, 10-bit mantissa, in fp32 matmuls
     model = shard(config, settings, worker)
+    model.generation_config = generation
     optimizer = make_optimizer(model, settings)
     early_stopping, before = EarlyStopping(settings.patience), Before()
     torch.manual_seed(settings.seed + worker.rank)  # from here on, dropout differs between ranks
@@ -123,7 +125,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
             "the learning rate follows the new schedule"
         )
     metrics = Metrics(settings.output_dir, step, total_steps, worker, settings.tensorboard)
-    stopped_by, throughput = 0, Throughput(step)
+    stopped_by = 0
 
     def finish_epoch(step: int) -> None:
         epoch = epoch_ends.index(step)
@@ -135,11 +137,13 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
 
     if step in epoch_ends:  # it was stopped between a save and its evaluation
         finish_epoch(step)
+    gradients, throughput = GradientLog(model), Throughput(step)
     with make_profiler(settings.profile, settings.output_dir, total_steps, worker) as profiler:
         for epoch, batch in batches(plan, step, early_stopping, tokenizer, settings, worker):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
             loss, grad_norm = train_step(model, batch, optimizer, settings, worker)
             step += 1
+            gradients.note(step)
             if profiler:
                 profiler.step()
 
@@ -153,6 +157,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
             check_finite(step, float(loss), float(grad_norm))
             average_buffers(model)
             check_replicas(model, step, worker)  # replicas can diverge without an error
+            gradients.check(worker)  # ranks can use different layers without an error
             metrics.log(
                 step,
                 epoch,
@@ -174,14 +179,18 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     if stopped_by:
         goodbye(stopped_by, step, total_steps, checkpoints, worker)
         return stopped_by
+    if on_rank_0(lambda: not best_model.is_dir(), worker, "looking for the best model"):
+        raise UserError(
+            f"there is no {best_model}: it was moved, or no evaluation loss was a number"
+        )
     # Evaluate the exported model of the best epoch, which also checks its files.
     initialize(model, lambda: from_hub(MODEL, best_model), worker)
     after = (
         early_stopping.best_loss,
         generate(model, eval_set, tokenizer, settings, worker),
     )
-    if worker.is_main:
-        report((before.loss, before.texts), after, train_set, eval_set, settings)
+    results = (before.loss, before.texts), after, train_set, eval_set, settings
+    on_rank_0(lambda: report(*results), worker, "scoring summaries")
     return 0
 
 
@@ -212,8 +221,7 @@ def shard(config, settings: Settings, worker: Worker) -> nn.Module:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
     allocate(model, worker.device)
-    # In an unsharded model, to_empty() turns T5's shared matrix into four. A sharded model keeps
-    # one matrix (torch 2.13); this line makes sure.
+    # to_empty() turns the shared matrix of an unsharded T5 into four. This line keeps them one.
     model.tie_weights()
     # generate() calls the encoder directly, past the model's forward(), which gathers the root's
     # parameters. With this line FSDP gathers them for generate(), too.
@@ -280,7 +288,8 @@ def train_step(
     # weight to the tokens of a rank with short summaries. So far the gradient is divided by the
     # pairs: by local_batch above, and by FSDP's mean over the ranks.
     dist.all_reduce(sums)
-    loss_sum, count = sums[0], sums[1].clamp(min=1)  # 0 losses: all labels were masked
+    loss_sum, count = sums
+    count = torch.where(count == 0, 1, count)  # no losses: all labels were masked
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     factor = settings.batch_size / count
     for gradient in gradients:

@@ -124,6 +124,39 @@ def test_a_batch_whose_labels_are_all_masked_changes_nothing(monkeypatch):
     assert evaluation.evaluate(model, TensorDataset(images, labels), 8, 0, worker) == {"loss": 0}
 
 
+def test_weights_that_sum_to_less_than_one_are_divided_by(monkeypatch):
+    """A weighted mean, in training and evaluation: only a sum of exactly 0 is replaced."""
+    torch.manual_seed(0)
+    images, labels, weights = torch.rand(8, 1, 8, 8), torch.arange(8), torch.rand(8) / 1000
+
+    def weighted_loss(model, batch):
+        images, labels, weights = batch
+        losses = torch.nn.functional.cross_entropy(model(images), labels, reduction="none")
+        return (losses * weights).sum(), weights.sum(), {}
+
+    for module in (train, evaluation):
+        monkeypatch.setattr(module, "compute_loss", weighted_loss)
+        monkeypatch.setattr(module.dist, "all_reduce", lambda total: None)
+    one, other = SmallCNN(channels=8), SmallCNN(channels=8)
+    other.load_state_dict(one.state_dict())
+    optimizer, worker = torch.optim.SGD(one.parameters(), 0.1), Worker(0, 0, 1, torch.device("cpu"))
+    settings, scaler = Settings(batch_size=8, clip=0), torch.amp.GradScaler("cpu", enabled=False)
+    batch = [images, labels, weights]
+    loss, _ = train.train_step(one, batch, optimizer, scaler, settings, worker)
+    expected = torch.nn.CrossEntropyLoss(reduction="none")(other(images), labels) @ weights
+    expected = expected / weights.sum()
+    expected.backward()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+    close(loss.float(), expected.detach(), 1e-6)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        close(ours.grad, theirs.grad, 1e-6)
+        close(ours, theirs, 1e-6)
+    found = evaluation.evaluate(one, TensorDataset(*batch), 3, 0, worker)["loss"]
+    with torch.no_grad():
+        losses = torch.nn.CrossEntropyLoss(reduction="none")(other(images), labels)
+    assert found == pytest.approx(float(losses @ weights / weights.sum()), rel=1e-5)
+
+
 def test_accumulation_communicates_once_per_step(matrix):
     assert matrix[2]["all_reduces"] == {1: 1, 2: 1, 4: 1}
 
@@ -202,6 +235,29 @@ def test_evaluation_is_of_a_share_and_leaves_no_trace(monkeypatch):
     assert found == pytest.approx({"loss": math.log(10), "accuracy": 1.0})
     assert model.training
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_noise_in_the_test_set_does_not_depend_on_the_ranks(monkeypatch):
+    class Noise(torch.utils.data.Dataset):
+        def __len__(self):
+            return 7
+
+        def __getitem__(self, index):
+            return torch.rand(())
+
+    def sum_of(model, batch):
+        return batch.double().sum(), len(batch), {}
+
+    monkeypatch.setattr(evaluation, "compute_loss", sum_of)
+    monkeypatch.setattr(evaluation.dist, "all_reduce", lambda total: None)
+
+    def loss(rank: int, ranks: int) -> float:
+        worker = Worker(rank, rank, ranks, torch.device("cpu"))
+        torch.rand(1 + rank)  # what a model has drawn so far
+        return evaluation.evaluate(torch.nn.ReLU(), Noise(), 2, 0, worker)["loss"]
+
+    one = loss(0, 1)
+    assert one == loss(0, 1) == pytest.approx((4 * loss(0, 2) + 3 * loss(1, 2)) / 7)
 
 
 def test_evaluation_leaves_each_module_in_its_mode(monkeypatch):

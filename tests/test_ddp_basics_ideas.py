@@ -296,6 +296,7 @@ def test_zero_bytes_per_rank(zero, name, ranks):
 # ---- spawn.py
 
 
+@pytest.mark.release
 def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
     steps = ("--steps", 5)
     runs = {
@@ -320,7 +321,7 @@ def test_three_ways_to_start_give_the_same_bits(load, tmp_path):
     assert largest_difference(first["parameters"], dict(model.named_parameters())) < 1e-6
 
 
-@pytest.mark.parametrize("how", ["spawn", "environment"])
+@pytest.mark.parametrize("how", ["spawn", pytest.param("environment", marks=pytest.mark.release)])
 def test_dead_rank_ends_the_job(how):
     with Job([SPAWN, "--how", how, "--kill-rank", 1], fork=0) as job:
         result = job.wait(90)

@@ -330,7 +330,10 @@ def test_torchruns_report_ends_with_the_sentence(tmp_path, flags, sentence):
 RUN = ("--epochs", 1, "--log-every", 4)
 
 
-@pytest.fixture(scope="module", params=["ddp_basics", "fsdp_basics"])
+in_a_release = pytest.param("fsdp_basics", marks=pytest.mark.release)
+
+
+@pytest.fixture(scope="module", params=["ddp_basics", in_a_release])
 def on_one_node(request, tmp_path_factory):
     """(the template, the folder of its run with four ranks on one node)"""
     script, folder = ROOT / request.param / "train.py", tmp_path_factory.mktemp("one")

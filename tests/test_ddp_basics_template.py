@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 from array import array
 from collections import UserDict
 from dataclasses import dataclass
@@ -90,6 +91,14 @@ def test_a_batch_keeps_its_type(kind):
     assert moved.y[1].is_meta
     parts = split(kind(torch.arange(4), None), 1) + split(kind(torch.arange(4), torch.ones(4)), 2)
     assert [part.x.tolist() for part in parts] == [[0, 1, 2, 3], [0, 1], [2, 3]]
+
+
+def test_a_packed_sequence_moves_as_a_whole():
+    """It is a namedtuple, whose batch_sizes stay on the CPU."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    (moved,) = to_device([packed], torch.device("meta"))
+    assert moved.data.is_meta
+    assert moved.batch_sizes.tolist() == [2, 2, 1]
 
 
 UNSPLIT = {
@@ -419,6 +428,22 @@ def test_ranks_ask_once_a_second(monkeypatch):
     assert looks == [1, 2, 4, 8, 16, 24, 32, 40]
 
 
+@pytest.mark.parametrize("slow_from", range(1000, 1100, 9))
+def test_ranks_hear_of_a_signal_in_time_if_steps_become_slow(monkeypatch, slow_from):
+    """torchrun kills them after 30 seconds. First a step takes 10 ms, later a second."""
+    stop = StopRequests.__new__(StopRequests)  # without its signals
+    stop.asked, stop.last_look, stop.next_look, stop.interval = 0, None, 0, 1
+    step, now = 0, 0.0
+    monkeypatch.setattr(stopping.dist, "all_reduce", lambda notes, op: None)
+    monkeypatch.setattr(stopping.time, "perf_counter", lambda: now)
+    while not stop.agreed(step):
+        step += 1
+        if step == slow_from:
+            stop._ask(signal.SIGTERM, None)
+        now += 0.01 if step < slow_from else 1
+    assert slow_from <= step < slow_from + 20
+
+
 STUCK = """
 import os, sys, time
 sys.path.insert(0, {directory!r})
@@ -456,6 +481,7 @@ def short(tmp_path_factory):
     return folder, pool.run(TRAIN, *args, ranks=2).check().output
 
 
+@pytest.mark.slow
 def test_ranks_draw_their_own_numbers(short):
     """As dropout would: this model draws nothing, so that no loss could show it."""
     newest = max((short[0] / "checkpoints").iterdir())
@@ -479,6 +505,7 @@ def test_log_lines_tell_what_is_in_the_file(short):
             assert line["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_memory_in_the_log_is_a_peak(monkeypatch):
     """On a GPU of this rank's tensors: not of the whole card, and not at the moment of the log."""
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 3e6)
@@ -587,6 +614,7 @@ def test_a_profile_needs_twelve_steps(tmp_path):
         metrics.make_profiler(True, tmp_path, 11, Worker(0, 0, 1, CPU))
 
 
+@pytest.mark.slow
 def test_run_can_be_made_longer(short, tmp_path):
     folder = shutil.copytree(short[0], tmp_path / "longer")
     args = ("--epochs", 3, "--log-every", 1, "--output-dir", folder)
@@ -606,6 +634,7 @@ def test_run_can_be_made_longer(short, tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_profile_has_three_steps_of_each_rank(tmp_path):
     pool.run(TRAIN, "--epochs", 1, "--profile", "--output-dir", tmp_path, ranks=2).check()
     for rank in (0, 1):
@@ -724,6 +753,15 @@ def test_a_buffer_that_grows_in_forward_is_computed_again(tmp_path, group):
     assert torch.equal(fresh.weight, grown.weight)
     assert fresh.table.tolist() == [0.0] * 8
     assert fresh.scale.tolist() == [1.0]
+
+
+def test_a_part_that_no_run_could_load_again_is_refused(tmp_path, group):
+    """torch.save writes a scalar of NumPy, and torch.load(weights_only=True) refuses it."""
+    best = SimpleNamespace(state_dict=lambda: {"loss": np.float64(0.5)})
+    parts = {"model": torch.nn.Linear(2, 2), "best": best}
+    with pytest.raises(UserError, match=r"^cannot save: no run could .* \(.*numpy.*scalar"):
+        checkpoint.save_checkpoint(tmp_path, parts, 1, {}, Worker(0, 0, 1, CPU))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, group):

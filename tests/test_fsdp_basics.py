@@ -32,26 +32,36 @@ MATRIX = ROOT / "tests/workers/fsdp_equivalence.py"
 def matrix(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
 
-    def run(ranks: int) -> dict:
-        pool.run(MATRIX, folder / str(ranks), ranks=ranks).check()
-        return torch.load(folder / str(ranks), map_location="cpu")
+    def run(job: str) -> dict:
+        """job: "2", all cases on 2 ranks; "4 hybrid"; "4 others"."""
+        ranks, _, which = job.partition(" ")
+        names = [case for case in CASES if is_hybrid(case) == (which == "hybrid")] if which else []
+        pool.run(MATRIX, folder / job, *names, ranks=int(ranks)).check()
+        return torch.load(folder / job, map_location="cpu")
 
     return OnDemand(run)
 
 
+def is_hybrid(case: str) -> bool:
+    return "dp_replicate" in CASES[case]
+
+
+def runs() -> list:
+    """Each case on 2, 3 and 4 ranks; those on 4 for a release, but for the hybrid ones."""
+    found = []
+    for case in CASES:
+        marks = [] if is_hybrid(case) else [pytest.mark.release]
+        found += [pytest.param(case, ranks) for ranks in (2, 3) if not is_hybrid(case)]
+        found.append(pytest.param(case, HYBRID_RANKS, marks=marks))
+    return found
+
+
 @pytest.mark.device
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "ranks"),
-    [
-        (case, ranks)
-        for case, options in CASES.items()
-        for ranks in (2, 3, 4)
-        if ranks == HYBRID_RANKS or not options.get("dp_replicate")
-    ],
-)
+@pytest.mark.parametrize(("case", "ranks"), runs())
 def test_fsdp_equals_one_process(matrix, case, ranks):
-    compare(matrix[1][case], matrix[ranks][case], case)
+    which = "" if ranks < HYBRID_RANKS else " hybrid" if is_hybrid(case) else " others"
+    compare(matrix["1"][case], matrix[f"{ranks}{which}"][case], case)
 
 
 @pytest.mark.device
@@ -98,20 +108,20 @@ def close(actual, expected, tolerance, what):
 @pytest.mark.slow
 def test_matrix_compares_something(matrix):
     """The gradients are far above the tolerances, clipping clips, frozen and idle layers stay."""
-    one = {case: matrix[1][case] for case in CASES}
+    one = {case: matrix["1"][case] for case in CASES}
     assert all(steps[0]["norm"] > 0.05 for steps in one.values())
     assert one["sgd, clip"][0]["norm"] == pytest.approx(0.1, rel=1e-4) != one["sgd"][0]["norm"]
     assert "patches.weight" not in one["sgd, frozen"][0]["gradients"]
     assert not one["sgd, unused"][0]["gradients"]["idle.weight"].any()
     assert all(len(steps[-1]["parameters"]) > 20 for steps in one.values())
     assert "other.weight" not in one["sgd, tied"][-1]["parameters"]  # it is head.weight
-    assert matrix[4]["sgd, bf16"][-1]["loss"] != matrix[4]["sgd"][-1]["loss"]
+    assert matrix["3"]["sgd, bf16"][-1]["loss"] != matrix["3"]["sgd"][-1]["loss"]
 
 
 @pytest.mark.slow
 def test_what_is_reduced_per_step(matrix):
     """Patches, two blocks, norm and head, the root; per micro-batch, or with --reduce-once."""
-    assert matrix[2]["reduce_scatters"] == [5, 15, 5]
+    assert matrix["2"]["reduce_scatters"] == [5, 15, 5]
 
 
 # ---- the whole script, on any number of ranks
@@ -266,7 +276,7 @@ def test_options_follow_the_plain_run(runs, tmp_path, option):
     assert norms[1] == pytest.approx(norms[0], rel=5e-2 if half else 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_compiled_model_gives_the_same(runs, tmp_path):
     # One rank: FSDP's hooks run there too, and two would compile the same twice.
     python(TRAIN, *ARGS, "--output-dir", tmp_path, "--compile", timeout=280).check()

@@ -281,6 +281,7 @@ def test_communication_script():
         assert wire_ratio == pytest.approx(tcp / wire, abs=6e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["memory", "communication"])
 def test_one_process_is_a_world_of_one(script):
     options = ("--dim", "16", "--depth", "1", "--device", "cpu")

@@ -284,6 +284,7 @@ def fsdp1():
     return pool.run(FSDP1, timeout=240, ranks=2).check().output
 
 
+@pytest.mark.release
 def test_fsdp1_and_its_successors_agree(fsdp1):
     rows = [line for line in fsdp1.splitlines() if re.search(r"\de[-+]\d\d$", line)]
     options = [line[:31].strip() for line in rows]

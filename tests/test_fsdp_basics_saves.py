@@ -1,11 +1,13 @@
 """fsdp_basics/saves.py: which saves count, and which file of a save is broken."""
 
 import zlib
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from arguments import UserError
-from checkpoint import save_checkpoint
+from checkpoint import resume, save_checkpoint, together
 from runtime import Worker
 from saves import checksum, newest_of, problem_of, saves
 
@@ -68,3 +70,61 @@ def test_two_runs_in_one_folder_are_noticed(tmp_path, group, step):
         save_checkpoint(tmp_path, parts, 3, {}, worker)
     assert [save.name for save in tmp_path.iterdir()] == [f"step_{step:08}"]
     assert problem_of(saves(tmp_path)[0]) is None
+
+
+def alone() -> Worker:
+    return Worker(0, 0, 1, torch.device("cpu"))
+
+
+def test_a_part_that_no_run_could_load_again_is_refused(tmp_path, group):
+    """torch.save writes a scalar of NumPy, and torch.load(weights_only=True) refuses it."""
+    best = SimpleNamespace(state_dict=lambda: {"loss": np.float64(0.5)})
+    parts = {"model": torch.nn.Linear(2, 2), "best": best}
+    with pytest.raises(UserError, match=r"^cannot save: no run could .* \(.*numpy.*scalar"):
+        save_checkpoint(tmp_path, parts, 1, {}, alone())
+    assert saves(tmp_path) == []
+
+
+@pytest.mark.parametrize("new", ["optimizer_1", "ema"])
+def test_a_part_that_the_save_lacks_is_named(tmp_path, group, new):
+    model = torch.nn.Linear(2, 2)
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    save_checkpoint(tmp_path, parts, 1, {}, alone())
+    other = torch.optim.AdamW(model.parameters()) if new == "optimizer_1" else torch.nn.ReLU()
+    with pytest.raises(UserError, match=rf"step_00000001 has no part '{new}': choose another"):
+        resume(tmp_path, parts | {new: other}, {}, alone())
+
+
+def test_a_layer_that_the_model_no_longer_has_is_named(tmp_path, group):
+    two = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    save_checkpoint(tmp_path, {"model": two}, 1, {}, alone())
+    with pytest.raises(
+        UserError, match=r"does not fit this model, which has no 1\.weight: choose another --"
+    ):
+        resume(tmp_path, {"model": two[:1]}, {}, alone())
+
+
+def growing() -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("table", torch.zeros(8), persistent=False)
+    model.register_buffer("scale", torch.zeros(1), persistent=False)
+    return model
+
+
+def test_a_buffer_that_grows_in_forward_is_computed_again(tmp_path, group):
+    """Such as a cache of rotary embeddings, which is not in the state dict."""
+    grown, fresh = growing(), growing()
+    grown.table, grown.scale = torch.ones(16), torch.ones(1)
+    save_checkpoint(tmp_path, {"model": grown}, 3, {}, alone())
+    assert resume(tmp_path, {"model": fresh}, {}, alone())[0] == 3
+    assert torch.equal(fresh.weight, grown.weight)
+    assert fresh.table.tolist() == [0.0] * 8
+    assert fresh.scale.tolist() == [1.0]
+
+
+def test_an_error_without_a_text_is_an_error(group):
+    def fails():
+        raise NotImplementedError
+
+    with pytest.raises(UserError, match="NotImplementedError"):
+        together(fails)

@@ -32,6 +32,7 @@ from tokenizer import train_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     ByT5Tokenizer,
     T5Config,
     T5ForConditionalGeneration,
@@ -479,7 +480,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("moment", ["in a step", "in an evaluation"])
+@pytest.mark.parametrize(
+    "moment", ["in a step", pytest.param("in an evaluation", marks=pytest.mark.release)]
+)
 def test_kill_9_under_max_restarts(files, script_run, tmp_path, moment):
     """In the third epoch a rank dies, or after the second: both go on from the end of the second.
 
@@ -534,6 +537,45 @@ def test_script(files, script_run):
     assert not list(folder.glob("model.*"))
 
 
+def test_a_best_model_that_is_gone_is_named(files, script_run, tmp_path):
+    """The last epoch is evaluated again, and would be exported if it were the best."""
+    run = tmp_path / "run"
+    shutil.copytree(script_run[0], run)
+    shutil.rmtree(run / "model")
+    (file,) = (run / "checkpoints").glob("*/run.pt")
+    state = torch.load(file, weights_only=True)
+    state["early_stopping"]["best_loss"] = 0.0
+    torch.save(state, file)
+    result = pool.run(SCRIPT, *script_arguments(files, run), ranks=2)
+    assert result.returncode == 2
+    assert result.output.count(f"there is no {run / 'model'}: it was moved") == 1
+
+
+def test_a_batch_larger_than_a_file_is_refused(files, tmp_path):
+    result = pool.run(SCRIPT, *script_arguments(files, tmp_path), "--batch-size", 61)
+    assert result.returncode == 2
+    assert "--batch-size 61 exceeds the 60 pairs of a file" in result.output
+
+
+def test_how_a_model_generates_is_kept(files, script_run, tmp_path):
+    """What its generation_config.json says holds for the summaries, and for the exported model."""
+    before, run = tmp_path / "before", tmp_path / "run"
+    shutil.copytree(script_run[0] / "model", before)
+    says = {"no_repeat_ngram_size": 1, "min_length": 6}
+    file = before / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | says))
+    flags = ("--model", before, "--epochs", 1, "--name-epochs", 0, "--dropout", 0)
+    pool.run(SCRIPT, *script_arguments(files, run), *flags, ranks=2).check()
+    after = json.loads((run / "model/generation_config.json").read_text())
+    assert after.items() >= says.items()
+    assert json.loads((run / "model/config.json").read_text())["dropout_rate"] == 0
+    tokenizer = AutoTokenizer.from_pretrained(before)
+    for *_, text in json.loads((run / "results.json").read_text())["samples"]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert len(ids) > 3
+        assert len(set(ids)) == len(ids), text
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bad_model_is_reported_once(files, ranks):
     data = ("--train-file", files / "train.jsonl", "--eval-file", files / "eval.jsonl")
@@ -572,7 +614,7 @@ def test_bad_arguments(monkeypatch, capsys, flags, message):
     assert capsys.readouterr().err.startswith(f"train.py: error: {message}")
 
 
-def test_model_that_is_no_t5(tmp_path):
+def test_model_that_is_no_t5(tmp_path, monkeypatch):
     for name, content, message in (
         ("gpt2", {"model_type": "gpt2"}, r"gpt2 is of type gpt2, not t5"),
         ("other", {}, r"other: no Config to be had \(ValueError\): it must be the id of a T5"),
@@ -581,6 +623,11 @@ def test_model_that_is_no_t5(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(content))
         with pytest.raises(UserError, match=message):
             prepare(SimpleNamespace(model=str(tmp_path / name), dropout=0), [])
+    monkeypatch.setattr("model.DROPOUT", "dropout")
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5/config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(UserError, match=r"t5 has no dropout: set DROPOUT in task\.py"):
+        prepare(SimpleNamespace(model=str(tmp_path / "t5"), dropout=0), [])
     with pytest.raises(UserError, match="no ConditionalGeneration to be had"):
         from_hub(T5ForConditionalGeneration, str(tmp_path / "gpt2"))
     for impossible in (tmp_path / "nothing", "a/b/c"):

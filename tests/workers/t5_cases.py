@@ -312,7 +312,7 @@ def buffer_of_a_sharded_model(t5_config, worker) -> torch.Tensor:
 def measure(worker) -> dict:
     train_set, eval_set = (JsonLines(FOLDER / f"{part}.jsonl") for part in ("train", "eval"))
     # The same on all ranks: there is no random choice in it.
-    t5_config, tokenizer = prepare(settings_of(), train_set)
+    t5_config, _, tokenizer = prepare(settings_of(), train_set)
     data = t5_config, tokenizer, train_set, eval_set
     train.fully_shard = noting_memory
     results = {"cases": {}, "stop and resume": stop_and_resume(worker)}
