@@ -35,10 +35,10 @@ _ipyparallel = {}  # its own %px and %%px
 def start_ranks(n: int = 2, timeout: float = 20) -> None:
     """Start `n` processes, one per rank, for %%px cells; ranks that ran before are ended first.
 
-    Each has `torch`, `dist` (torch.distributed), `rank`, `world_size`, `check`, and is a member of
-    a Gloo process group. A collective that waits over `timeout` seconds for another rank raises;
-    the group is then broken: call start_ranks() again. After a check, and when a rank has died,
-    this happens by itself.
+    Each has `torch`, `dist` (torch.distributed), `timedelta`, `rank`, `world_size`, `store`,
+    `check` and `on_all_ranks`, and is a member of a Gloo process group. A collective that waits
+    over `timeout` seconds for another rank raises; the group is then broken: call start_ranks()
+    again. After a check, and when a rank has died, this happens by itself.
     """
     global _client, _started
     import ipyparallel

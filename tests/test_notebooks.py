@@ -138,6 +138,36 @@ def test_outputs_are_there():
     )
 
 
+def test_printed_functions_are_those_of_today():
+    """Seen here without running the chapter: a function that changed after it was saved."""
+    assert any("getsource" in c.source for path in NOTEBOOKS for c in code_cells(read(path)))
+    assert_clean(each_cell(old_functions))
+
+
+def old_functions(cell) -> list[str]:
+    if "getsource" not in cell.source:
+        return []
+    text = "".join(output.text for output in cell.outputs)
+    names = re.findall(r"^ *def (\w+)\(", text, flags=re.MULTILINE)
+    few = [] if len(names) >= cell.source.count("getsource") else ["prints too few functions"]
+    old = [name for name in names if not any(now in text for now in functions().get(name, []))]
+    return few + [f"{name} has changed: execute the chapter again" for name in old]
+
+
+@functools.cache
+def functions() -> dict[str, list[str]]:
+    """Name of a function -> the source of each function of that name."""
+    found = {}
+    for path in ROOT.glob("[!.]*/*.py"):
+        source = path.read_text()
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                now = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                found.setdefault(node.name, []).append(now)
+    return found
+
+
 def test_errors_are_meant():
     assert_clean(each_cell(other_than_meant))
 
@@ -514,6 +544,10 @@ import os
 def save(state, path):  # by name, not through an open file
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
+""",
+    "\nW1_placements = None": """
+x_placements = [Shard(0), Replicate()]
+W1_placements, W2_placements = (Shard(0), Shard(-1)), (Shard(-1), Shard(0))
 """,
     "\nbest_word = None": """
 def best_word(logits):
@@ -894,6 +928,7 @@ for cell in ("%%px\\n1", "%px 1", "import course; course.gather('x')"):
 """
 
 
+@pytest.mark.slow
 def test_cells_without_ranks_say_so(tmp_path):
     page = tmp_path / "page.py"
     page.write_text(WITHOUT_RANKS.format(folder=str(FOLDER)))

@@ -67,8 +67,15 @@ RIGHT = [
 ]
 
 
+@pytest.mark.slow
 def test_the_solution_is_right(tmp_path):
     assert verdict(tmp_path, SOLUTION) == RIGHT
+
+
+@pytest.mark.slow
+def test_the_points_may_be_passed_by_name(tmp_path):
+    named = changed("ddp_net(x)", "ddp_net(x=x)", "net(x).argmax", "net(x=x).argmax")
+    assert verdict(tmp_path, named) == RIGHT
 
 
 BATCH = "BATCH // world_size, sampler=sampler"
@@ -228,6 +235,22 @@ MISTAKES = {
         ("net.train()", "pass"),
         "1 rank: step 11: Net is in evaluation mode: call net.train",
     ),
+    "no eval()": (
+        ("net.eval()", "pass"),
+        "1 rank: Net gets test points in training mode: call net.eval",
+    ),
+    "tested on training points": (
+        ("test_set[rank::world_size]", "train_set[rank::world_size]"),
+        "1 rank: Net gets training points in the test: give it those of test_set",
+    ),
+    "other points": (
+        ("ddp_net(x)", "ddp_net(x / 2)"),
+        "1 rank: Net gets points that are in neither set: leave Net's input",
+    ),
+    "forward()": (
+        ("ddp_net(x)", "net.forward(x)"),
+        "1 rank: step 1: rank 0 calls Net on no points: call net",
+    ),
 }
 
 
@@ -286,7 +309,7 @@ def typed(*arguments, **environment) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_under_torchrun():
     status, said = typed(FOLDER / "solution.py", "--timeout", 600)
     last = "correct: on 1, 2 and 3 ranks your script trains the same network"
@@ -402,6 +425,8 @@ def test_check_log_as_typed():
 
     status, question = said(1)
     assert (status, question.count("\n")) == (0, 6)
+    assert "which rank makes the mistake (--rank)" in question
+    assert "which ranks hold wrong weights (--rank, such as 0 or 0,1)" in said(2)[1]
     status, answer = said(1, "--rank", "0", "--line", 28, "--cause", "a")
     assert (status, answer.count("\n"), answer[:9]) == (1, 1, "not yet: ")
     line = JOBS[2].lines()[0]

@@ -153,6 +153,7 @@ def on_three_ranks(tmp_path, wrong: str) -> list[str]:
     return pool.run(script, ranks=3).check().output.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [

@@ -83,6 +83,7 @@ def test_record(records, monkeypatch):
     assert said == "new"
 
 
+@pytest.mark.slow
 def test_in_the_background():
     job = terminal.start("setsid sleep 1000 & echo $NAME $!; wait", NAME="here")
     job.wait_until(lambda: job.output.endswith("\n"))

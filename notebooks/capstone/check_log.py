@@ -17,8 +17,8 @@ def main() -> None:
     args = parse_args()
     job = JOBS[args.job]
     if args.rank is None or args.line is None or args.cause is None:
-        print(f"Job {args.job}: which rank holds the mistake (--rank{job.hint}), which line of")
-        print(f"logs/job_{args.job}.py (--line), which cause (--cause)?")
+        print(f"Job {args.job}: {job.question}? Which line of")
+        print(f"logs/job_{args.job}.py is the mistake (--line), and what is the cause (--cause)?")
         for letter, cause in zip("abcd", job.causes, strict=True):
             print(f"  {letter}  {cause.text}")
         return

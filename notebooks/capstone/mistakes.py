@@ -48,14 +48,27 @@ class Run:
     @cached_property
     def points(self) -> list[list[list[int]]]:
         """step -> rank -> the points that it took."""
-        return [[indices(TRAIN, each["x"], "training") for each in step] for step in self.steps]
+        return [[indices(TRAIN, each["x"]) for each in step] for step in self.steps]
 
 
-def indices(data: Spirals, arrays: list[np.ndarray], name: str) -> list[int]:
-    place = {x.numpy().tobytes(): index for index, x in enumerate(data.x)}
-    found = [place.get(x.tobytes()) for array in arrays for x in array.astype(np.float32)]
-    wrong_if(None in found, f"Net gets points that are not in the {name} set: leave Net's input")
-    return found
+def indices(data: Spirals, arrays: list[np.ndarray]) -> list[int]:
+    """The points that Net got in training mode (of TRAIN), or in evaluation mode (of TEST)."""
+    found = places(data, arrays)
+    if None not in found:
+        return found
+    in_other = places(TEST if data is TRAIN else TRAIN, arrays)
+    wrong_if(
+        any(pair == (None, None) for pair in zip(found, in_other, strict=True)),
+        "Net gets points that are in neither set: leave Net's input",
+    )
+    wrong_if(data is TEST, "Net gets training points in the test: give it those of test_set")
+    raise NotYet("Net gets test points in training mode: call net.eval() before the test")
+
+
+def places(data: Spirals, arrays: list[np.ndarray]) -> list[int | None]:
+    """The index of each point in the data set; None if it is not there."""
+    index = {x.numpy().tobytes(): i for i, x in enumerate(data.x)}
+    return [index.get(x.tobytes()) for array in arrays for x in array.astype(np.float32)]
 
 
 def ended(run: Run) -> None:
@@ -69,7 +82,10 @@ def ended(run: Run) -> None:
     counts = [len(run.of(rank, "step")) for rank in range(run.ranks)]
     wrong_if(run.status is None, f"no end in time: {run.waits or 'the ranks wait for each other'}")
     wrong_if(run.status, f"exit status {run.status}: {last_line(run.output)}")
-    wrong_if(not any(counts), "the script trains no Net: no step of an optimizer was seen")
+    wrong_if(
+        not any(counts),
+        "the script trains no Net: no step of an optimizer was seen after a call of Net",
+    )
     wrong_if(len(set(counts)) > 1, f"the ranks make unequal numbers of steps: {counts}")
 
 
@@ -83,10 +99,16 @@ def last_line(output: str) -> str:
 def samples(run: Run) -> None:
     """Do the ranks share each batch, and the data of each epoch?"""
     for number, ranks in enumerate(run.points, 1):
-        wrong_if(
-            not all(ranks),
-            f"step {number}: Net is in evaluation mode: call net.train() in each epoch",
-        )
+        for rank in (rank for rank, taken in enumerate(ranks) if not taken):
+            arrays = evaluated(run, rank, number - 1)
+            wrong_if(
+                any(place is not None for place in places(TRAIN, arrays)),
+                f"step {number}: Net is in evaluation mode: call net.train() in each epoch",
+            )
+            raise NotYet(
+                f"step {number}: rank {rank} calls Net on no points: call net(x), or the network "
+                "that wraps it, and not net.forward(x)"
+            )
         same = run.ranks > 1 and all(sorted(each) == sorted(ranks[0]) for each in ranks)
         wrong_if(
             same,
@@ -240,15 +262,17 @@ def evaluation(run: Run, first_epoch: int = 0) -> None:
 
 def tested(run: Run, epoch: int) -> list[list[int]]:
     """rank -> the test points that Net got on it after this epoch."""
-    found = []
-    for rank in range(run.ranks):
-        steps, arrays = 0, []
-        for kind, value in run.records[rank]:
-            steps += kind == "step"
-            if kind == "test" and steps == STEPS * (epoch + 1):
-                arrays.append(value)
-        found.append(indices(TEST, arrays, "test"))
-    return found
+    return [indices(TEST, evaluated(run, rank, STEPS * (epoch + 1))) for rank in range(run.ranks)]
+
+
+def evaluated(run: Run, rank: int, after: int) -> list[np.ndarray]:
+    """The points that Net got in evaluation mode on a rank, after `after` steps."""
+    steps, arrays = 0, []
+    for kind, value in run.records[rank]:
+        steps += kind == "step"
+        if kind == "test" and steps == after:
+            arrays.append(value)
+    return arrays
 
 
 def wrong_accuracy(run: Run, epoch: int, values, right: np.ndarray, points) -> str:

@@ -41,8 +41,7 @@ class Recorder:
         self.net, self.steps = None, 0
         self.inputs, self.masks, self.dtype = [], [], None
         self.step = {}
-        module.register_module_forward_pre_hook(self.before_forward)
-        module.register_module_forward_hook(self.after_forward)
+        module.register_module_forward_hook(self.after_forward, with_kwargs=True)
         optimizer.register_optimizer_step_pre_hook(self.before_step)
         optimizer.register_optimizer_step_post_hook(self.after_step)
         self.save = torch.save
@@ -52,17 +51,14 @@ class Recorder:
         pickle.dump((kind, value), self.file)
         self.file.flush()  # a rank may be killed at any moment
 
-    def before_forward(self, module, inputs) -> None:
-        if type(module).__name__ != "Net" or not inputs:
-            return
-        self.net = module
-        x = inputs[0].detach().cpu().numpy().copy()
-        if module.training:
-            self.inputs.append(x)
-        else:
-            self.write("test", x)
-
-    def after_forward(self, module, inputs, output) -> None:
+    def after_forward(self, module, args, kwargs, output) -> None:
+        if type(module).__name__ == "Net":
+            self.net = module
+            x = [*args, *kwargs.values()][0].detach().cpu().numpy().copy()
+            if module.training:
+                self.inputs.append(x)
+            else:
+                self.write("test", x)
         if isinstance(module, nn.Linear) and module.training and self.dtype is None:
             self.dtype = str(output.dtype).removeprefix("torch.")
         if isinstance(module, nn.Dropout) and module.training:

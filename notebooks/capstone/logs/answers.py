@@ -13,14 +13,14 @@ class Cause:
 @dataclass(frozen=True)
 class Job:
     number: int
-    ranks: set[int]  # that hold the mistake
+    ranks: set[int]  # the answer to `question`
     wrong_ranks: str  # the hint if other ranks are named
     code: tuple[str, ...]  # the lines that may be named, without indentation
     wrong_line: str  # the hint if another line is named
     wrong_lines: dict[str, str]  # and about tempting ones
     causes: tuple[Cause, ...]  # a, b, c, d
     why: str
-    hint: str = ""
+    question: str = "which rank makes the mistake (--rank)"
 
     def source(self) -> list[str]:
         file = Path(__file__).with_name(f"job_{self.number}.py")
@@ -38,15 +38,15 @@ JOBS = {
         1,
         {2},
         "all three raise because they wait: which rank has called backward() once less than the "
-        "others, and waits elsewhere?",
+        "other ranks, and waits elsewhere?",
         (
             "continue",
             "if local_y.max() > 2:",
         ),
         "it is not the line that keeps this rank away from a collective",
         {
-            "loss.backward()": "in this line ranks wait for one that does not come: where does "
-            "that one go instead?",
+            "loss.backward()": "in this line ranks wait for a rank that does not come: where does "
+            "that rank go instead?",
             "dist.barrier()": "rank 2 waits here because it is one step ahead: where has it left "
             "one out?",
             "y[47] = 3  # a typing error": "without the check the job would end at "
@@ -70,9 +70,9 @@ JOBS = {
             ),
         ),
         "a rank that leaves out a step leaves out its collectives. From then on each of its "
-        "all-reduces meets the one of the step before on the others, and their last one has no "
-        "partner. Let it call backward() on a loss of 0, or let all ranks agree to leave the step "
-        "out",
+        "all-reduces meets the other ranks' all-reduce of the step before, and their last one has "
+        "no partner. Let it call backward() on a loss of 0, or let all ranks agree to leave the "
+        "step out",
     ),
     2: Job(
         2,
@@ -97,7 +97,7 @@ JOBS = {
                 "under DDP all ranks hold the same weights: those of rank 0 are enough",
             ),
             Cause(
-                "rank 0 loads once DDP has sent its weights, so that the others keep fresh ones",
+                "rank 0 loads after DDP has sent its weights, so no other rank gets what it loads",
             ),
             Cause(
                 "the file was damaged when it was written",
@@ -112,13 +112,13 @@ JOBS = {
         "DDP compares nothing later: equal gradients, of unequal weights, keep them unequal, and "
         "no error comes. Load on every rank: to load on rank 0 before net is wrapped is not "
         "enough, because DDP sends no state of the optimizer",
-        ", such as 0 or 0,1",
+        "which ranks hold wrong weights (--rank, such as 0 or 0,1)",
     ),
     3: Job(
         3,
         {0},
-        "this rank does what the script asks of it, in the order of the others: which rank calls "
-        "a collective that the others do not call?",
+        "this rank does what the script asks of it, in the order of the other ranks: which rank "
+        "calls a collective alone?",
         (
             "if rank == 0:",
             'print(f"epoch {epoch}: accuracy {accuracy(net, x[30:], y[30:]):.3f}", flush=True)',
@@ -127,8 +127,8 @@ JOBS = {
         {
             "dist.all_reduce(counts)": "this line is right if all ranks reach it: which line lets "
             "one rank alone through?",
-            "loss.backward()": "the others are here rightly, in the next epoch: what does rank 0 "
-            "call instead?",
+            "loss.backward()": "ranks 1 and 2 are here rightly, in the next epoch: what does "
+            "rank 0 call instead?",
             "dist.barrier()": "no rank has come so far",
         },
         (
@@ -141,7 +141,7 @@ JOBS = {
                 "all_reduce adds integers, too: the message names a number of bytes",
             ),
             Cause(
-                "one rank calls an all_reduce of its own, which meets the others' next gradients",
+                "one rank calls an all_reduce of its own, which meets other ranks' next gradients",
             ),
             Cause(
                 "the network broke: rank 2 reports that its connection was closed",
