@@ -21,9 +21,8 @@ install = echo "installing $(subst -r ,,$(2)) (progress: tail -f $(1)/install.lo
 	$(1)/bin/python -m pip install $(2); } >$(1)/install.log 2>&1 || { tail -n 15 $(1)/install.log; \
 	echo "could not install $(subst -r ,,$(2)): above is the end of $(1)/install.log, the next make tries again"; false; }; }
 
-# uv leaves bytecode to the first import, which is faster for one demo, but slower for thousands of
-# tests if PYTHONDONTWRITEBYTECODE is set. (Some packages contain .py files that do not compile.)
-compile = echo "compiling bytecode"; $(1)/bin/python -m compileall -qq -j 0 $(1)/lib || true
+# The first import of a package writes its bytecode: thousands of tests import torch.
+export PYTHONDONTWRITEBYTECODE =
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -37,12 +36,16 @@ demo: ready ## train one model with two processes, on handwritten digits
 	@echo "  ddp_basics/README.md              what you just ran, and what to try with it"
 	@echo "  make test                         proves what the examples claim"
 
-test: $(TESTS) ready ## run all tests, with the notebooks: about an hour on two cores
+test: $(TESTS) ready ## run the tests, with the notebooks: about an hour on two cores
 	-@$(MAKE) --no-print-directory .venv-emulated/installed
-	.venv/bin/python -m pytest -n 3
+	.venv/bin/python -m pytest -n 3 -m "not release"
+
+release: $(TESTS) ready ## run the tests that make test leaves out: a quarter of an hour
+	-@$(MAKE) --no-print-directory .venv-emulated/installed
+	.venv/bin/python -m pytest -n 3 -m release
 
 quick: $(TESTS) ready ## run the quick tests, with an equivalence test of each strategy: minutes
-	.venv/bin/python -m pytest -n 2 -m "quick or not slow"
+	.venv/bin/python -m pytest -n 2 -p no:nbval -m "quick or not slow"
 
 test-torch: .venv-$(TORCH)/installed ## run all tests but the notebooks with another torch: TORCH=2.13.0
 	.venv-$(TORCH)/bin/python -m pytest -n 3 --ignore=tests/test_notebooks.py
@@ -97,13 +100,11 @@ $(INSTALLED): $(REQUIREMENTS) requirements-common.txt | .venv/bin/pip
 $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 	@$(call install,.venv,-r requirements-test.txt)
 	-@$(call install,.venv,-r requirements-clusters.txt)
-	@$(call compile,.venv)
 	@touch $@
 
 # uv finds the torchvision that was made for this torch.
 .venv-$(TORCH)/installed: requirements-common.txt requirements-test.txt | .venv-$(TORCH)/bin/pip
 	@$(call install,.venv-$(TORCH),torch===$(TORCH) torchvision -r requirements-common.txt -r requirements-test.txt)
-	@$(call compile,.venv-$(TORCH))
 	@touch $@
 
 # A CPU-only torch with emulated GPUs, from pip's sources (uv ignores pip's find-links) or else from
@@ -112,7 +113,6 @@ $(TESTS): $(INSTALLED) requirements-test.txt requirements-clusters.txt
 .venv-emulated/installed: requirements-emulated.txt requirements-common.txt requirements-test.txt | .venv-emulated/bin/pip
 	@{ $(call install,.venv-emulated,-r requirements-emulated.txt); } >/dev/null || { $(call \
 		install,.venv-emulated,-r requirements-emulated.txt --extra-index-url https://download.pytorch.org/whl/cpu); }
-	@$(call compile,.venv-emulated)
 	@echo "compiling the emulated GPU"
 	@.venv-emulated/bin/python tests/emulated_gpu/build.py
 	@touch $@

@@ -95,7 +95,8 @@ class Pipeline:
 
     loss_fn: (output of the last stage, targets) of a micro-batch -> its mean loss.
 
-    Receives wait, sends do not. So a rank waits only for an action of a neighbour, and a schedule
+    Receives wait, sends do not. (A stage waits only for a gradient that it sent p messages ago, and
+    gradients arrive in order.) So a rank waits only for an action of a neighbour, and a schedule
     that `simulate` can play to its end cannot deadlock.
     """
 
@@ -164,6 +165,8 @@ class Pipeline:
         if not self.is_first:
             work = dist.isend(x.grad, group=self.up, group_dst=self.stage - 1)
             self.gradient_sends.append(work)
+            if len(self.gradient_sends) > self.stages:  # a Work holds its tensor until wait()
+                self.gradient_sends.pop(0).wait()
 
     def receive(self, i: int, group, stage: int) -> Tensor:
         """(B, T, C) of a micro-batch: its activations, or their gradient.

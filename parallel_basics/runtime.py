@@ -97,7 +97,7 @@ def meeting_point(timeout: timedelta) -> dist.Store:
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # torchrun --max-restarts keeps its store. Without a prefix per attempt, restarted ranks
-        # would read the addresses of dead ranks. (Several nodes: see the README.)
+        # would read the addresses of dead ranks. (Several nodes: ddp_basics/running.md.)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt_{attempt}", store)
     return store

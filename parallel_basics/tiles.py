@@ -3,6 +3,7 @@
 from itertools import product
 
 import torch
+from arguments import UserError
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -10,7 +11,12 @@ TILE = 512  # rows and columns of what is drawn at a time: 1 MB
 
 
 def fill_normal(matrix: Tensor, std: float, seed: int) -> None:
-    """Fill what this rank holds of `matrix`, tile by tile."""
+    """Fill what this rank holds of `matrix`, tile by tile. Raises `UserError` if not 2-D."""
+    if matrix.dim() != 2:
+        raise UserError(
+            f"initialize() draws matrices only: give the parameter of shape {tuple(matrix.shape)} "
+            "its values there (model.py)"
+        )
     rows, columns = (indices_here(matrix, dim) for dim in (0, 1))
     generator = torch.Generator(matrix.device)
     for row, column in product(tiles(rows), tiles(columns)):

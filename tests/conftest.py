@@ -125,7 +125,11 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "release" in item.keywords:
+            item.add_marker("slow")
     if config.getoption("device") == "cuda":
         config.hook.pytest_deselected(items=[i for i in items if "device" not in i.keywords])
         items[:] = [item for item in items if "device" in item.keywords]

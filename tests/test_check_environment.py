@@ -304,14 +304,14 @@ def assert_advice_helps(world: World, broken: list[str], advice: dict[str, str])
     assert "export" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_name_that_resolves_only_backwards(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(ARPA)
     world = World(tmp_path, PYTHONPATH=str(tmp_path))
     assert_advice_helps(world, ["torchrun"], {"PET_LOCAL_ADDR": "127.0.0.1"})
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("hosts", "commands", "broken"),
     [

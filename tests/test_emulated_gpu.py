@@ -194,6 +194,7 @@ def pytest_on_gpus(*arguments, gpus: int) -> str:
         return job.wait().check().output
 
 
+@pytest.mark.release
 def test_equivalence_tests_pass_with_their_ranks_on_gpus():
     """pytest --device cuda: the quick ones, of each strategy."""
     files = [path for path in (ROOT / "tests").glob("test_*.py") if MARK in path.read_text()]
@@ -280,6 +281,7 @@ def test_idea_runs_on_gpus(command):
         assert tried["all_reduce, PREMUL_SUM"][2] == "yes"
 
 
+@pytest.mark.release
 def test_fsdp1_with_offload_compares_itself_on_gpus():
     run("fsdp_basics/fsdp1_to_fsdp2.py --steps 1", gpus=2).check()
 

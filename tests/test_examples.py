@@ -39,7 +39,7 @@ def test_resnet_with_ddp(project, tmp_path):
     assert first["loss"] == pytest.approx(lines[0]["loss"], rel=0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_llama_with_fsdp(project, tmp_path):
     """New, on two ranks as on one; then continued by --model from a local directory."""
     from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM

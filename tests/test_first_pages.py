@@ -8,6 +8,7 @@ from helpers import ROOT
 from PIL import Image
 
 sys.path.append(str(ROOT / "docs"))
+import demo
 import pictures
 
 PAGES = ("README.md", "README.zh-CN.md")
@@ -39,8 +40,20 @@ def test_its_code_is_that_of_minimal(page):
         for line in lines
         if not any(own.partition("  #")[0].strip() == line.partition("  #")[0] for own in written)
     ]
-    assert len(lines) == 12
+    assert len(lines) == 14
     assert unknown == []
+    added = [line for line in lines if re.search(r"dist\.|Distr|set_epoch|accelerator|RANK", line)]
+    assert len(added) == 8
+    assert re.search("eight lines|八行", text_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_command_of_the_demo_is_the_recorded_one(page):
+    """The options of torchrun before the script, those of the script behind it."""
+    (command,) = re.findall(r"^\*[^`]*`([^`]*)`.*\*$", text_of(page), re.MULTILINE)
+    launcher, script, options = command.partition(" ddp_basics/train.py")
+    assert (launcher + script) == demo.COMMAND[: len(launcher + script)]
+    assert options == " --output-dir runs/digits"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -120,7 +120,8 @@ def test_what_a_library_sets_in_the_tests_own_process_makes_no_job_cold(monkeypa
     assert keeper(0).may_fork(clean_environment())
 
 
-WAIT = "import time\nprint('ready', flush=True)\ntime.sleep(100)\n"
+# In short sleeps: Python sees a signal that comes just before a sleep only after it.
+WAIT = "import time\nprint('ready', flush=True)\nfor _ in range(1000):\n    time.sleep(0.1)\n"
 
 
 def test_a_fork_is_killed_with_its_children(script):
@@ -170,6 +171,7 @@ def test_forks_end_with_the_process_that_asked_for_them(script, tmp_path):
         assert not any(process.is_running() for process in left)
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_for_what_will_not_come_has_no_progress(script):
     """Even if it is busy at first. The error has its stack."""
     text = "import time\nwhile time.process_time() < 1: pass\ntime.sleep(1000)\n"
@@ -245,6 +247,7 @@ while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_forked_torchrun_is_found_and_starts_again(script):
     with Torchrun(script(DIES_ONCE), ranks=3, options=("--max-restarts=1",)) as job:
         job.wait_until(lambda: job.output.count("start 0") == 3)

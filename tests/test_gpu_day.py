@@ -78,6 +78,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_at_its_limit(gpu, monkeypatch, tmp_path):
     """With a child in a session of its own; its rows stay, and the other steps run.
 
@@ -111,6 +112,7 @@ def test_a_step_that_hangs_ends_at_its_limit(gpu, monkeypatch, tmp_path):
     assert "| row | 1.5 |" in page
 
 
+@pytest.mark.slow
 def test_one_command_that_hangs_leaves_time_for_the_others(gpu, monkeypatch, tmp_path):
     def run(job):
         commands = {"hangs": python(HANGS), "good": python("print('good')")}
@@ -122,6 +124,7 @@ def test_one_command_that_hangs_leaves_time_for_the_others(gpu, monkeypatch, tmp
     assert steps["run"]["runs"]["good"]["status"] == "passed"
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_killed_costs_one_step(gpu, monkeypatch, tmp_path):
     """It hangs in a driver, for example: the day does not wait for it longer than KILL_SECONDS."""
     import gpu_guard
@@ -509,7 +512,7 @@ def test_scripts_that_need_more_ranks_or_gpus_are_left_out(choice):
     assert choice.why_not("collectives/hangs.py", "cuda", ranks=2, gpus=2) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_rehearsal_passes_without_a_gpu(tmp_path):
     """On two emulated GPUs, or on the CPU where these are not installed."""
     python, device = (EMULATED, "cuda") if HAS_EMULATED else (sys.executable, "cpu")

@@ -71,6 +71,7 @@ def test_a_process_that_ends_soon_after_its_parent_is_not_left():
         end.join()
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_end_is_left_and_killed():
     with Job(["sh", "-c", "sleep 60 & true"]) as job:
         job.wait(60).check()
@@ -78,6 +79,7 @@ def test_a_process_that_does_not_end_is_left_and_killed():
         assert not job.processes()
 
 
+@pytest.mark.slow
 def test_a_script_that_leaves_a_process_behind(tmp_path):
     (tmp_path / "leave.py").write_text(LEAVES)
     with pytest.raises(AssertionError, match=r"left running: .*sleep"):

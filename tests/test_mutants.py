@@ -39,6 +39,7 @@ def test_there_are_enough_of_all_kinds():
     assert len({mutant.id for mutant in MUTANTS}) == len(MUTANTS)
 
 
+@pytest.mark.slow
 def test_each_changes_one_line_of_a_program():
     wrong = []
     for mutant in MUTANTS:

@@ -109,6 +109,28 @@ def test_what_is_sent_holds_no_graph(monkeypatch):
     assert not sent[0].requires_grad
 
 
+def test_few_gradients_are_held_until_they_have_arrived(monkeypatch):
+    """A Work holds its tensor until wait(): memory must not grow with the micro-batches."""
+    held = []
+
+    class Sent:
+        def __init__(self, tensor, **_):
+            held.append(self)
+
+        def wait(self):
+            assert self is held.pop(0), "messages arrive in order"
+
+    monkeypatch.setattr(by_hand.dist, "isend", Sent)
+    stage = by_hand.Pipeline.__new__(by_hand.Pipeline)  # the last of three, without its group
+    stage.is_first, stage.is_last, stage.stage, stage.stages, stage.up = False, True, 2, 3, None
+    stage.computed, stage.gradient_sends, stage.record = {}, [], lambda *_: nullcontext()
+    for i in range(16):
+        x = torch.ones(2, requires_grad=True)
+        stage.computed[i] = x, x.sum()
+        stage.backward(i)
+        assert len(held) == min(i + 1, 3)
+
+
 def test_drawing():
     seconds = lambda kind, stage: 1.0 if kind == "F" else 2.0  # noqa: E731
     drawn = [

@@ -139,6 +139,7 @@ def test_to_local_of_a_partial_tensor(copy):
     assert "WRONG" not in copy.run("dtensor.py").check().output
 
 
+@pytest.mark.release
 def test_ranks_that_build_different_meshes(copy):
     """It hangs: the groups of a mesh have torch's default timeout."""
     script, flags = "device_mesh.py", ("--shape", 2, 3)

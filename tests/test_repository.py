@@ -24,10 +24,11 @@ import copies
 import pool
 import pytest
 from helpers import ROOT, Job, clean_environment, python
+from printed_commands import tracked
 
 from check_environment import read_pins
 
-EXAMPLES = sorted(path.parent for path in ROOT.glob("*/runtime.py"))
+EXAMPLES = [ROOT / name for name in copies.EXAMPLES]
 # clusters/ starts the scripts of the others, planner/ starts none.
 FOLDERS = [*EXAMPLES, ROOT / "clusters", ROOT / "planner"]
 SOURCES = [path for directory in FOLDERS for path in sorted(directory.glob("**/*.py"))]
@@ -35,7 +36,6 @@ SCRIPTS = [path for path in SOURCES if '__name__ == "__main__"' in path.read_tex
 LINES = 350  # of one file in an example directory, at most: about 300 is where to split it
 MINIMAL_LINES = 66  # of a minimal.py, with its docstring; 40 to 60 are wanted
 GPT_LINES = 80  # of that of transformer_basics, which has a model whose attention it cuts by heads
-NOT_OURS = {"runs", "data"}  # ignored by git
 
 
 @functools.cache
@@ -76,7 +76,6 @@ def entry(directory: Path) -> Path:
 
 
 def test_copies_are_equal():
-    assert len(copies.EXAMPLES) == len(EXAMPLES)
     found = copies.outdated(ROOT, copies.COPIES)
     says = [
         f"{copy} is not {original}: change it there, then: make copies" for original, copy in found
@@ -87,6 +86,18 @@ def test_copies_are_equal():
 def test_equal_files_are_listed():
     found = copies.unlisted(SOURCES, copies.COPIES)
     assert not found, f"equal, so tests/copies.py should name them (or one is too many): {found}"
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_a_readers_copy_of_a_directory_is_left_alone(tmp_path, with_git):
+    """`make copies` must not write over my_project, which README lets a reader make."""
+    for name in ("a", "my_project"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "runtime.py").touch()
+    if with_git:
+        for command in ("init", "add a"):
+            subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    assert copies.examples(tmp_path) == (["a"] if with_git else ["a", "my_project"])
 
 
 def test_copies_that_differ_are_caught(tmp_path, monkeypatch):
@@ -136,6 +147,7 @@ def normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
+@functools.cache
 def imported_modules(source: str) -> set[str]:
     found = set()
     for node in ast.walk(parse(source)):
@@ -607,7 +619,10 @@ def short_run(script: Path, help_text: str) -> list[str]:
 @pytest.mark.slow  # together they are
 @pytest.mark.parametrize(
     "script",
-    sorted({*map(entry, EXAMPLES), *MINIMAL}),
+    [
+        pytest.param(path, marks=[] if path in map(entry, EXAMPLES) else [pytest.mark.release])
+        for path in sorted({*map(entry, EXAMPLES), *MINIMAL})
+    ],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_runs_alone_and_offline(script, helps, tmp_path):
@@ -652,33 +667,47 @@ def test_offline_means_offline(tmp_path):
 # Documents.
 
 
+FENCED = re.compile(r"^( *)(```|~~~).*?^ *\2", re.MULTILINE | re.DOTALL)
+
+
 def texts(path: Path) -> str:
     """The prose of a Markdown file or of a notebook, without code."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells)
-    text = re.sub(r"^( *)(```|~~~).*?^ *\2", "", text, flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"(`+)[^\n]*?(?<!`)\1(?!`)", "code", text)
+    return re.sub(r"(`+)[^\n]*?(?<!`)\1(?!`)", "code", FENCED.sub("", text))
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub gives the headings of a Markdown file."""
+    headings = re.findall(r"^#+ (.*)", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
+    words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", each).strip().replace(" ", "-") for each in words}
 
 
 def dead_links(path: Path) -> list[str]:
+    """The links to no file, and those to no heading of a Markdown file."""
     text = texts(path)
     links = re.findall(r"\]\(\s*<?([^)\s>]+)", text)
     links += re.findall(r"\b(?:src|href)=[\"']([^\"']+)", text)
     links += re.findall(r"^\[[^\]]+\]:\s+(\S+)", text, flags=re.MULTILINE)
-    relative = [link for link in links if not re.match(r"[a-z]+:|#|//", link)]
-    return [x for x in relative if not (path.parent / unquote(x.partition("#")[0])).exists()]
+    dead = []
+    for link in links:
+        name, _, anchor = unquote(link).partition("#")
+        target = path.parent / name if name else path
+        if re.match(r"[a-z]+:|//", link):
+            continue
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors(target)
+        ):
+            dead.append(link)
+    return dead
 
 
 def documents() -> list[Path]:
-    found = [path for kind in ("md", "ipynb") for path in ROOT.rglob(f"*.{kind}")]
-    parts = [(path, path.relative_to(ROOT).parts) for path in found]
-    return [p for p, (top, *rest) in parts if top not in NOT_OURS and not hidden((top, *rest))]
-
-
-def hidden(parts) -> bool:
-    return any(part.startswith(".") for part in parts)
+    return [path for path in tracked() if path.suffix in (".md", ".ipynb")]
 
 
 def test_links_lead_somewhere():
@@ -706,11 +735,13 @@ def test_what_is_left_to_fill_in_is_caught():
 def test_dead_links_are_caught(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](gone.md) ![b](page.md#part) [c](https://example.org) [d](#here)\n"
+        "## [A](#there) part, in `code`\n[a](gone.md) ![b](page.md#a-part-in-code)\n"
+        "[c](https://example.org) [d](#here) [h](page.md#g) [i](#a-part-in-code)\n"
         "`[e](no)` `` [&](no) ` ``\n"
-        '<img src="none.png">\n[f]: lost.md\n```\n[g](no)\n```\n'
+        '<img src="none.png">\n[f]: lost.md\n```\n# g\n[g](no)\n```\n'
     )
-    assert dead_links(page) == ["gone.md", "none.png", "lost.md"]
+    dead = ["#there", "gone.md", "#here", "page.md#g", "none.png", "lost.md"]
+    assert dead_links(page) == dead
 
 
 # The first screen of a directory.
@@ -900,14 +931,13 @@ def install_file(name: str) -> list[str]:
     return install(f"-r {name}")
 
 
-COMPILE = "python -m compileall -qq -j 0 .venv/lib"
 FOR_TESTS = [
     *install_file("requirements-test.txt"),
     *install_file("requirements-clusters.txt"),
-    COMPILE,
 ]
 CHECK = "python check_environment.py --brief"
 PYTEST = "python -m pytest -n 3"
+PART = f"{PYTEST} -m not release"
 TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5"
 
 
@@ -929,12 +959,12 @@ def test_make_installs_what_a_target_needs(project):
     full = install_file("requirements.txt")
     venv = ["python_stand_in -m venv .venv"]
     assert make(project, "quick")[1][:-2] == [*venv, *full, *FOR_TESTS]
-    assert make(project, "test")[1] == [CHECK, PYTEST]
+    assert make(project, "test")[1] == [CHECK, PART]
     os.utime(project / "requirements-test.txt")
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
     assert make(project, "lint")[1][:-2] == FOR_TESTS
     os.utime(project / "requirements.txt")
-    assert make(project, "bench")[1][:7] == [*full, *FOR_TESTS]
+    assert make(project, "bench")[1][:6] == [*full, *FOR_TESTS]
 
 
 def test_an_installation_is_one_line_and_a_log(project):
@@ -974,20 +1004,20 @@ def test_make_test_goes_on_without_the_extras(project):
     (project / "fail_clusters").touch()
     status, calls, output = make(project, "test")
     plain = "python -m pip install -r requirements-clusters.txt"
-    assert (status, calls) == (0, [*FOR_TESTS[:-1], plain, COMPILE, CHECK, PYTEST])
+    assert (status, calls) == (0, [*FOR_TESTS, plain, CHECK, PART])
     assert "could not install requirements-clusters.txt" in output
-    assert make(project, "test")[1] == [CHECK, PYTEST]  # not tried again each time
+    assert make(project, "test")[1] == [CHECK, PART]  # not tried again each time
 
 
 def test_make_test_installs_the_emulated_gpu_once(project):
     make(project, "lint")
     shutil.rmtree(project / ".venv-emulated")
     status, calls, _ = make(project, "test")
-    assert (status, calls[-1]) == (0, PYTEST)
+    assert (status, calls[-1]) == (0, PART)
     assert "python_stand_in -m venv .venv-emulated" in calls
     assert "python -m uv pip install -r requirements-emulated.txt" in calls
     assert "python tests/emulated_gpu/build.py" in calls
-    assert make(project, "test")[1] == [CHECK, PYTEST]
+    assert make(project, "test")[1] == [CHECK, PART]
 
 
 def test_make_stops_at_what_fails(project):
@@ -1012,11 +1042,10 @@ def test_make_other_targets(project):
     make(project, "lint")
     assert make(project, "lint")[1] == ["ruff check", "ruff format --check"]
     assert make(project, "check")[1] == ["python check_environment.py"]
-    assert make(project, "test")[1] == [CHECK, PYTEST]
-    assert make(project, "quick")[1] == [
-        CHECK,
-        f"{PYTEST} -m quick or not slow".replace("-n 3", "-n 2"),
-    ]
+    assert make(project, "test")[1] == [CHECK, PART]
+    assert make(project, "release")[1] == [CHECK, f"{PYTEST} -m release"]
+    few = "python -m pytest -n 2 -p no:nbval -m quick or not slow"
+    assert make(project, "quick")[1] == [CHECK, few]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]
     names = ("collectives", "ddp", "fsdp", "gpt", "llama", "backend", "rpc", "clusters")
@@ -1031,6 +1060,7 @@ def test_make_other_targets(project):
     targets = (
         "demo",
         "test",
+        "release",
         "quick",
         "test-torch",
         "copies",
@@ -1050,7 +1080,6 @@ def test_make_test_with_another_torch(project):
     environment = [
         "python_stand_in -m venv .venv-2.13.0",
         *install(f"torch===2.13.0 torchvision {files}"),
-        COMPILE.replace(".venv", ".venv-2.13.0"),
     ]
     assert make(project, "test-torch", "TORCH=2.13.0")[1] == [*environment, tests]
     assert not (project / ".venv").exists()
@@ -1073,4 +1102,4 @@ def test_ci_runs_lint_and_test_from_anywhere(project):
     )
     assert result.returncode == 0, result.stderr
     calls = [x.partition(" (")[0] for x in (project / "calls").read_text().splitlines()]
-    assert calls == ["ruff check", "ruff format --check", CHECK, PYTEST]
+    assert calls == ["ruff check", "ruff format --check", CHECK, PART]

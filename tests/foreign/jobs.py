@@ -198,7 +198,7 @@ def make_pairs_task() -> ModuleType:
         return Current.case.collate([sets[name][int(number)] for name, number in found])
 
     task = ModuleType("task")
-    task.MODEL, task.MODEL_TYPE = Model, ""
+    task.MODEL, task.MODEL_TYPE, task.DROPOUT = Model, "", "dropout_rate"
     task.new_config = lambda settings, tokenizer: Current.case.build().config
     task.units = lambda model: Current.case.units(model)
     task.lr_factor = lambda name: 1.0
