@@ -224,7 +224,7 @@ def parse_args(description: str):
     add("--bucket-cap-mb", type=above(0), default=0.05, help="bucket size in MiB (default: 0.05)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of all runs")
     add("--repeats", type=at_least(2), default=20, help="number of timed steps (default: 20)")
-    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.channels % 4:

@@ -91,7 +91,8 @@ def parse_args() -> Settings:
     add("--compile", action="store_true", help="compile the model with torch.compile")
     unused = "allow steps that do not use all parameters; traverses the autograd graph in each step"
     add("--find-unused-parameters", action="store_true", help=unused)
-    add("--seed", type=int, help="seed of weights, data order, augmentation, dropout (default: 0)")
+    seeded = "seed of weights, data order, augmentation, dropout (default: 0)"
+    add("--seed", type=at_least(0), help=seeded)
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="backend of collectives (default: nccl on CUDA GPUs, gloo on CPUs)")
@@ -118,7 +119,8 @@ def parse_args() -> Settings:
             f"{ranks * settings.accumulate} equal parts "
             f"({ranks} rank(s) x --accumulate {settings.accumulate})"
         )
-    if (settings.tensorboard or settings.profile) and not settings.output_dir:
-        parser.error("--tensorboard and --profile need an --output-dir to write to")
+    for name in ("checkpoint_every", "keep", "tensorboard", "profile"):
+        if getattr(settings, name) != getattr(Settings, name) and not settings.output_dir:
+            parser.error(f"--{name.replace('_', '-')} needs an --output-dir to write to")
     parser.make_folder("--output-dir", settings.output_dir)
     return settings

@@ -224,7 +224,7 @@ def parse_args():
     parser.add_argument("--epochs", type=at_least(1), default=15, help="passes over the data")
     parser.add_argument("--batch-size", type=at_least(1), default=96, help="images per step")
     parser.add_argument("--lr", type=above(0), default=2e-3, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of weights and data")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     parser.add_argument("--output-dir", type=Path, help="write metrics.jsonl to this folder")
     args = parser.parse_args()

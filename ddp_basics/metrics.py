@@ -154,20 +154,27 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def make_profiler(
-    on: bool, output_dir: Path | None, total_steps: int, worker: Worker
+    settings, first_step: int, total_steps: int, worker: Worker
 ) -> AbstractContextManager:
     """A profiler of the 10th to 12th step from here; its file opens in Perfetto (ui.perfetto.dev).
 
-    Inside the `with` block call its step() after each step. With on=False the block gets None.
-    total_steps: the length of the run. Raises `UserError` if it is below 12.
+    Inside the `with` block call its step() after each step. Without --profile the block gets None,
+    also if a continued run has fewer than 12 steps left.
+    settings: of the script, with `profile` and `output_dir`.
+    Raises `UserError` if the whole run, `total_steps`, has fewer than 12.
     """
-    if not on:
+    if not settings.profile:
         return nullcontext()
     if total_steps < 12:
         raise UserError(f"--profile traces steps 10 to 12, and the run has {total_steps}")
+    left = total_steps - first_step
+    if left < 12:
+        if worker.is_main:
+            print(f"--profile: no trace, since it needs 12 steps, and {left} are left", flush=True)
+        return nullcontext()
 
     def write(profiler) -> None:
-        profiler.export_chrome_trace(str(output_dir / f"trace_{worker.rank}.json"))
+        profiler.export_chrome_trace(str(settings.output_dir / f"trace_{worker.rank}.json"))
 
     when = torch.profiler.schedule(skip_first=8, wait=0, warmup=1, active=3, repeat=1)
     return torch.profiler.profile(schedule=when, on_trace_ready=write)

@@ -96,7 +96,8 @@ def parse_args() -> Settings:
     add("--clip", type=between(0, math.inf), help="clip the gradient norm (0: never; default: 1)")
     add("--precision", choices=PRECISIONS, help="compute dtype; shards stay fp32 (default: fp32)")
     add("--compile", action="store_true", help="torch.compile each FSDP unit")
-    add("--seed", type=int, help="seed of weights, data order, augmentation, dropout (default: 0)")
+    seeded = "seed of weights, data order, augmentation, dropout (default: 0)"
+    add("--seed", type=at_least(0), help=seeded)
     add = parser.add_argument_group("sharding").add_argument
     add("--dp-replicate", type=at_least(1), help="replicas of the sharded model (default: 1)")
     add(
@@ -144,7 +145,8 @@ def parse_args() -> Settings:
             "--offload does not work with --precision fp16: GradScaler may read its scale on the "
             "CPU before the copy from the GPU has arrived; use bf16, which needs no scaler"
         )
-    if (settings.tensorboard or settings.profile) and not settings.output_dir:
-        parser.error("--tensorboard and --profile need an --output-dir to write to")
+    for name in ("checkpoint_every", "keep", "tensorboard", "profile"):
+        if getattr(settings, name) != getattr(Settings, name) and not settings.output_dir:
+            parser.error(f"--{name.replace('_', '-')} needs an --output-dir to write to")
     parser.make_folder("--output-dir", settings.output_dir)
     return settings

@@ -252,7 +252,7 @@ def parse_args():
     add("--lr", type=above(0), default=0.1, help="learning rate of SGD; AdamW takes a tenth of it")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="optimizer of all runs")
     add("--output-dir", type=Path, help="write checkpoints and logs here; resume what is there")
-    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     parser.make_folder("--output-dir", args.output_dir)

@@ -252,7 +252,7 @@ def parse_args():
     add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
     add("--depth", type=at_least(1), default=4, help="transformer blocks")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of all runs")
-    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:

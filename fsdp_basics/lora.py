@@ -259,7 +259,7 @@ def parse_args():
     add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
     add("--depth", type=at_least(1), default=2, help="transformer blocks")
     add("--output-dir", type=Path, help="save adapters.pt and merged.pt here")
-    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:

@@ -104,7 +104,7 @@ def train(settings: Settings, worker: Worker) -> int:
     save_group = dist.new_group(backend="gloo") if settings.async_save else None
     finish_save = None
     gradients = GradientLog(model)
-    with make_profiler(settings.profile, settings.output_dir, total_steps, worker) as profiler:
+    with make_profiler(settings, step, total_steps, worker) as profiler:
         for epoch, batch in batches(loader, step, steps_per_epoch, settings.epochs, worker.device):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
             loss, grad_norm = train_step(model, batch, optimizer, scaler, settings, worker)

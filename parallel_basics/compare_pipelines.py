@@ -146,7 +146,7 @@ def read_arguments(description: str, counts: str, steps: int):
     add("--length", type=at_least(1), default=64, help="tokens per sequence")
     add("--steps", type=at_least(1), default=steps, help="optimizer steps to compare")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of all runs")
-    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % 4:

@@ -231,7 +231,7 @@ def read_arguments():
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="sgd", help="optimizer of all runs"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of weights and data")
     parser.add_argument("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % args.heads:

@@ -285,7 +285,7 @@ def parse_args():
     add("--batch-size", type=at_least(1), default=4, help="sequences per step (default: 4)")
     add("--length", type=at_least(1), default=16, help="tokens per sequence (default: 16)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="sgd has momentum (default: sgd)")
-    add("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data (default: 0)")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()
     if args.dim % args.heads:

@@ -211,7 +211,7 @@ def parse_args():
     add("--dim", type=at_least(4), default=32, help="width, a multiple of 4 (default: 32)")
     add("--vocab-size", type=at_least(128), default=128, help="rows of the matrix (default: 128)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="sgd has momentum (default: sgd)")
-    add("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    add("--seed", type=at_least(0), default=0, help="seed of the weights (default: 0)")
     add("--output-dir", type=Path, help="save a checkpoint of the tied model in this folder")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     args = parser.parse_args()

@@ -112,7 +112,7 @@ def parse_args() -> Settings:
     add("--dropout", type=between(0, 0.99), help="probability of dropping an activation")
     add("--precision", choices=("fp32", "bf16"), help="dtype of matmuls; parameters stay fp32")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
-    add("--seed", type=int, help="seed of weights and data")
+    add("--seed", type=at_least(0), help="seed of weights and data")
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=DEVICES, help=DEVICE_HELP)
     add("--backend", help="backend of collectives (default: nccl on CUDA GPUs, gloo on CPUs)")
@@ -145,7 +145,8 @@ def parse_args() -> Settings:
         parser.error(f"--dim must be a multiple of 32, not {settings.dim}")
     if bool(settings.train_file) != bool(settings.eval_file):
         parser.error("--train-file and --eval-file go together: one was given")
-    if (settings.tensorboard or settings.profile) and not settings.output_dir:
-        parser.error("--tensorboard and --profile need an --output-dir to write to")
+    for name in ("checkpoint_every", "keep", "tensorboard", "profile"):
+        if getattr(settings, name) != getattr(Settings, name) and not settings.output_dir:
+            parser.error(f"--{name.replace('_', '-')} needs an --output-dir to write to")
     parser.make_folder("--output-dir", settings.output_dir)
     return settings

@@ -138,7 +138,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
     if step in epoch_ends:  # it was stopped between a save and its evaluation
         finish_epoch(step)
     gradients, throughput = GradientLog(model), Throughput(step)
-    with make_profiler(settings.profile, settings.output_dir, total_steps, worker) as profiler:
+    with make_profiler(settings, step, total_steps, worker) as profiler:
         for epoch, batch in batches(plan, step, early_stopping, tokenizer, settings, worker):
             lr = set_learning_rate(optimizer, step, total_steps, settings)
             loss, grad_norm = train_step(model, batch, optimizer, settings, worker)

@@ -461,8 +461,11 @@ BAD_ARGUMENTS = [
     (("--keep", "0"), "--keep: must be an integer of at least 1"),
     (("--timeout", "0"), "--timeout: must be a number above 0"),
     (("--weight-decay", "-1"), "--weight-decay: must be a number of at least 0"),
-    (("--tensorboard",), "--tensorboard and --profile need an --output-dir"),
-    (("--profile",), "--tensorboard and --profile need an --output-dir"),
+    (("--tensorboard",), "--tensorboard needs an --output-dir to write to"),
+    (("--profile",), "--profile needs an --output-dir to write to"),
+    (("--checkpoint-every", "5"), "--checkpoint-every needs an --output-dir to write to"),
+    (("--seed", "-1"), "--seed: must be an integer of at least 0, not -1"),
+    (("--seed", "9" * 20), f"--seed: must be below 2^63, not {'9' * 20}"),
     (("--output-dir", "/dev/null/run"), "--output-dir /dev/null/run cannot be made"),
 ]
 

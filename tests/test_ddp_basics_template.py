@@ -25,6 +25,7 @@ import pytest
 import stopping
 import torch
 from arguments import UserError
+from config import Settings
 from data import Shifted
 from helpers import ROOT, Torchrun, python, read_metrics, torchrun
 from loading import (
@@ -609,9 +610,17 @@ def test_fp16_with_gradients_that_never_are_numbers_ends(tmp_path):
     assert re.search(r"error: step (22|44): the loss is 2\.3.*gradient norm nan", result.output)
 
 
-def test_a_profile_needs_twelve_steps(tmp_path):
+def test_a_profile_needs_twelve_steps(tmp_path, capsys):
+    asked = Settings(profile=True, output_dir=tmp_path)
     with pytest.raises(UserError, match=r"^--profile traces steps 10 to 12, and the run has 11$"):
-        metrics.make_profiler(True, tmp_path, 11, Worker(0, 0, 1, CPU))
+        metrics.make_profiler(asked, 0, 11, Worker(0, 0, 1, CPU))
+    capsys.readouterr()
+    with metrics.make_profiler(asked, 10, 21, Worker(0, 0, 1, CPU)) as profiler:
+        assert profiler is None
+    says = "--profile: no trace, since it needs 12 steps, and 11 are left\n"
+    assert capsys.readouterr().out == says
+    with metrics.make_profiler(asked, 10, 22, Worker(0, 0, 1, CPU)) as profiler:
+        assert profiler
 
 
 @pytest.mark.slow

@@ -301,7 +301,7 @@ BAD_ARGUMENTS = [  # the flags of DDP's template are tested there: config.py say
     (("--keep", "0"), "--keep: must be an integer of at least 1"),
     (("--precision", "fp8"), "fp8"),
     (("--offload", "--precision", "fp16"), "--offload does not work with --precision fp16"),
-    (("--tensorboard",), "--tensorboard and --profile need an --output-dir"),
+    (("--tensorboard",), "--tensorboard needs an --output-dir to write to"),
     (("--output-dir", "/dev/null/run"), "--output-dir /dev/null/run cannot be made"),
 ]
 

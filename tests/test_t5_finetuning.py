@@ -600,7 +600,7 @@ def test_bad_line_ends_one_process_with_status_2(files, tmp_path):
     [
         (["--dim", "48"], "--dim must be a multiple of 32, not 48"),
         (["--batch-size", "9", "--accumulate", "2"], "--batch-size 9 does not divide into 2 equal"),
-        (["--profile"], "--tensorboard and --profile need an --output-dir to write to"),
+        (["--profile"], "--profile needs an --output-dir to write to"),
         (["--train-file", "x.jsonl"], "--train-file and --eval-file go together: one was given"),
         (["--dropout", "1"], "--dropout: must be a number from 0 to 0.99, not 1"),
         (["--max-target", "0"], "--max-target: must be an integer of at least 1, not 0"),

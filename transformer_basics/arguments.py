@@ -126,6 +126,8 @@ def _number(kind: type, is_right: Callable, says: str) -> Callable:
             value = None
         if value is None or not is_right(value):
             raise argparse.ArgumentTypeError(f"must be {says}, not {text}")
+        if kind is int and value >= 2**63:  # tensors and generators take 64 bits
+            raise argparse.ArgumentTypeError(f"must be below 2^63, not {text}")
         return value
 
     read.kind = kind

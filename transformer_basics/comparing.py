@@ -155,6 +155,6 @@ def make_parser(description: str) -> ArgumentParser:
     add("--dim", type=at_least(1), default=128, help="width: a multiple of --heads")
     add("--vocab-size", type=at_least(256), default=256, help="tokens known, at least 256 (bytes)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of all runs")
-    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--seed", type=at_least(0), default=0, help="seed of weights and data")
     add("--device", choices=DEVICES, default="auto", help=DEVICE_HELP)
     return parser

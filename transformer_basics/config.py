@@ -242,6 +242,12 @@ def check_mesh(settings: Settings, ranks: int) -> None:
             "--activation-checkpointing selective does not work with --cp: it would keep all "
             "scores of the ring; leave out selective"
         )
+    every = settings.activation_checkpointing
+    if isinstance(every, int) and every > settings.layers:
+        raise UserError(
+            f"--activation-checkpointing {every} recomputes none of the "
+            f"{settings.layers} blocks: give N up to --layers"
+        )
     if settings.cp > 1 and settings.document_masks:
         raise UserError("--cp does not work with --document-masks: the ring has no document masks")
     if settings.flex_attention:

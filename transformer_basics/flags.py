@@ -90,7 +90,7 @@ def parse_args() -> Settings:
     chunks = "compute the logits and the loss in N chunks of the tokens (default: 1)"
     add("--loss-chunks", type=at_least(1), help=chunks)
     add("--compile", action="store_true", help="torch.compile each block")
-    add("--seed", type=int, help="seed of weights and data")
+    add("--seed", type=at_least(0), help="seed of weights and data")
     add = parser.add_argument_group("parallelism").add_argument
     add("--pp", type=at_least(1), help="pipeline stages (default: 1)")
     order = "order of forward and backward in a pipeline (default: 1f1b)"
@@ -145,10 +145,9 @@ def parse_args() -> Settings:
         settings = settings.on(int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as error:
         parser.error(str(error))
-    if (settings.tensorboard or settings.profile) and not settings.output_dir:
-        parser.error("--tensorboard and --profile need an --output-dir to write to")
-    if settings.async_save and not settings.output_dir:
-        parser.error("--async-save needs an --output-dir to write to")
+    for name in ("checkpoint_every", "async_save", "keep", "tensorboard", "profile"):
+        if getattr(settings, name) != getattr(Settings, name) and not settings.output_dir:
+            parser.error(f"--{name.replace('_', '-')} needs an --output-dir to write to")
     if settings.train_timeout and not hasattr(dist, "set_timeout"):
         parser.error("--train-timeout needs torch 2.15 or later")
     if settings.lora_alpha and not settings.lora_rank:

@@ -75,7 +75,7 @@ def parse_args():
     temperature = "divide logits by it (0: take the likeliest token)"
     add("--temperature", type=between(0, math.inf), default=0.8, help=temperature)
     add("--top-k", type=at_least(0), default=40, help="draw from the K likeliest tokens (0: all)")
-    add("--seed", type=int, default=0, help="seed of the tokens that are drawn")
+    add("--seed", type=at_least(0), default=0, help="seed of the tokens that are drawn")
     add("--pp", type=at_least(1), default=1, help="pipeline stages")
     add("--dp-shard", type=at_least(1), default=1, help="FSDP shards")
     add("--cp", type=at_least(1), default=1, help="context-parallel shards of each sequence")
