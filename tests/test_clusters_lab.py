@@ -192,7 +192,8 @@ print("the agents have met", flush=True)
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 ranks = torch.tensor(float(dist.get_rank()))
 dist.all_reduce(ranks)
-print(socket.gethostname(), "is", dist.get_rank(), "sum", ranks.item(), flush=True)
+told = f"{socket.gethostname()} is {dist.get_rank()} sum {ranks.item()}"
+print(told + "\\n", end="", flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """

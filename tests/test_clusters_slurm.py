@@ -157,7 +157,8 @@ def test_a_script_that_does_not_exist(cluster, file, tmp_path):
 TELL = """
 import os, socket
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS"
-print(socket.gethostname(), *(os.environ[name] for name in names.split()))
+said = [socket.gethostname(), *(os.environ[name] for name in names.split())]
+print(" ".join(said) + "\\n", end="")  # in one piece: ranks share the output
 """
 
 
@@ -383,7 +384,7 @@ train.main()
 EXPORTS = """
 import os, time
 time.sleep(70 if os.environ["RANK"] == "0" else 0)
-print("rank", os.environ["RANK"], "has ended", flush=True)
+print(f"rank {os.environ['RANK']} has ended\\n", end="", flush=True)
 """
 
 

@@ -232,13 +232,15 @@ def missing():
     # no public names: the test's own meeting, and an operation with its own time limit
     store = dist.distributed_c10d._get_default_store()
     group = dist.distributed_c10d._get_default_group()
+    others_gave_up = [f"gave up {rank}" for rank in range(SIZE - 1)]
     if RANK == SIZE - 1:
-        store.wait([f"gave up {rank}" for rank in range(SIZE - 1)])
+        store.wait(others_gave_up)
         return [told(dist.barrier)]
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=3)
     found = told(lambda: group.allreduce([torch.ones(3)], options).wait())
     store.set(f"gave up {RANK}", "")
+    store.wait(others_gave_up)  # a rank that ended earlier would end the others' waiting
     return [found]
 
 
