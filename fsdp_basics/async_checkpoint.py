@@ -86,8 +86,10 @@ def compare(dim: int, depth: int, saves: int, folder: Path, worker: Worker) -> d
         values = [p.to_local().clone() for p in model.parameters()]  # to compare later
         async_folder = folder / f"async_{i}"
         started = now(worker.device)
+        # With a writer of its own, torch's thread makes a CUDA context on GPU 0, on every rank.
+        writer = dcp.FileSystemWriter(async_folder)
         saving = dcp.async_save(
-            sharded_state(parts), checkpoint_id=async_folder, process_group=saving_group
+            sharded_state(parts), storage_writer=writer, process_group=saving_group
         )
         waits["async_save"].append(now(worker.device) - started)
         while not all_done(saving, worker):  # the same on all ranks: a step needs all of them

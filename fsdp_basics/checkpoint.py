@@ -19,6 +19,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -107,7 +108,15 @@ def start_save(
     group: None: everything is written now. A Gloo group that is used for nothing else: the shards
         are copied now, and a thread writes them while training goes on.
     """
-    temporary, final = folder / "unfinished", folder / f"step_{step:08}"
+    # A name per step: a network file system may take an old name for the folder that had it before.
+    temporary, final = folder / f"unfinished_{step:08}", folder / f"step_{step:08}"
+
+    def own_checksums(saving: Future | None = None) -> dict[str, int]:
+        """Of the files of this rank, once they are written: dcp itself keeps no sums."""
+        if saving:
+            saving.result()
+        own_files = temporary.glob(f"__{worker.rank}_*.distcp")
+        return {file.name: checksum(file) for file in own_files}
 
     def begin() -> None:
         check_parts(parts)
@@ -118,6 +127,8 @@ def start_save(
             raise UserError(
                 f"another run wrote {foreign[-1]} to {folder}: choose another --output-dir"
             )
+        for left in folder.glob("unfinished*"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
         make_empty(temporary)
 
     together(begin)
@@ -130,7 +141,10 @@ def start_save(
     numbers = optimizer_numbers(parts)
     sharded = sharded_state(parts)
     if group:
-        saving = dcp.async_save(sharded, checkpoint_id=temporary, process_group=group)
+        # With a writer of its own, torch's thread makes a CUDA context on GPU 0, on every rank.
+        writer = dcp.FileSystemWriter(temporary)
+        saving = dcp.async_save(sharded, storage_writer=writer, process_group=group)
+        checksums = ThreadPoolExecutor(1).submit(own_checksums, saving)
 
     def finish() -> None:
         try:
@@ -143,22 +157,19 @@ def start_save(
     def write() -> None:
         try:
             if group:
-                saving.result()
+                own = checksums.result()
             else:
                 dcp.save(sharded, checkpoint_id=temporary)
+                own = own_checksums()
         except dcp.api.CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
             raise UserError(
                 f"cannot write {folder}, those before are untouched: {reason}"
             ) from None
-        # Only small things are collected: dcp itself keeps no sums, so each rank takes those of its
-        # own files, the states of its random generators, which no other rank has, and the numbers
-        # of its optimizers.
-        own_checksums = {
-            file.name: checksum(file) for file in temporary.glob(f"__{worker.rank}_*.distcp")
-        }
+        # Only small things are collected: the sums, the states of the random generators of a rank,
+        # which no other rank has, and the numbers of its optimizers.
         collected = [None] * worker.world_size
-        dist.all_gather_object(collected, (generators, own_checksums, numbers))
+        dist.all_gather_object(collected, (generators, own, numbers))
         on_rank_0(lambda: write_run(collected), worker, f"writing {temporary / 'run.pt'}")
 
     def write_run(collected: list[tuple]) -> None:

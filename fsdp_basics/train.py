@@ -171,7 +171,7 @@ def shard(model: nn.Module, place: torch.device, settings: Settings, worker: Wor
     """Make every parameter a DTensor, of which this rank holds its shard, in memory on `place`."""
     shape = (settings.dp_replicate, worker.world_size // settings.dp_replicate)
     mesh = init_device_mesh(worker.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, they wait 30 minutes (NCCL: 10)
+    if hasattr(dist, "set_timeout"):  # new in torch 2.15; before, they wait 30 minutes
         for group in mesh.get_all_groups():
             dist.set_timeout(timedelta(seconds=settings.timeout), group)
     if settings.dp_replicate == 1:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from arguments import UserError
-from checkpoint import resume, save_checkpoint, together
+from checkpoint import resume, save_checkpoint, start_save, together
 from runtime import Worker
 from saves import checksum, newest_of, problem_of, saves
 
@@ -93,6 +94,21 @@ def test_a_part_that_the_save_lacks_is_named(tmp_path, group, new):
     other = torch.optim.AdamW(model.parameters()) if new == "optimizer_1" else torch.nn.ReLU()
     with pytest.raises(UserError, match=rf"step_00000001 has no part '{new}': choose another"):
         resume(tmp_path, parts | {new: other}, {}, alone())
+
+
+def test_the_thread_that_saves_uses_no_gpu(tmp_path, group, monkeypatch):
+    """New threads begin on GPU 0: a context there on each rank takes its memory."""
+
+    def on_the_gpu(*args, **options):
+        raise AssertionError("the thread copies through its GPU")
+
+    loader = "torch.distributed.checkpoint.filesystem._OverlappingCpuLoader"  # no public name
+    monkeypatch.setattr(loader, on_the_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    parts = {"model": torch.nn.Linear(2, 2)}
+    finish = start_save(tmp_path, parts, 1, {}, alone(), group=dist.new_group(backend="gloo"))
+    finish()
+    assert problem_of(saves(tmp_path)[0]) is None
 
 
 def test_a_layer_that_the_model_no_longer_has_is_named(tmp_path, group):

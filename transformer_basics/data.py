@@ -200,7 +200,8 @@ class Batches:
         """Yield this rank's parts of the batches `step` to `end` - 1, on the device.
 
         A GPU runs asynchronously: while it computes a step, the program reads the next batch from
-        the disk and copies it. The copy does not wait, because it is from pinned memory.
+        the disk. The program does not wait for the copy, because it is from pinned memory; the GPU
+        makes it after the step, in the same stream.
         """
         part, parts = batch_part(mesh)
         for number in range(step, end):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from arguments import UserError
-from checkpoint import check_shared, read_run, resume, saves
+from checkpoint import read_run, resume, saves
 from config import Settings
 from data import Corpus
 from lora import initialize_adapters
@@ -38,7 +38,6 @@ def resume_or_initialize(
     """
     step, saved_run = 0, {}
     if folder:
-        check_shared(folder, worker)
         # The checksum of the tokens is that of a tokenizer, whose directory may move.
         may_change = ("steps", "tokenizer")
         identity = {name: value for name, value in run.items() if name not in may_change}

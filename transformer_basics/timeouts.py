@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 def set_timeout(seconds: float, mesh: DeviceMesh) -> None:
     """Set the time-out of the default group and of the groups of `mesh`; each rank calls this.
 
-    Before torch 2.15, groups of a mesh keep 30 minutes (NCCL: 10), and this does nothing.
+    Before torch 2.15, groups of a mesh keep 30 minutes, and this does nothing.
     """
     if hasattr(dist, "set_timeout"):
         groups = [*mesh.get_all_groups(), *fsdp_mesh(mesh).get_all_groups()]

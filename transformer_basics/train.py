@@ -15,6 +15,7 @@ import sys
 from datetime import timedelta
 
 import torch
+from checkpoint import check_shared
 from config import Settings
 from data import Batches, load_corpus
 from evaluation import evaluate, held_out_windows, mean_over_ranks
@@ -52,6 +53,8 @@ def train(settings: Settings, worker: Worker) -> int:
     sizes = (settings.block_size, settings.batch_size)
     batches = Batches(corpus.train, *sizes, settings.seed, settings.document_masks)
     folder = settings.output_dir / "checkpoints" if settings.output_dir else None
+    if folder:
+        check_shared(folder, worker)
     config = model_config(settings, corpus, folder)
     # Each rank holds its shards of the parameters, the gradients and the optimizer state.
     mesh, model, pipeline = spread_model(config, settings, worker.device)
