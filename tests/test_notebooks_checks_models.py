@@ -123,6 +123,10 @@ ONE_BY_ONE = """for i, (s, t) in enumerate(batches):
         model.set_requires_gradient_sync(i == len(batches) - 1)
         loss_over_tokens(model, s, t, tokens).backward()
 """
+NEVER_REDUCED = """model.set_requires_gradient_sync(False)
+    for s, t in batches:
+        loss_over_tokens(model, s, t, tokens).backward()
+"""
 SYNC_BETWEEN = """for i, (s, t) in enumerate(batches):
         loss = loss_over_tokens(model, s, t, tokens)
         model.set_requires_gradient_sync(i == len(batches) - 1)
@@ -132,7 +136,7 @@ SYNC_BETWEEN = """for i, (s, t) in enumerate(batches):
 
 @pytest.mark.slow
 def test_11_batches_are_computed_one_after_another(tmp_path):
-    bodies = [ALL_AT_ONCE, ONE_BACKWARD, ONE_BY_ONE, SYNC_BETWEEN]
+    bodies = [ALL_AT_ONCE, ONE_BACKWARD, NEVER_REDUCED, ONE_BY_ONE, SYNC_BETWEEN]
     answers = [ACCUMULATE + body for body in bodies]
     cells = [f"cell-0{n}" for n in ("03", "09", "12", "14", "16", "23")]
     cells.append("from torch.utils._python_dispatch import TorchDispatchMode\n")
@@ -141,7 +145,8 @@ def test_11_batches_are_computed_one_after_another(tmp_path):
     assert "one `loss_over_tokens` for each" in lines[0][1]
     assert lines[1][0].startswith("not yet: a forward pass begins before the backward")
     assert "backward() inside the loop" in lines[1][1]
-    assert lines[2] == lines[3] == ("correct", "correct")
+    assert lines[2][0].startswith("not yet: there are no sharded gradients")
+    assert lines[3] == lines[4] == ("correct", "correct")  # nothing is left of the answer before
 
 
 MERGE = """
@@ -227,6 +232,13 @@ def best_word(logits):
         dist.recv(word, 0)
     return int(word)
 """
+AS_OBJECTS = """
+def best_word(logits):
+    every = [None] * world_size
+    dist.all_gather_object(every, {numbers})
+    words = [float(x) for part in every for x in part]
+    return words.index(max(words))
+"""
 TWO_SUMS = """
 def best_word(logits):
     value, index = logits.max(0)
@@ -247,12 +259,15 @@ def best_word(logits):
 
 
 def test_13_logits_are_not_gathered_in_any_way(tmp_path):
-    answers = [BY_GATHER, IN_PIECES, BY_SENDS, TWO_SUMS, TWO_NUMBERS]
+    objects = ("logits.tolist()", "tuple(logits.tolist())", "logits.numpy()")
+    answers = [BY_GATHER, IN_PIECES, BY_SENDS]
+    answers += [AS_OBJECTS.format(numbers=numbers) for numbers in objects]
+    answers += [TWO_SUMS, TWO_NUMBERS]
     lines = on_ranks(tmp_path, "13", ["\n"], "c063", answers, ranks=2)
-    for wrong in lines[:3]:
+    for wrong in lines[:6]:
         assert wrong[0] == "not yet: that gathers the logits: send only what can win"
         assert "each rank has one candidate" in wrong[1]
-    assert lines[3] == lines[4] == ("correct", "correct")
+    assert lines[6] == lines[7] == ("correct", "correct")
 
 
 ODD = """
