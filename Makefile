@@ -28,8 +28,8 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 	@echo "Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) REQUIREMENTS=$(REQUIREMENTS) (small CPU builds: requirements-cpu.txt)"
 
-demo: ready ## train one model with two processes, on handwritten digits
-	.venv/bin/torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5
+demo: ready ## train one model with two processes on the CPU, on handwritten digits
+	.venv/bin/torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5 --device cpu
 	@echo
 	@echo "Two processes have trained one model. What to open next:"
 	@echo "  .venv/bin/jupyter lab notebooks   the course: begin with 00_start_here.ipynb"

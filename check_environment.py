@@ -83,7 +83,7 @@ def ask(name, check, *args):
 
 
 def check_system(platform):
-    advice = "the examples run on Linux and macOS; on Windows, run all of this inside WSL"
+    advice = "the examples run on Linux (macOS: not tested); on Windows, run all of this inside WSL"
     supported = platform in ("linux", "darwin")
     return Check("system", platform, "" if supported else advice, stops=not supported)
 

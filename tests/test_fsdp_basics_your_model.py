@@ -24,6 +24,17 @@ def changes(section: str) -> list[tuple[str, str]]:
     return found
 
 
+def test_the_table_names_what_the_template_uses_of_task_py():
+    table = PAGE.partition("| name | what it is |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+)", row.partition(", of")[0])}
+    used = set()
+    for file in (ROOT / "fsdp_basics").glob("*.py"):
+        for names in re.findall(r"^from task import (.*)", file.read_text(), re.M):
+            used |= set(names.split(", "))
+    assert named == used
+
+
 @pytest.mark.slow
 def test_a_run_with_two_optimizers_continues_with_the_same_bits(tmp_path):
     copy = Copy("fsdp_basics", tmp_path)

@@ -938,7 +938,7 @@ FOR_TESTS = [
 CHECK = "python check_environment.py --brief"
 PYTEST = "python -m pytest -n 3"
 PART = f"{PYTEST} -m not release"
-TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5"
+TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5 --device cpu"
 
 
 def test_make_demo(project):

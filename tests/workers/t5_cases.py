@@ -271,14 +271,13 @@ def stop_and_resume(worker) -> dict:
     dist.all_gather_object(losses_of_ranks, losses)
     run(FOLDER / "stopped", stop_at=3)
     run(FOLDER / "stopped")
-    evaluations_after_resuming = evaluations[-1]
     results = {
         "finished": finished[:],
         "seeds": seeds,
         "losses of ranks": losses_of_ranks,
         "norms": norms_of_straight,
         "exports": exports[0],
-        "evaluations": (evaluations[0], evaluations_after_resuming),
+        "evaluations": evaluations[:],
         "infinite": refused(FOLDER / "infinite", "--lr=1e30", "--warmup=0"),
         "infinite saved": len(list((FOLDER / "infinite/checkpoints").glob("step_*"))),
         "other names": refused(FOLDER / "straight", "--name-epochs=0"),
