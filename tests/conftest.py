@@ -99,16 +99,15 @@ def unit(nodeid: str) -> str:
 
 
 def in_turn(units: Iterable[str]) -> list[str]:
-    """The order in which workers take them: every third is one of those that mostly wait.
+    """The order in which workers take them.
 
-    These are the files of clusters/, where what is lost must be missed, and then the notebooks,
-    whose kernels and ranks start one after the other. So the processors always have work. The
-    other files come, as it happens, in the opposite order of their names: what takes long is first.
+    What takes long comes first, or one worker would be left with it in the end: the notebooks and
+    then, as it happens, the files in the opposite order of their names. Every third is one of
+    those of clusters/ instead, which mostly wait: for what is lost to be missed.
     """
-    units = sorted(units, reverse=True)
-    waiting = [unit for unit in units if "test_clusters" in unit]
-    waiting += [unit for unit in units if NOTEBOOK in unit]
-    busy = iter([unit for unit in units if unit not in waiting])
+    first = sorted(units, key=lambda unit: (NOTEBOOK in unit, unit), reverse=True)
+    waiting = [unit for unit in first if "test_clusters" in unit]
+    busy = iter(unit for unit in first if "test_clusters" not in unit)
     order = []
     for unit in waiting:
         order += [unit, *islice(busy, 2)]

@@ -229,11 +229,8 @@ def test_a_thread_that_saves_in_the_group_of_training(copy):
     except TimeoutError:
         status = "no end"
     assert status in ("no end", -signal.SIGABRT)
-    copy.edit(
-        "async_checkpoint.py",
-        "            sharded_state(parts), checkpoint_id=async_folder",
-        "            sharded_state(parts), checkpoint_id=async_folder, process_group=saving_group",
-    )
+    without = "            sharded_state(parts), storage_writer=writer"
+    copy.edit("async_checkpoint.py", without, f"{without}, process_group=saving_group")
     assert "while steps went on: True" in copy.run("async_checkpoint.py").check().output
 
 
