@@ -105,7 +105,7 @@ def check_same_data(datasets: list[Dataset], workers: int, worker: Worker) -> st
     The check compares the length and three samples of each data set. An empty data set is an error,
     and so is a stream, which has no length.
     Returns what a run that continues compares: the lengths, and a digest of the integers in the
-    samples, such as labels. (A text may be a path, and another decoder may change an image a bit.)
+    samples, such as labels. (A text may be a path, and another decoder may round pixels otherwise.)
     """
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         raise UserError(

@@ -360,6 +360,19 @@ def test_another_text_on_one_host_is_named(tmp_path):
     assert "step 1" not in result.output
 
 
+@pytest.mark.slow
+def test_an_output_folder_that_hosts_do_not_share_is_named(tmp_path):
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    for folder in hosts:
+        folder.mkdir()
+        (folder / "text.txt").write_bytes(b"one text\n" * 500)
+    args = (*SIZES, *STEPS, "--data", "text.txt", "--output-dir", "run")
+    result = pool.run(TRAIN, *args, ranks=2, nodes=2, cwd=hosts, timeout=60)
+    assert result.returncode == 2
+    assert "error: run/checkpoints is not on a disk that all ranks share: rank 1" in result.output
+    assert "step 1" not in result.output
+
+
 # ---- the end
 
 

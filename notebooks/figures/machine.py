@@ -1,4 +1,4 @@
-"""Pictures of chapter 5: how fast numbers move, the roofline, and the third roof: the wire."""
+"""Pictures of chapter 5: how fast numbers move, the roofline, and the third roof: the link."""
 
 from matplotlib.ticker import FuncFormatter
 
