@@ -290,12 +290,13 @@ def test_fsdp1_with_offload_compares_itself_on_gpus():
 
 
 @pytest.fixture(scope="module")
-def waits(data):
+def waits(data, tmp_path_factory):
     """Name of a template -> what it and emulated_waits.py have printed."""
 
     def train(name: str) -> str:
         script, *flags = f"{COMMANDS[name]} {STEPS_TO_WATCH[name]}".split()
         told = (ROOT / script, *flags, *flags_of(COMMANDS[name], data), "--log-every", 100)
+        told += ("--output-dir", tmp_path_factory.mktemp(name))
         return run("tests/workers/emulated_waits.py", *told, gpus=2).check().output
 
     return OnDemand(train)

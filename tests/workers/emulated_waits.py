@@ -29,4 +29,6 @@ register_optimizer_step_post_hook(note)
 with suppress(SystemExit):
     runpy.run_path(sys.argv[0], run_name="__main__")
 waits.append(device.host_waits())
-print(f"waits: {' '.join(map(str, waits))}\nconnected to {groups[0]}", flush=True)
+# Two calls: with one, the other rank could print between its lines.
+print("waits:", *waits, flush=True)
+print(f"connected to {groups[0]}", flush=True)
