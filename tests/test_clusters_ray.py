@@ -29,6 +29,7 @@ from helpers import (
 
 SCRIPT = ROOT / "clusters/ray/train.py"
 DDP, FSDP = ROOT / "ddp_basics/train.py", ROOT / "fsdp_basics/train.py"
+PAUSED = ROOT / "tests/workers/paused.py"
 MISSING = [x for x in ("ray", "pandas", "pyarrow") if not installed(x)]
 needs_ray = pytest.mark.skipif(
     bool(MISSING), reason=f"no {MISSING} here: pip install -r requirements-clusters.txt"
@@ -67,11 +68,6 @@ def train(told: dict, *args) -> Job:
     return Job([sys.executable, SCRIPT, *args], **told)
 
 
-def begun(job: Job, output_dir: Path) -> None:
-    """Wait for the ranks; to look for their processes in the meantime would take a processor."""
-    job.wait_until((output_dir / "metrics.jsonl").exists, 200)
-
-
 def rank(head: Job, output_dir: Path, number: int) -> psutil.Process:
     """The process of a rank of the training that writes there."""
     ranks = [p for p in head.ranks() if str(output_dir) in p.cmdline()]
@@ -85,11 +81,10 @@ def test_a_killed_rank(cluster, tmp_path):
     head, told = cluster
     vit, alone = tmp_path / "vit", tmp_path / "alone"
     args = (FSDP, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 4, "--output-dir")
-    with train(told, *args, vit) as job:
-        begun(job, vit)
-        victim = rank(head, vit, 0)
-        job.wait_until(lambda: reached(vit, 8), 100)
-        victim.kill()
+    with train(told, PAUSED, tmp_path / "killed", 10, *args, vit) as job:
+        job.wait_until(lambda: reached(vit, 8), 200)
+        rank(head, vit, 0).kill()
+        (tmp_path / "killed").touch()
         output = job.wait(200).check().output
     assert re.search(r"rank 0: .*died with <Signals.SIGKILL: 9>", output)
     assert re.search(r"continuing from .* after step \d+", output)
@@ -132,13 +127,14 @@ def test_a_killed_worker(cluster, tmp_path):
     """ddp_basics loses a Ray worker during the run: its rank ends with it, and all restart."""
     head, told = cluster
     hurt, alone = tmp_path / "hurt", tmp_path / "alone"
-    script = DDP.relative_to(ROOT)  # as printed: relative to where the command is typed
-    with train(told, script, "--epochs", 10, "--output-dir", hurt) as job:
-        begun(job, hurt)
+    script = PAUSED.relative_to(ROOT)  # as printed: relative to where the command is typed
+    args = (tmp_path / "killed", 30, DDP, "--epochs", 10, "--output-dir", hurt)
+    with train(told, script, *args) as job:
+        job.wait_until(lambda: reached(hurt, 22), 200)
         child = rank(head, hurt, 1)
-        job.wait_until(lambda: reached(hurt, 22), 100)
         child.parent().kill()  # the worker
         assert not psutil.wait_procs([child], timeout=5)[1]
+        (tmp_path / "killed").touch()
         job.wait(200).check()
     pool.run(DDP, "--epochs", 10, "--output-dir", alone, ranks=2).check()
     assert learned(hurt) == learned(alone)
