@@ -1002,6 +1002,9 @@ def test_a_run_is_its_text_and_can_be_made_longer(corpus, straight, tmp_path):
     refused = pool.run(TRAIN, *common, "--data", other)
     assert refused.returncode == 2
     assert "was trained with data = " in refused.output
+    refused = pool.run(TRAIN, *common, "--data", *corpus, "--pad-vocab-to", 400)
+    assert refused.returncode == 2
+    assert "has 256 rows, not --pad-vocab-to 400" in refused.output
     # The same text, wherever it lies, and more steps of it.
     said = pool.run(TRAIN, *common, "--data", *moved).check().output
     assert "planned for 4 steps, now for 8: from here on the learning rate follows" in said

@@ -15,14 +15,21 @@ from runtime import Worker
 def model_config(settings: Settings, corpus: Corpus, folder: Path | None) -> GPTConfig:
     """The model of the flags, with the vocabulary of the continued run, or of --init-from.
 
-    folder: the checkpoints, or None. Raises `UserError` if --init-from does not fit the flags.
+    folder: the checkpoints, or None.
+    Raises `UserError` if --init-from does not fit the flags, or --pad-vocab-to the continued run.
     """
     for save in reversed(saves(folder) if folder else []):
         try:
             run = read_run(save)["run"]
-            return settings.model(run["vocab_size"], run.get("token_count"))
+            rows = run["vocab_size"]
         except (UserError, KeyError):  # broken or foreign: `resume` says so
             continue
+        if settings.pad_vocab_to not in (None, rows):
+            raise UserError(
+                f"the embedding of {folder} has {rows} rows, not --pad-vocab-to "
+                f"{settings.pad_vocab_to}: choose another --output-dir"
+            )
+        return settings.model(rows, run.get("token_count"))
     if settings.init_from:
         return read_config(settings, corpus.tokenizer.token_count)
     return settings.padded_model(corpus.tokenizer.token_count)
