@@ -332,6 +332,57 @@ def test_03_a_bug_is_a_number(said, answer):
     assert lines == [f"not yet: answer a: a number from 1 to 4, not {answer!r}"] * 2
 
 
+@pytest.mark.parametrize("answer", ["2", [2], 5])
+def test_06_a_bug_is_a_number(said, answer):
+    """The ranks of this loop begin with different weights: bug 2."""
+    evidence = [[[torch.tensor(rank)] * 3] * 3 for rank in range(2)]
+    names = {"torch": torch, "gather": lambda name: evidence, "bug_b": 2, "bug_c": 2}
+    assert said("06", "cell-69", bug_a=2, **names) == ["correct"] * 2
+    first, _ = said("06", "cell-69", bug_a=answer, **names)
+    assert first == f"not yet: bug_a: a number from 1 to 4, not {answer!r}"
+
+
+@pytest.mark.parametrize(("epochs", "line"), [((0, 1, 2), "correct"), ((0, 1, 0), "not yet: ")])
+def test_06_no_epoch_repeats_another(said, epochs, line):
+    def visit(sampler, count):
+        orders = []
+        for epoch in epochs[:count]:
+            sampler.set_epoch(epoch)
+            orders.append(list(sampler))
+        return orders
+
+    sampler = torch.utils.data.DistributedSampler
+    assert said("06", "cell-75", visit=visit, DistributedSampler=sampler)[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "says"),
+    [(4, "correct"), (8, "not yet: 16 images at a time fit, but"), (2, "not yet: 64 images at")],
+)
+def test_07_the_smallest_accumulate_that_fits(said, accumulate, says):
+    assert said("07", "cell-58", accumulate=accumulate, travels=1)[0].startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [
+        (lambda parts, ranks: ranks / parts, "correct"),
+        (lambda parts, ranks: ranks / 12, "not yet: 8 parts, 3 rank(s): the gradient is 0.667"),
+    ],
+)
+def test_19_the_factor_depends_on_the_parts(said, factor, says):
+    assert said("19", "cell-68", torch=torch, factor=factor)[0].startswith(says)
+
+
+def test_19_the_hint_is_for_the_mistake(said):
+    def as_if_all_had_equally_many(agents):
+        addresses = enumerate(sorted(agents))
+        return {(a, k): i * agents[a] + k for i, a in addresses for k in range(agents[a])}
+
+    _, second = said("19", "cell-55", ranks_of=as_if_all_had_equally_many)
+    assert second.endswith("(Hint: an agent's first rank is the sum of all ranks before it)")
+
+
 STEPS = """
 def steps_until_done(comm, loss):
     loss = loss.clone()
@@ -630,6 +681,7 @@ def test_23_an_account_without_a_lock_is_not_safe(tmp_path):
     cases = [("self.balance", line) for line in pay_in]
     cases += [("self.paid['in']", line) for line in pay_in[:2]]
     answers = [ACCOUNT.format(balance=b, pay_in=line.format(b)) for b, line in cases]
+    answers.append(answers[1].replace("return ", ""))
     cells = [RPC, source("23", "cell-49")]
     lines = on_ranks(tmp_path, "23", cells, "cell-51", answers, ranks=2)
     for unsafe, safe in ((0, 1), (3, 4)):
@@ -637,6 +689,9 @@ def test_23_an_account_without_a_lock_is_not_safe(tmp_path):
         assert lines[safe][0] == "correct"
     raised = "not yet: it raises RuntimeError: AttributeError: On Worker.*has no attribute 'no'"
     assert re.match(raised, lines[2][0])
+    first, second = lines[5]
+    assert first == "not yet: get() returns None, not the balance"
+    assert second == f"{first} (Hint: get() needs a return)"
 
 
 STALE = """
