@@ -8,7 +8,7 @@ from loading import Seeded, to_device
 from runtime import Worker
 from stopping import obey_the_rank_only
 from task import collate, compute_loss
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -36,14 +36,15 @@ def evaluate(
         pin_memory=worker.device.type != "cpu",
         generator=torch.Generator(),  # or it would draw from the global one
     )
-    names, total = [], 0
+    names, total = [], torch.zeros((), dtype=torch.float64, device=worker.device)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     for share, batch in zip(shares, loader, strict=True):
         loss_sum, count, others = compute_loss(model, to_device(batch, worker.device))
         names, values = ["loss", *others], [count, loss_sum, *others.values()]
-        sums = [torch.as_tensor(v, dtype=torch.float64, device=worker.device) for v in values]
-        total += torch.stack(sums) * (len(share) > 0)
+        # Filled in by a kernel: a number that is copied to a GPU waits for all work before it.
+        sums = [v.to(total) if isinstance(v, Tensor) else total.new_full((), v) for v in values]
+        total = total + torch.stack(sums) * (len(share) > 0)
     for module, mode in modes:  # a frozen BatchNorm, for example, stays in eval mode
         module.training = mode
     dist.all_reduce(total)

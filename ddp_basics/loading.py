@@ -186,11 +186,10 @@ def digest_of(texts: list[str]) -> str:
 
 
 def to_device(batch, device: torch.device):
-    """`batch` with each tensor in its dicts, lists, tuples and dataclasses on `device`."""
+    """`batch` with all that has a `to` in its dicts, lists, tuples and dataclasses on `device`."""
 
     def move(leaf):
-        moves = isinstance(leaf, Tensor | PackedSequence)
-        return leaf.to(device, non_blocking=True) if moves else leaf
+        return leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf
 
     return map_leaves(move, batch)
 

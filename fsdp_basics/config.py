@@ -145,7 +145,7 @@ def parse_args() -> Settings:
             "--offload does not work with --precision fp16: GradScaler may read its scale on the "
             "CPU before the copy from the GPU has arrived; use bf16, which needs no scaler"
         )
-    for name in ("checkpoint_every", "keep", "tensorboard", "profile"):
+    for name in ("checkpoint_every", "async_save", "keep", "tensorboard", "profile"):
         if getattr(settings, name) != getattr(Settings, name) and not settings.output_dir:
             parser.error(f"--{name.replace('_', '-')} needs an --output-dir to write to")
     parser.make_folder("--output-dir", settings.output_dir)

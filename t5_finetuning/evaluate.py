@@ -62,7 +62,8 @@ def local_batches(
     indices = [indices for indices, _ in shares]
     loader = make_loader(dataset, indices, collate_pairs, settings.workers, worker.device)
     for batch, (_, count) in zip(loader, shares, strict=True):
-        yield {name: tensor.to(worker.device) for name, tensor in batch.items()}, count
+        moved = {n: tensor.to(worker.device, non_blocking=True) for n, tensor in batch.items()}
+        yield moved, count
 
 
 def equal_shares(

@@ -1,5 +1,6 @@
 """Stop on a signal: all ranks agree on a step, leave the loop after it, and save."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -110,7 +111,8 @@ def obey_the_rank_only(worker_id: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait() -> None:
-        while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
+        rank = multiprocessing.parent_process().pid  # os.getppid() may be a fork server
+        while signal.sigwaitinfo(SIGNALS).si_pid != rank:
             pass
         os._exit(0)
 

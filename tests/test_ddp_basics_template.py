@@ -102,6 +102,58 @@ def test_a_packed_sequence_moves_as_a_whole():
     assert moved.batch_sizes.tolist() == [2, 2, 1]
 
 
+HUNG = """
+import multiprocessing, sys, time
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, sys.argv[2])
+from stopping import obey_the_rank_only
+
+class Hangs(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        time.sleep(1000 * index)
+        return index
+
+if __name__ == "__main__":
+    told = {"num_workers": 1, "worker_init_fn": obey_the_rank_only, "batch_size": 1}
+    batches = iter(DataLoader(Hangs(), multiprocessing_context=sys.argv[1], **told))
+    next(batches)
+    (process,) = multiprocessing.active_children()
+    process.terminate()
+    process.join(60)
+    print("ended with", process.exitcode)
+    process.kill()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_worker_that_hangs_ends_when_its_rank_asks(method, tmp_path):
+    """Under forkserver, the default of Python 3.14, its parent process is not the rank."""
+    script = tmp_path / "hangs.py"
+    script.write_text(HUNG)
+    assert "ended with 0" in python(script, method, ROOT / "ddp_basics").check().output
+
+
+class Graph:
+    """As torch_geometric's: no tensor, and it moves its own."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device, non_blocking=False):
+        return Graph(self.x.to(device, non_blocking=non_blocking))
+
+
+def test_a_batch_of_ones_own_type_moves_itself():
+    moved = to_device({"graph": Graph(torch.ones(2)), "name": "a"}, torch.device("meta"))
+    assert moved["graph"].x.is_meta
+    assert moved["name"] == "a"
+
+
 UNSPLIT = {
     "other type": (SimpleNamespace(ids=torch.arange(8)), "a SimpleNamespace"),
     "strings": ([torch.zeros(4, 2), torch.zeros(4), ["a", "b", "c", "d"]], "a str"),

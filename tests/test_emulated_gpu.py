@@ -324,6 +324,13 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step(name, waits):
         assert end > steps[-1]  # to print
 
 
+@pytest.mark.parametrize("directory", ["ddp_basics", "fsdp_basics"])
+def test_the_host_waits_for_no_batch_of_an_evaluation(directory):
+    said = run("tests/workers/emulated_evaluation.py", directory, gpus=1, ranks=1).check().output
+    found = re.findall(r"batches: (\d+) waits: (\d+)", said)
+    assert found == [("2", "1"), ("6", "1")]  # for the sums of all batches
+
+
 def test_nccl_connects_before_its_first_operation(waits):
     assert sorted(re.findall(r"connected to (\S+)", waits["ddp"])) == ["cuda:0", "cuda:1"]
 

@@ -302,6 +302,7 @@ BAD_ARGUMENTS = [  # the flags of DDP's template are tested there: config.py say
     (("--precision", "fp8"), "fp8"),
     (("--offload", "--precision", "fp16"), "--offload does not work with --precision fp16"),
     (("--tensorboard",), "--tensorboard needs an --output-dir to write to"),
+    (("--async-save",), "--async-save needs an --output-dir to write to"),
     (("--output-dir", "/dev/null/run"), "--output-dir /dev/null/run cannot be made"),
 ]
 

@@ -39,11 +39,15 @@ def check_replicas(model: nn.Module, step: int, worker: Worker) -> None:
         return
     named = {(shard, name): value for shard, names in own.items() for name, value in names.items()}
     rank, other, (_, name) = differing(gather(named, worker))
-    raise UserError(
-        f"step {step}: ranks {other} and {rank} hold different numbers, first in {name}: "
+    why = (
         "a parameter that takes no part (DDP: --find-unused-parameters), a loss computed past the "
-        "wrapper, a parameter changed or unfrozen after wrapping, or a seed; checkpoints from "
-        "before are as they were"
+        "wrapper, a parameter changed or unfrozen after wrapping, or a seed"
+    )
+    if name in dict(model.named_buffers()):
+        why = "a buffer that follows a rank's own batches: all-reduce it where it changes"
+    raise UserError(
+        f"step {step}: ranks {other} and {rank} hold different numbers, first in {name}: {why}; "
+        "checkpoints from before are as they were"
     )
 
 

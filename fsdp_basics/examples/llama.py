@@ -91,7 +91,7 @@ def units(model: nn.Module) -> list[nn.Module | list[nn.Module]]:
 
 
 def compute_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | int, dict[str, Tensor]]:
-    logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-    targets = batch[:, 1:]  # the next token at each position
+    logits = model(input_ids=batch, use_cache=False).logits.float()
+    targets = F.pad(batch[:, 1:], (0, 1), value=-100)  # the next token; the last is not counted
     loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return loss_sum, targets.numel(), {"accuracy": (logits.argmax(dim=-1) == targets).sum()}
+    return loss_sum, batch[:, 1:].numel(), {"accuracy": (logits.argmax(dim=-1) == targets).sum()}

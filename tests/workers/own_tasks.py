@@ -336,6 +336,11 @@ def drifting(worker) -> dict:
     train.DistributedDataParallel = partial(wrap, init_sync=False)
     found["seed"] = Run(worker, build_by_rank, log_every=3)
     train.DistributedDataParallel = wrap
+
+    def count_of_rank(run) -> None:
+        run.model.table += worker.rank
+
+    found["a rank's own count"] = Run(worker, spoil=count_of_rank, log_every=3)
     return found
 
 
