@@ -9,11 +9,14 @@ Look at
 
 1. the handle. async_op=True returns at once; until wait() has returned, no code may read or
    write the tensor. A chain of then() runs when the result is there; no thread waits for it.
+   (With NCCL it runs at once: only streams wait. In torch 2.15 get_future() itself makes the
+   current stream wait.)
 2. the timelines: the same computation and the same transfers, in two orders. `-` begins when a
    transfer is started and ends when it is complete.
 3. what bounds the gain. The first bucket must be computed before any transfer can start, and no
    computation is left to overlap the last transfer. Over loopback the CPU copies the bytes, so a
-   transfer overlaps only while a core is idle. A network card or a GPU (NCCL) needs no core for it.
+   transfer overlaps only while a core is idle. NCCL takes some multiprocessors of the GPU instead,
+   and between nodes a CPU thread.
 """
 
 import os
@@ -68,6 +71,7 @@ def try_handle(device: torch.device, aside=None) -> dict:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     last, gave_up = rank == world_size - 1, "-"
     x = torch.full((2,), float(rank + 1), device=device)
+    dist.all_reduce(torch.zeros_like(x))  # in its first call NCCL connects: all ranks must come
     if last:
         dist.barrier(group=aside)
     work = dist.all_reduce(x, async_op=True)
@@ -160,7 +164,7 @@ def run_order(order: str, tensors: list, compute: Callable[[], object], group=No
 
 def balanced_compute(tensor: torch.Tensor, ratio: float, group=None) -> Callable[[], None]:
     """Matrix products that take `ratio` times as long as an all_reduce of `tensor`."""
-    size = 256 if tensor.device.type == "cpu" else 4096
+    size = 256 if tensor.device.type == "cpu" else 1024
     a, out = torch.ones(size, size, device=tensor.device), torch.empty(size, size).to(tensor)
 
     def products(count: int) -> None:

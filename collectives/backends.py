@@ -80,11 +80,17 @@ def show_operations(worker: Worker) -> None:
 
 def try_operations(device, group) -> dict[str, str]:
     """Call every operation on tensors of `device`: name -> "yes", or what went wrong."""
-    # Every rank raises such an error before it sends anything, so no rank is left waiting.
+    # Every rank raises such an error before it sends anything, so no rank is left waiting. But Gloo
+    # sends a GPU tensor's address to the network card, which ends the connection of the two ranks.
+    gloo_on_gpu = dist.get_backend(group) == "gloo" and torch.device(device).type != "cpu"
     mine = {}
     for name, run in operations(device, group).items():
-        alone = dist.get_world_size(group) == 1 and name in BETWEEN_TWO
-        mine[name] = "needs two ranks" if alone else attempt(run)
+        if name in BETWEEN_TWO and dist.get_world_size(group) == 1:
+            mine[name] = "needs two ranks"
+        elif name in BETWEEN_TWO and gloo_on_gpu:
+            mine[name] = "no: between two ranks Gloo sends CPU tensors only"
+        else:
+            mine[name] = attempt(run)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {

@@ -12,7 +12,8 @@ Look at
 2. algbw = bytes / time. It falls when ranks are added even if the network is fully used, because an
    all-reduce moves 2 (N-1) / N bytes per byte. busbw corrects for that: it is what one rank of a
    ring sends and receives per second (naive, tree and recursive_doubling send more), and the only
-   number to compare with the limits in the last lines.
+   number to compare with the limits in the last lines: those of memory and of TCP between CPUs.
+   (NCCL on GPUs of one node uses neither the CPU's memory nor TCP, and is faster.)
 3. the spread (min, max). Two medians differ only if their difference is larger than the spread.
 
 --verify compares every value at every size with a plain sum. --output-dir saves every sample and a
@@ -62,10 +63,11 @@ def main() -> None:
         if not measurements:
             raise UserError("nothing to measure: send_recv needs two ranks or more")
         fits = fit_each(measurements)
-        limits = measure_limits(sizes[-1], args.repeats, worker)
         if worker.is_main:
             print_measurements(measurements)
             print_fits(fits)
+        limits = measure_limits(sizes[-1], args.repeats, worker)
+        if worker.is_main:
             print_limits(limits, sizes[-1])
             for error in errors:
                 print(error)

@@ -115,10 +115,12 @@ def own_address() -> str:
 
 def connect_ring(worker: Worker) -> tuple[socket.socket, socket.socket]:
     """Plain TCP connections, as in Gloo, to the next rank and from the previous one."""
-    one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     with socket.create_server(("127.0.0.1" if one_node else "", 0)) as server:
         addresses = [None] * worker.world_size
         host = "127.0.0.1" if one_node else own_address()
         dist.all_gather_object(addresses, (host, server.getsockname()[1]))
-        to_next = socket.create_connection(addresses[(worker.rank + 1) % worker.world_size])
+        next_rank = addresses[(worker.rank + 1) % worker.world_size]
+        to_next = socket.create_connection(next_rank, timeout=30)  # to connect; then without limit
+        to_next.settimeout(None)
         return to_next, server.accept()[0]

@@ -8,7 +8,7 @@
    gather_object, all_gather_object, send_object_list, recv_object_list.
 2. The cost: pickle turns an object into bytes. One collective sends their number, the next one the
    bytes, padded to the longest object of all ranks. Look at the collectives and bytes per call, and
-   at the time.
+   at the time. (A GPU tensor arrives on the *sender's* GPU number: send x.cpu().)
 3. The danger: unpickling runs code that the *sender* chose. Here it only sets an environment
    variable in the receiver, and the object that arrives looks innocent. Any process that can
    connect to your job can do that. The last table shows the safe way: JSON and tensors are only
@@ -124,7 +124,7 @@ def show_cost(args, worker: Worker) -> None:
     for count in (1, 1_000, 1_000_000):
         x = torch.randn(count, device=worker.device)
         tensor = cost(lambda x=x: as_tensor(x), args.repeats, worker.device)
-        thing = cost(lambda x=x: as_object(x), args.repeats, worker.device)
+        thing = cost(lambda x=x: as_object(x.cpu()), args.repeats, worker.device)
         for way, (calls, size, ms) in (("tensor", tensor), ("object", thing)):
             what, ratio = f"{count:,} x float32", f"{ms / tensor[2]:.1f}"
             rows.append([what, way, calls, f"{size:,}", f"{ms:.2f}", ratio])

@@ -135,7 +135,8 @@ def matmul_plan(x: str, y: str, sizes: tuple[int, int, int], mesh: DeviceMesh) -
 def microseconds(source: str, target: str, shape, mesh: DeviceMesh) -> float:
     """DTensor's estimate. It knows NVLink and Ethernet, and treats each CPU as one machine."""
     local = mesh.device_type == "cuda" and mesh.size() <= torch.cuda.device_count()
-    per_hop, bytes_per_microsecond = (0.6, 87.7e3) if local else (2.7, 0.22 * 87.7e3)
+    nvlink = 87.7 * 2**30 / 1e6  # bytes per microsecond
+    per_hop, bytes_per_microsecond = (0.6, nvlink) if local else (2.7, 0.22 * nvlink)
     collective = collective_for(source, target)
     hops = (mesh.size() - 1) * (2 if collective == "all_reduce" else 1)
     latency = 6.6 + per_hop * hops + (collective == "all_to_all")

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float
     n = 8192 if device.type == "cuda" else 768
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     product = median_seconds(lambda: a @ b, device, seconds)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     source = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
     copy = median_seconds(lambda: target.copy_(source), device, seconds)
@@ -70,31 +72,43 @@ def measure(device: torch.device, seconds: float, ranks: int) -> dict[str, float
         "activation_factor": 1 if device.type == "cuda" else 2,
         "launch_s": launch,
         "base_gib": base,
-        "gpu_memory_gb": memory_gb(device) / (1 if device.type == "cuda" else ranks),
+        "gpu_memory_gb": memory_gb(device) / (1 if device.type == "cuda" else here),
         "hop_s": 0.0,
         "fp8": device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9),
     }
     if ranks > 1:
-        found |= ring(device, seconds, ranks)
+        found |= links(device, seconds, ranks)
     return found
 
 
-def ring(device: torch.device, seconds: float, ranks: int) -> dict[str, float]:
-    """Bandwidth and latency of a hop, from an all_reduce of few and of many bytes.
+def links(device: torch.device, seconds: float, ranks: int) -> dict[str, float]:
+    """Bandwidth and latency inside this node, and between nodes if there are several.
 
-    It is two rings, each (n-1)/n of the bytes over the wire and n-1 hops: two unknowns. On several
-    nodes the ports of a node carry the ring together.
+    The ports of a node carry a ring over several nodes together.
+    """
+    found, here = {}, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if here > 1:
+        own, _ = dist.new_subgroups(here) if ranks > here else (None, None)
+        found["nvlink_gb_s"], found["hop_s"] = ring(device, seconds, here, own)
+    if ranks > here:
+        reached, found["nic_hop_s"] = ring(device, seconds, ranks)
+        found["nic_gb_s"] = reached / here
+    return found
+
+
+def ring(device: torch.device, seconds: float, ranks: int, group=None) -> tuple[float, float]:
+    """Bandwidth (GB/s) and latency (s) of a hop, from an all_reduce of few and of many bytes.
+
+    It is two rings, each (n-1)/n of the bytes over the wire and n-1 hops: two unknowns.
     """
     times = []
     for size in (SMALL, LARGE):
         tensor = torch.ones(size // 4, device=device)
-        times.append(median_seconds(lambda t=tensor: dist.all_reduce(t), device, seconds, 50))
+        call = partial(dist.all_reduce, tensor, group=group)
+        times.append(median_seconds(call, device, seconds, 50))
     per_byte = max(1e-13, (times[1] - times[0]) / (2 * (ranks - 1) / ranks * (LARGE - SMALL)))
     latency = times[0] - 2 * (ranks - 1) / ranks * SMALL * per_byte
-    reached = 1 / per_byte / REACHED / 1e9
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    found = {"nvlink_gb_s": reached} | ({"nic_gb_s": reached / here} if ranks > here else {})
-    return found | {"hop_s": max(0.0, latency / (2 * (ranks - 1)))}
+    return 1 / per_byte / REACHED / 1e9, max(0.0, latency / (2 * (ranks - 1)))
 
 
 def passes(flop_s: float, bytes_s: float, seconds: float) -> float:
@@ -170,7 +184,15 @@ def as_toml(found: dict[str, float]) -> str:
 
     fp32 on a CPU keeps twice the bytes of the formulas' bf16.
     """
-    keys = ("gpu_memory_gb", "peak_tflops", "hbm_gb_s", "nvlink_gb_s", "nic_gb_s", "fp8")
+    keys = (
+        "gpu_memory_gb",
+        "peak_tflops",
+        "hbm_gb_s",
+        "nvlink_gb_s",
+        "nic_gb_s",
+        "nic_hop_s",
+        "fp8",
+    )
     cluster = {key: found[key] for key in keys if found.get(key)}
     cluster["gpus_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     measured = ("activation_factor", "memory_passes", "launch_s", "hop_s", "base_gib")

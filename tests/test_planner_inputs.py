@@ -148,18 +148,34 @@ def test_a_link_that_was_not_measured_is_not_guessed(tmp_path, missing, gpus, ke
 
 
 def test_calibration_writes_the_links_that_its_ring_used(monkeypatch):
-    """A ring over two nodes of four: the four ports of a node carry what the ring reaches."""
+    """A ring in this node, and one over two nodes of four, whose four ports carry it together."""
     keys = ("gpu_memory_gb", "peak_tflops", "hbm_gb_s", "activation_factor", "memory_passes")
     found = dict.fromkeys((*keys, "launch_s", "hop_s", "base_gib"), 1.0)
     assert "_gb_s" not in calibrate.as_toml(found).replace("hbm_gb_s", "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(calibrate.dist, "new_subgroups", lambda here: (f"{here} ranks", None))
+
+    def reached(ranks: int, seconds: float) -> float:
+        return 2 * (ranks - 1) / ranks * (calibrate.LARGE - calibrate.SMALL) / seconds / 0.8e9
+
     for ranks in (4, 8):
-        seconds = iter((0.001, 0.101))
-        monkeypatch.setattr(calibrate, "median_seconds", lambda *_, s=seconds: next(s))
-        links = calibrate.ring(calibrate.CPU, 1.0, ranks)
-        reached = 2 * (ranks - 1) / ranks * (calibrate.LARGE - calibrate.SMALL) / 0.1 / 0.8e9
-        assert links["nvlink_gb_s"] == pytest.approx(reached)
-        assert links.get("nic_gb_s") == (pytest.approx(reached / 4) if ranks == 8 else None)
+        seconds, groups = iter((0.001, 0.101, 0.01, 0.51)), []
+
+        def median(call, *_, times=seconds, groups=groups):
+            groups.append(call.keywords["group"])
+            return next(times)
+
+        monkeypatch.setattr(calibrate, "median_seconds", median)
+        links = calibrate.links(calibrate.CPU, 1.0, ranks)
+        assert links["nvlink_gb_s"] == pytest.approx(reached(4, 0.1))
+        assert ("nic_gb_s" in links) == (ranks == 8)
+        assert groups == ([None] * 2 if ranks == 4 else ["4 ranks"] * 2 + [None] * 2)
+    assert links["nic_gb_s"] == pytest.approx(reached(8, 0.5) / 4)
+    assert links["nic_hop_s"] > links["hop_s"] > 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # one rank a node: no link inside of it
+    seconds = iter((0.01, 0.51))
+    monkeypatch.setattr(calibrate, "median_seconds", lambda *_: next(seconds))
+    assert calibrate.links(calibrate.CPU, 1.0, 2).keys() == {"nic_gb_s", "nic_hop_s"}
 
 
 def test_fp8_needs_a_gpu_that_has_it():

@@ -69,7 +69,7 @@ def distributed_worker(
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=None if on_cpu else place,  # NCCL connects now, not at first use
+        device_id=None if on_cpu else place,  # NCCL makes its communicator now
     )
     store.set(f"rank {rank} has joined", "")
     if rank == 0:
