@@ -25,7 +25,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # a GPU of this host
         torch.cuda.set_device(device)
     # The launcher has told each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-    dist.init_process_group(timeout=timedelta(minutes=5))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))  # between the processors
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     places = [None] * world_size
@@ -33,6 +33,7 @@ def main() -> None:
     if rank == 0:  # before NCCL, which may hang
         lines = [f"rank {number} on {place}" for number, place in enumerate(places)]
         print(*lines, sep="\n", flush=True)
+    group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
 
     # One step of data parallelism: each rank has a local batch, and all ranks average.
     torch.manual_seed(0)  # the same numbers on all ranks
@@ -40,14 +41,14 @@ def main() -> None:
     (expected,) = torch.autograd.grad((x @ weight).square().mean(), weight)  # in one process
     my_x = x.chunk(world_size)[rank]
     gradient = torch.autograd.grad((my_x @ weight).square().mean(), weight)[0].to(device)
-    dist.all_reduce(gradient)
+    dist.all_reduce(gradient, group=group)
     torch.testing.assert_close(gradient.cpu() / world_size, expected)
 
     numbers = torch.ones(MB * 250_000, device=device)
     for _ in range(2):  # the first time also opens connections
         dist.barrier()
         begin = time.perf_counter()
-        dist.all_reduce(numbers)
+        dist.all_reduce(numbers, group=group)
         numbers[0].item()  # waits for the GPU
         seconds = time.perf_counter() - begin
     if rank == 0:

@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 
-from preflight_fleet import Fleet, read_hosts
+from preflight_fleet import Fleet, fail, read_hosts
 from preflight_verdict import (
     broken_links,
     differing,
@@ -97,7 +97,10 @@ def fleet_of(args) -> tuple[dict[str, str | None], str]:
         return dict.fromkeys(f"host{i}" for i in range(args.lab)), "lab"
     if args.srun:
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            fail("--srun: scontrol does not name the nodes of this job")
         return dict.fromkeys(done.stdout.split()), "srun"
     return read_hosts(args.hosts), "ssh"
 
@@ -122,7 +125,7 @@ def look_at_those_that_answer(fleet: Fleet, names: list[str], args) -> list[str]
     found = wrong_clocks([*offsets], [*offsets.values()])
 
     asked = [fleet.addresses[i] for i in fleet.here]
-    known = fleet.all("facts", hosts=asked, directory=args.directory, seconds=60)
+    known = fleet.all("facts", hosts=asked, directory=args.directory, seconds=300)
     for i, about in known.items():
         found += [f"{names[i]}: {sentence}" for sentence in about["wrong"]]
         if about["free"] is not None and about["free"] < args.free * 1e9:
@@ -158,7 +161,7 @@ def not_shared(fleet: Fleet, has_it: list[int], directory: str) -> list[str]:
     mark = f".preflight-{uuid.uuid4().hex[:8]}-"
     try:
         told = {i: {"do": "write", "directory": directory, "name": f"{mark}{i}"} for i in has_it}
-        wrote = [*fleet.ask(told)]
+        wrote = [i for i, answer in fleet.try_to(told).items() if "is" in answer]
         seen = fleet.ask({i: listing(directory, mark) for i in wrote[:1]})
     finally:
         fleet.ask({i: listing(directory, mark, "remove") for i in has_it})
@@ -220,7 +223,7 @@ def measure_all_reduce(
             where = {"host": fleet.addresses[a], "port": ports[a]}
             for node, host in enumerate((a, b)):
                 told[host] = {"do": "all_reduce", "node": node, **ranks, **where}
-        answers = fleet.try_to(told, seconds=90)  # each rank imports torch first
+        answers = fleet.try_to(told, seconds=180)  # each rank imports torch first
         for a, b in pairs:
             if {a, b} & fleet.lost.keys():  # it is named already
                 continue
@@ -233,7 +236,8 @@ def measure_all_reduce(
             for gpu, both in enumerate(zip(*(each["peers"] for each in rates), strict=True)):
                 peers[gpu, a, b] = min(both)
             for host, each in zip((a, b), rates, strict=True):
-                inside[host] = max(each["inside"], inside.get(host, 0))
+                if each["inside"]:  # several ranks were there
+                    inside[host] = max(each["inside"], inside.get(host, 0))
     found = failed + slow_links(names, between, slow, per_second, "all_reduce")
     best = max(peers.values(), default=0)
     for gpu in range(max(gpus.values(), default=0)):

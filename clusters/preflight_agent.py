@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -222,22 +223,33 @@ def all_reduce(node: int, ranks: int, **where) -> dict:
     and network card takes part. where: see `one_rank`.
     """
     told = [{"node": node, "local_rank": i, "ranks": ranks} for i in range(ranks)]
-    if ranks == 1:
+    if ranks == 1 and where["device"] == "cpu":
         return {"all": one_rank(**told[0], **where)["all"], "peers": [], "inside": 0}
-    command, pipes = [sys.executable, __file__], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    agents = [subprocess.Popen(command, text=True, **pipes) for _ in told]
-    for agent, rank in zip(agents, told, strict=True):
-        agent.stdin.write(json.dumps({"do": "one_rank", **rank, **where}) + "\n")
-        agent.stdin.close()  # it ends once it has answered
-    answers = [json.loads(agent.stdout.read() or '{"error": "a rank died"}') for agent in agents]
-    for agent in agents:
-        agent.wait()
+    with ThreadPoolExecutor(ranks) as pool:
+        answers = [*pool.map(lambda rank: in_a_process({"do": "one_rank", **rank, **where}), told)]
     errors = [answer["error"] for answer in answers if "error" in answer]
-    if errors:
-        raise RuntimeError(errors[0])
+    if errors:  # the ranks that hang wait for one that has failed
+        raise RuntimeError(min(errors, key=lambda error: error in (DIED, HANGS)))
     rates = [answer["is"] for answer in answers]
+    if ranks == 1:
+        return {"all": rates[0]["all"], "peers": [], "inside": 0}
     slowest = {name: min(rate[name] for rate in rates) for name in ("all", "inside")}
     return slowest | {"peers": [rate["peer"] for rate in rates]}
+
+
+DIED, HANGS = "a rank died", "a rank hangs"
+
+
+def in_a_process(request: dict, seconds: float = 150) -> dict:
+    """The answer of a new agent. NCCL may hang, and its watchdog may end its process."""
+    command, text = [sys.executable, __file__], json.dumps(request) + "\n"
+    try:
+        done = subprocess.run(
+            command, input=text, stdout=subprocess.PIPE, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:  # it has been killed
+        return {"error": HANGS}
+    return json.loads(done.stdout or json.dumps({"error": DIED}))
 
 
 def one_rank(node: int, local_rank: int, ranks: int, host: str, port: int, device: str) -> dict:
@@ -248,18 +260,30 @@ def one_rank(node: int, local_rank: int, ranks: int, host: str, port: int, devic
     place = torch.device(device, local_rank if device == "cuda" else None)
     if device == "cuda":
         torch.cuda.set_device(place)
+    limit = {"timeout": timedelta(seconds=15)}
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10)),
         rank=node * ranks + local_rank,
         world_size=2 * ranks,
-        timeout=timedelta(seconds=15),
         device_id=place if device == "cuda" else None,
+        **limit,
     )
+    try:
+        return rates_of_groups(dist, node, local_rank, ranks, place, limit)
+    finally:  # an agent that measures in its own process needs another group for the next pair
+        dist.destroy_process_group()
+
+
+def rates_of_groups(dist, node: int, local_rank: int, ranks: int, place, limit: dict) -> dict:
+    """Bytes per second of an all_reduce of all ranks, of this host's, of this rank and its peer."""
+    import torch
+
+    device = place.type
     groups = {"all": None}
     if ranks > 1:  # every rank takes part in making every group
-        hosts = [dist.new_group([n * ranks + i for i in range(ranks)]) for n in range(2)]
-        peers = [dist.new_group([i, ranks + i]) for i in range(ranks)]
+        hosts = [dist.new_group([n * ranks + i for i in range(ranks)], **limit) for n in range(2)]
+        peers = [dist.new_group([i, ranks + i], **limit) for i in range(ranks)]
         groups |= {"inside": hosts[node], "peer": peers[local_rank]}
     count = 2**20 if device == "cpu" else 2**26
     data = torch.randn(count, device=place)  # float32
@@ -275,7 +299,6 @@ def one_rank(node: int, local_rank: int, ranks: int, host: str, port: int, devic
             times.append(time.perf_counter() - start)
         found[name] = data.numel() * 4 / statistics.median(times[1:])
     dist.barrier()
-    dist.destroy_process_group()
     return found
 
 

@@ -194,7 +194,10 @@ def p2p_bytes(model: Model, mesh: Mesh) -> Number:
 
 
 def p2p_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
-    """Seconds of them, over the port if the next stage is on another node."""
+    """Seconds of them, over the port if each stage takes more than half a node.
+
+    Of smaller stages some borders lie between nodes, too; Megatron hides these sends: formulas.md.
+    """
     inside = 2 * mesh.gpus / mesh.pp <= cluster.gpus_per_node
     wire = REACHED * 1e9 * np.where(inside, cluster.nvlink_gb_s, cluster.nic_gb_s)
     latency = np.where(mesh.pp > 1, 6 * mesh.virtual_stages, 0) * cluster.nic_hop_s

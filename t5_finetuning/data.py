@@ -63,11 +63,11 @@ class JsonLines(Dataset):
     def parse(self, line: bytes, number: int) -> Pair:
         try:
             values = json.loads(line)
-            pair = Pair(
-                values["text"], values["summary"], values.get("name", f"{self.path.name}:{number}")
-            )
+            name = values.get("name") or f"{self.path.name}:{number}"
+            pair = Pair(values["text"], values["summary"], str(name))
             if not (pair.text.strip() and pair.summary.strip()):
                 raise ValueError
+            "".join(pair).encode()  # half of an emoji, as in "\\ud83d", is an error
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
                 f'{self.path}, line {number}: expected {{"text": ..., "summary": ...}} with texts '

@@ -15,7 +15,7 @@ from pathlib import Path
 import lab_hosts
 import pytest
 import torch
-from helpers import ROOT, Job, clean_environment
+from helpers import ROOT, Job, clean_environment, python
 from lab_hosts import Lab, name_of
 
 sys.path.insert(0, str(ROOT / "clusters"))
@@ -268,6 +268,14 @@ class Agent:
 
     def answer(self) -> dict:
         return json.loads(self.process.stdout.readline())
+
+
+@pytest.mark.slow
+def test_a_job_whose_nodes_are_not_known_is_not_called_healthy():
+    told = {"SLURM_JOB_NODELIST": "node[1-2]", "PATH": "/nowhere"}
+    result = python(CLUSTERS / "preflight.py", "--srun", **told)
+    assert result.returncode == 2
+    assert "error: --srun: scontrol does not name the nodes of this job" in result.output
 
 
 @pytest.mark.slow

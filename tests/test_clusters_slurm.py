@@ -478,6 +478,13 @@ while True:
         ("train_srun.sbatch", 1, "run", "", "the ranks ended with status 1, not by the signal"),
         ("train.sbatch", 143, "run", "checkpoints/step_7", None),
         ("train.sbatch", 1, "run", "", "there is no new save in {folder}/checkpoints"),
+        (
+            "train.sbatch",
+            1,
+            "run",
+            "checkpoints/unfinished_7",
+            "there is no new save in {folder}/checkpoints",
+        ),
     ],
 )
 def test_a_job_that_saves_nothing_does_not_begin_anew(

@@ -234,6 +234,14 @@ def test_minimal_counts_the_gpus_of_a_node(directory):
     assert "2 rank(s) on cuda, nccl\n" in run(command, gpus=2, **told).check().output
 
 
+@pytest.mark.parametrize(("gpus", "device"), [(2, "cuda:1"), (1, "cpu")])
+def test_the_hosts_are_listed_before_nccl_connects(gpus, device):
+    """With fewer GPUs than ranks the CPU is used, and Gloo."""
+    said = run("clusters/minimal.py", gpus=gpus).check().output
+    assert re.search(rf"^rank 1 on \S+, {device}$", said, re.M)
+    assert "gradient equals one process's" in said
+
+
 @pytest.mark.parametrize("script", ["spawn.py", "zero_optimizer.py"])
 def test_idea_runs_where_each_rank_sees_one_gpu(script):
     run(f"ddp_basics/{script}", gpus=2, CUDA_VISIBLE_DEVICES=["0", "1"]).check()

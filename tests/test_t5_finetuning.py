@@ -796,6 +796,7 @@ def test_bad_lines_are_named(tmp_path):
         b'{"text": "a"}',
         b'{"text": " ", "summary": "b"}',
         b'{"text": "a", "summary": 3}',
+        b'{"text": "half of an emoji: \\ud83d", "summary": "a"}',
         b"\xff\xfe",
     ):
         file.write_bytes(b"\n".join([good, bad, good, b""]))

@@ -117,6 +117,14 @@ SCALE = {
         + (2 * 1024 + 2 * 128) // 8,
         12,
     ),
+    # Biases of query, key and value: 28 heads and 4, of 128. 15 tensors: 12 and three biases.
+    "preset qwen2.5-7b": (
+        "--ranks 32 --pp 1 --tp 4 --dp-shard 8 --layers 1 --block-size 64 --vocab-size 320",
+        (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 3584 * 18944 + 2 * 320 * 3584) // 32
+        + (3584 + 2 * 512) // 32
+        + 3 * 3584 // 8,
+        15,
+    ),
     # Tied. 3 heads of keys and values on 6 ranks: each has all of them.
     "preset smollm2-135m": (
         "--ranks 6 --tp 6 --pp 1 --dp-shard 1 --layers 1 --heads 12 --vocab-size 48"

@@ -47,7 +47,7 @@ def evaluate(
     model.eval()
     with torch_regions(settings, mesh):
         for microbatch in zip(*windows, strict=True):
-            on_device = (tensor.to(mesh.device_type) for tensor in microbatch)
+            on_device = (tensor.to(mesh.device_type, non_blocking=True) for tensor in microbatch)
             x_BT, y_BT = (tokens_of_rank(mesh["cp"], tensor) for tensor in on_device)
             loss_sum += loss_of(model, pipeline, x_BT, y_BT, settings)
     model.train()

@@ -55,7 +55,8 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
     logging.disable_progress_bar()
     theirs.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    tokens = torch.arange(min(config.block_size, config.token_count or config.vocab_size))[None]
+    count = min(config.block_size, config.token_count or config.vocab_size, 512)
+    tokens = torch.arange(count)[None]
     with torch.no_grad():
         ours = model(tokens)[..., : config.token_count]
         difference = (ours - theirs.eval()(tokens).logits).abs().max().item()

@@ -75,7 +75,7 @@ def to_hugging_face(state: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
     for name, parts in new.items():
         if name.endswith("c_attn.bias"):  # query and value
             parts.insert(1, torch.zeros_like(parts[0]))
-        tensor = torch.cat(parts)
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         is_transposed = ".h." in name and tensor.dim() == 2
         new[name] = tensor.T.contiguous() if is_transposed else tensor
     return new

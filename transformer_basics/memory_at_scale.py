@@ -12,7 +12,7 @@ collectives return at once. So the program takes a real training step in every r
 Look at the two columns. The bytes are those of the tensors that exist after the step; the formula
 counts the rows and columns of a GPT by hand. Try --pp 1 or --dp-shard 1 before you rent a cluster.
 (Not counted: activations, gathered parameters and other temporary memory. With --pp a stage keeps
-its gradients unsharded until its last micro-batch: --dp-shard times the line "gradients".)
+its gradients unsharded until its last micro-batch: --dp-shard x --cp times the line "gradients".)
 """
 
 import argparse
@@ -112,6 +112,7 @@ def formula(config: GPTConfig, settings: Settings, mesh: DeviceMesh) -> dict[str
     block += [(width, queries), (width, mlp)]  # out, contract
     if is_llama:
         block += [(mlp, width)] + [(width, 1)] * 2  # gate; two norms
+        block += [(queries, 1), (keys, 1), (keys, 1)] if config.qkv_bias else []
     else:
         block += [(queries, 1), (keys, 1), (mlp, 1)]  # biases: query, value; expand
         block += [(width, 1)] * 6  # two norms, with a weight and a bias; biases: out, contract

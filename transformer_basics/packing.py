@@ -4,7 +4,8 @@ A window is cut from a row of documents. With --document-masks, a token attends 
 own document only, and the first token of a document is not predicted from the one before. In
 GPT-2's table the positions start again with each document, as in Hugging Face's
 DataCollatorWithFlattening and with Megatron-LM's --reset-position-ids; rotary positions act only
-through differences within a document, which stay. So a document has the losses that it has alone.
+through differences within a document, which stay. So a document that no window cuts has the
+losses that it has alone.
 
 One tensor tells all: the targets are `IGNORED` where the next token begins another document, and
 `UNCOUNTED` where the next token is of the same document, but not to be learned (a prompt: chat.py).

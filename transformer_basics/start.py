@@ -62,6 +62,12 @@ def resume_or_initialize(
             )
     else:
         if settings.init_from:
+            tokens = parts["model"].config.token_count
+            if worker.is_main and run["tokenizer"] is None and tokens not in (None, 256):
+                print(
+                    f"warning: --init-from {settings.init_from} has {tokens} tokens, and the text "
+                    "is read as bytes: give its --tokenizer, unless it was trained on bytes"
+                )
             copy_weights(parts["model"], read_weights(settings, parts["model"].config))
         else:
             initialize(parts["model"], settings.seed)

@@ -77,6 +77,7 @@ def train(settings: Settings, worker: Worker) -> int:
         gc.disable()  # collection on one rank would make all other ranks wait
 
     gradients = GradientLog(model)
+    report.training_goes_on(step)
     with make_profiler(settings, step, settings.steps, worker) as profiler:
         for x_BT, y_BT in batches.from_step(step, settings.steps, mesh, worker.device):
             lr = set_learning_rate(optimizer, step, settings)
