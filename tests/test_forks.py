@@ -197,10 +197,10 @@ def test_a_job_that_spins_is_ended_later(script):
 @pytest.mark.parametrize("does", ["pass", "time.sleep(0.1); print(1)"])
 def test_a_job_that_computes_or_prints_has_time(script, does):
     """It goes on for twice as long as the limit."""
-    text = f"import time\nend = time.monotonic() + 6\nwhile time.monotonic() < end:\n    {does}\n"
+    text = f"import time\nend = time.monotonic() + 16\nwhile time.monotonic() < end:\n    {does}\n"
     begun = time.monotonic()
-    python(script(text), timeout=3).check()
-    assert time.monotonic() - begun > 6
+    python(script(text), timeout=8).check()  # a busy machine begins late
+    assert time.monotonic() - begun > 16
 
 
 def test_a_rank_that_is_killed(script):
