@@ -80,8 +80,8 @@ def show_operations(worker: Worker) -> None:
 
 def try_operations(device, group) -> dict[str, str]:
     """Call every operation on tensors of `device`: name -> "yes", or what went wrong."""
-    # Every rank raises such an error before it sends anything, so no rank is left waiting. But Gloo
-    # sends a GPU tensor's address to the network card, which ends the connection of the two ranks.
+    # Every rank raises such an error before it sends anything, so no rank is left waiting. But
+    # between two ranks Gloo writes from a GPU's address into a socket, and the connection ends.
     gloo_on_gpu = dist.get_backend(group) == "gloo" and torch.device(device).type != "cpu"
     mine = {}
     for name, run in operations(device, group).items():
