@@ -25,7 +25,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # a GPU of this host
         torch.cuda.set_device(device)
     # The launcher has told each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))  # between the processors
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))  # between the CPUs
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     places = [None] * world_size

@@ -1,6 +1,6 @@
 """The all_reduces between two hosts that preflight_agent.py measures: one rank for each GPU.
 
-A rank of several, or of NCCL, is an agent in a process of its own, which has a time limit.
+With several ranks, or with NCCL, each rank is an agent in a process of its own, with a time limit.
 """
 
 import json

@@ -186,7 +186,7 @@ def digest_of(texts: list[str]) -> str:
 
 
 def to_device(batch, device: torch.device):
-    """`batch` with all that has a `to` in its dicts, lists, tuples and dataclasses on `device`."""
+    """`batch` on `device`: what has a `to` in its dicts, lists, tuples and dataclasses moves."""
 
     def move(leaf):
         return leaf.to(device, non_blocking=True) if hasattr(leaf, "to") else leaf
