@@ -95,10 +95,12 @@ class Result:
     returncode: int
     output: str  # stdout and stderr of all ranks and of torchrun
     command: str = field(default="", compare=False)  # what to type to run it again
+    failed: int | None = field(default=None, compare=False)  # the first rank to fail, if known
 
     def check(self) -> "Result":
-        ended = f"exit status {self.returncode} of\n{self.command}"
-        assert self.returncode == 0, f"{ended}\n{self.output[-6000:]}"
+        who = "" if self.failed is None else f" of rank {self.failed}, the first to fail,"
+        ended = f"exit status {self.returncode}{who} of\n{self.command}"
+        assert self.returncode == 0, f"{ended}\n{self.output[-6000:]}\n{ended}"
         return self
 
 
@@ -143,7 +145,8 @@ class Job:
         different ones. beside: another job; this one then shares its mark and its log.
         """
         self.mark = beside.mark if beside else uuid.uuid4().hex
-        self.leaders = beside.leaders if beside else set()  # of the sessions of forks
+        # The sessions of forks: the number of the process that leads each -> when it began.
+        self.leaders: dict[int, float | None] = beside.leaders if beside else {}
         # A file, not a pipe: an orphan would hold the pipe open. Opened for appending, so that no
         # process writes over what another has written.
         self.log = beside.log if beside else tempfile.NamedTemporaryFile(mode="a+b")  # noqa: SIM115
@@ -153,7 +156,7 @@ class Job:
         parent = None if fork is None or COLD else keeper(fork % 2, interpreter)
         if parent and parent.may_fork(environment):
             self.process = forks.Fork(parent, command, cwd, environment, self.log.name)
-            self.leaders.add(self.process.pid)
+            self.leaders[self.process.pid] = began(self.process.pid)
         else:
             self.process = subprocess.Popen(
                 command if fork is None else [interpreter, *command],
@@ -187,7 +190,9 @@ class Job:
         """Those in the sessions of its forks, and those with the mark in their environment."""
 
         def is_ours(process: psutil.Process) -> bool:
-            if os.getsid(process.pid) in self.leaders:
+            leader = os.getsid(process.pid)
+            # A number is used again, but not while a session has it.
+            if leader in self.leaders and began(leader) in (None, self.leaders[leader]):
                 return True
             return environment(process).get("TEST_JOB_MARK") == self.mark
 
@@ -326,6 +331,13 @@ class Patience:
             with contextlib.suppress(*GONE):
                 seconds += sum(process.cpu_times()[:4])
         return seconds
+
+
+def began(pid: int) -> float | None:
+    """When the process began, in seconds since 1970; None if it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).create_time()
+    return None
 
 
 # Errors of psutil if a process ends during the query, or belongs to another user.

@@ -4,12 +4,20 @@ from collections.abc import Callable
 
 
 class OnDemand(dict):
-    """OnDemand(compute)[key] is compute(key), computed once."""
+    """OnDemand(compute)[key] is compute(key), computed once, also if it fails."""
 
     def __init__(self, compute: Callable):
         super().__init__()
         self.compute = compute
+        self.failed = {}  # key -> the first line of why
 
     def __missing__(self, key):
-        self[key] = self.compute(key)
+        if key in self.failed:
+            why = f"the job of {key!r} has failed: see the first test that asked for it"
+            raise AssertionError(f"{why} ({self.failed[key]})")
+        try:
+            self[key] = self.compute(key)
+        except Exception as error:
+            self.failed[key] = str(error).partition("\n")[0]
+            raise
         return self[key]

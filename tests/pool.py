@@ -51,7 +51,8 @@ def run(
     cwd: a list has a folder for each rank, as the disks of hosts that share none.
     cold: new processes, not forks: for what happens at the end of the interpreter.
 
-    The exit status is the first that is not 0; the other ranks are then killed.
+    The exit status is the first that is not 0, and the output what was printed until then: the
+    other ranks are killed, and would say that they have lost a connection.
     changes: of the environment; a list has a value for each rank.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -71,37 +72,40 @@ def run(
             told |= {"interpreter": interpreter}
             jobs.append(Rank(script, *args, **told))
         patience = Patience(jobs, timeout)
-        status = first_failure(jobs, patience)
+        status, failed = first_failure(jobs, patience)
         if status is None:
             jobs[0].abort()
             said = f"{patience.why}\n{command}\n{jobs[0].output[-200_000:]}"
             raise TimeoutError(said)
-        if status == 0:
-            left = jobs[0].left_running()
+        left = jobs[0].left_running() if status == 0 else []
+        output = jobs[0].output
     finally:
         for job in jobs:
             job.kill()
         note(command, jobs[0].output if jobs else "")
-    output = jobs[0].output
     jobs[0].log.close()
     assert not left, f"processes were left running: {left}\n{output[-3000:]}"
-    return Result(status, output, command)
+    return Result(status, output, command, failed)
 
 
 def of_rank(changes: dict[str, str | list[str]], rank: int) -> dict[str, str]:
     return {n: value[rank] if isinstance(value, list) else value for n, value in changes.items()}
 
 
-def first_failure(jobs: list[Job], patience: Patience) -> int | None:
-    """The first exit status that is not 0; 0 if all jobs end so; None without progress so long."""
+def first_failure(jobs: list[Job], patience: Patience) -> tuple[int | None, int | None]:
+    """The first exit status that is not 0, and the number of its job.
+
+    0 and None if all jobs end well; None and None without progress so long.
+    """
     while not patience.is_over():
         statuses = [job.process.poll() for job in jobs]
-        if any(statuses):
-            return next(filter(None, statuses))
+        for number, status in enumerate(statuses):
+            if status:
+                return status, number
         if None not in statuses:
-            return 0
+            return 0, None
         time.sleep(0.01)
-    return None
+    return None, None
 
 
 def environment(

@@ -154,7 +154,7 @@ def each(*commands: tuple) -> pool.Result:
         for rank, command in enumerate(commands):
             told = pool.environment(rank, len(commands), store)
             jobs.append(pool.Rank(*command, beside=jobs[0] if jobs else None, **told))
-        status = pool.first_failure(jobs, pool.Patience(jobs, 120))
+        status, _ = pool.first_failure(jobs, pool.Patience(jobs, 120))
         return pool.Result(status, jobs[0].output)
     finally:
         for job in jobs:

@@ -8,9 +8,11 @@ import threading
 import time
 from pathlib import Path
 
+import pool
 import psutil
 import pytest
 from helpers import ROOT, Job, before_others, installed, python, read_metrics, those
+from on_demand import OnDemand
 
 LINES = 100_000
 PRINT_LINES = f"""
@@ -89,6 +91,47 @@ def test_a_script_that_leaves_a_process_behind(tmp_path):
 LEAVES = "import subprocess\nsubprocess.Popen(['sleep', '99'], start_new_session=True)\n"
 
 
+ONE_FAILS = """
+import os, signal, sys, time
+def say(*_):
+    print("lost a connection", flush=True)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, say)
+if os.environ["RANK"] != "2":
+    time.sleep(600)
+print("no such file", flush=True)
+sys.exit(3)
+"""
+
+
+def test_the_first_rank_to_fail_is_named(tmp_path):
+    script = tmp_path / "one_fails.py"
+    script.write_text(ONE_FAILS)
+    result = pool.run(script, ranks=4)
+    assert (result.returncode, result.failed) == (3, 2)
+    assert result.output == "no such file\n"
+    with pytest.raises(AssertionError) as error:
+        result.check()
+    # Both ends of a long report are read: the first lines, and what CI shows last.
+    said = f"exit status 3 of rank 2, the first to fail, of\n{result.command}"
+    assert str(error.value).startswith(said)
+    assert str(error.value).endswith(said)
+
+
+def test_a_session_with_the_number_of_an_ended_one_is_not_ours(tmp_path):
+    """Numbers of processes are used again, on some machines after minutes."""
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; time.sleep(600)")
+    with Job([script], fork=0) as job:
+        (leader,) = job.leaders
+        assert [process.pid for process in job.processes()] == [leader]
+        known = job.leaders[leader]
+        job.leaders[leader] = known - 60  # that of one which began, and ended, before
+        assert not job.processes()
+        job.leaders[leader] = known
+        assert [process.pid for process in job.kill()] == [leader]
+
+
 def test_who_ends_while_asked_is_none_of_those():
     def ends(process: psutil.Process) -> bool:
         assert process.environ()
@@ -159,3 +202,23 @@ def test_the_report_of_a_failure_ends_with_its_jobs(tmp_path):
     assert [printed for printed, _ in found] == ["said first", "said third"], said
     again = subprocess.run(found[1][1], shell=True, capture_output=True, text=True, timeout=300)
     assert again.stdout == "said third\n"
+
+
+def test_a_job_that_has_failed_is_not_run_again():
+    """Nor is its report printed by each of the hundred tests that look at it."""
+    asked = []
+
+    def compute(key):
+        asked.append(key)
+        if key == 8:
+            raise AssertionError("exit status 1 of rank 3\nand a long output")
+        return -key
+
+    on_demand = OnDemand(compute)
+    assert (on_demand[2], on_demand[2]) == (-2, -2)
+    with pytest.raises(AssertionError, match="a long output"):
+        on_demand[8]
+    for _ in range(2):
+        with pytest.raises(AssertionError, match=r"the job of 8 has failed.*status 1 of rank 3\)$"):
+            on_demand[8]
+    assert asked == [2, 8]

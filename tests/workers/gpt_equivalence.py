@@ -347,6 +347,7 @@ def spread(settings, worker):
 
 
 def on_mesh(flags: str, kind: str, worker) -> dict:
+    print(f"rank {worker.rank} begins: {flags!r}, {kind}", flush=True)  # one that dies has named it
     more, name = KINDS[kind]
     settings = settings_of(f"{flags} {more}")
     found = {"loss": [], "norm": [], "gradients": []}
