@@ -9,6 +9,7 @@ from model import VisionTransformer
 from process_memory import memory_in_use, peak_memory, reset_peak
 from strategies import build, expected_memory, units_of
 from tensor_memory import KINDS, Inventory, expected_activations
+from torch.distributed.fsdp import FSDPModule
 
 HEADS = 4
 MOMENTS = ("between steps", "end of forward", "end of backward")
@@ -64,6 +65,8 @@ def count_at_moments(model, optimizer, images, labels) -> dict[str, dict[str, in
     inventory = Inventory(model, optimizer)
     inventory.remember_gradients()
     optimizer.zero_grad()
+    if isinstance(model, FSDPModule):  # DDP's buckets keep them
+        inventory.wait_until_freed()
     between = inventory.count()
     with inventory.watch_activations():
         loss = F.cross_entropy(model(images), labels)

@@ -1,5 +1,7 @@
 """Count the bytes of the live tensors of a training step, by kind."""
 
+import time
+
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,6 +33,18 @@ class Inventory:
             storage = storage_of(gradient)
             entry = (StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
             self.old_gradients.append(entry)
+
+    def wait_until_freed(self, seconds: float = 5) -> None:
+        """Wait until the remembered gradients are freed, at most this long.
+
+        After zero_grad() they may live a moment longer: Gloo's thread lets go of the tensor of an
+        all_reduce after it has woken the rank that waits for the sum.
+        """
+        deadline = time.monotonic() + seconds
+        while any(not reference.expired() for reference, _, _ in self.old_gradients):
+            if time.monotonic() > deadline:
+                return  # something else holds them: count them
+            time.sleep(0.001)
 
     def watch_activations(self):
         """A context for the forward pass that records the tensors that autograd keeps."""

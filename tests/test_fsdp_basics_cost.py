@@ -6,6 +6,7 @@ import math
 import re
 import socket
 import sys
+import threading
 
 import pool
 import pytest
@@ -124,6 +125,28 @@ def test_what_is_there_when(seen, world, name):
         assert backward["gradients"] == between["parameters"]
         expected = backward["gradients"] if buckets else 0
         assert between["gradients"] == forward["gradients"] == expected
+
+
+@pytest.mark.parametrize(("held_for", "waited", "counted"), [(0.1, 60, 0), (60, 0.1, 4)])
+def test_gradients_that_a_thread_still_holds(load, held_for, waited, counted):
+    """As Gloo's does for a moment; what is not freed in time is counted."""
+    parameter, let_go = torch.nn.Parameter(torch.ones(1)), threading.Event()
+    parameter.grad = torch.ones(1)
+
+    def hold(gradient):
+        let_go.wait(held_for)
+
+    inventory = load("tensor_memory").Inventory(
+        torch.nn.ParameterList([parameter]), torch.optim.SGD([parameter])
+    )
+    inventory.remember_gradients()
+    holder = threading.Thread(target=hold, args=(parameter.grad,))
+    holder.start()
+    parameter.grad = None
+    inventory.wait_until_freed(waited)
+    assert inventory.count()["gradients"] == counted
+    let_go.set()
+    holder.join()
 
 
 @pytest.mark.slow
