@@ -36,7 +36,8 @@ def sum_gradients(model: nn.Module, group=None) -> None:
     """Sum every parameter's gradient over the ranks: each rank has that of its own tokens.
 
     For parameters this is data parallelism: the averaging of DDP or FSDP does it, too, with each
-    rank's mean loss. Here a rank's loss is divided by N before backward.
+    rank's mean loss. Here a rank's loss is divided by N before backward. Both need equally many
+    targets on all ranks: otherwise, divide each rank's sum of losses by the targets of all ranks.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -174,10 +174,10 @@ OPERATORS = [
     ("x.amax(1)", "S0", None),
     ("x.amax(1)", "S1", None),
     ("softmax(x, 1)", "S0", None),
-    ("softmax(x, 1)", "S1", "all_gather"),
+    ("softmax(x, 1)", "S1", "all_to_all"),  # to S0: rows are whole
     ("layer_norm(x)", "S0", None),
     ("layer_norm(x)", "S1", "all_gather"),
-    ("x[0]", "S0", "all_gather"),
+    ("x[0]", "S0", "all_to_all"),  # to S1
 ]
 FUNCTIONS = {
     "2 * x": lambda x: 2 * x,

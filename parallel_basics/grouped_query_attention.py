@@ -85,11 +85,20 @@ def check(heads: int, kv_heads: int, ranks: int) -> None:
 
 
 def shard_attention(attention: GroupedQueryAttention, kv_heads: int) -> None:
-    """Keep only this rank's heads. Before, the weights are full and equal on every rank."""
+    """Keep only this rank's heads. Before, the weights are full and equal on every rank.
+
+    Raises ValueError for a layer with a bias (Qwen2) and for query and key norms (Qwen3): those of
+    `out` would be added once per rank, and gradients of the others are of this rank's heads only.
+    """
+    for name, linear in attention.named_children():
+        if not isinstance(linear, nn.Linear) or linear.bias is not None:
+            raise ValueError(f"attention.{name} is not a linear layer without bias")
     for name, linear in attention.named_children():
         linear.weight = nn.Parameter(local_part(f"{name}.weight", linear.weight, kv_heads))
     # Every rank has the same input; the gradient of the input is the sum over all ranks' heads.
-    attention.register_forward_pre_hook(lambda module, inputs: CopyToRanks.apply(inputs[0]))
+    attention.register_forward_pre_hook(
+        lambda module, inputs: (CopyToRanks.apply(inputs[0]), *inputs[1:])
+    )
     # Each rank's output is a summand, from its own heads.
     attention.register_forward_hook(lambda module, inputs, y: ReduceFromRanks.apply(y))
 

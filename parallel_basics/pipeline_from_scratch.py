@@ -93,11 +93,14 @@ def connect(ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 class Pipeline:
     """One rank's stage, and its connections to the previous and the next stage.
 
-    loss_fn: (output of the last stage, targets) of a micro-batch -> its mean loss.
+    loss_fn: (output of the last stage, targets) of a micro-batch -> its mean loss. The mean of
+        these is the batch's if all micro-batches have equally many targets.
 
     Receives wait, sends do not. (A stage waits only for a gradient that it sent p messages ago, and
     gradients arrive in order.) So a rank waits only for an action of a neighbour, and a schedule
-    that `simulate` can play to its end cannot deadlock.
+    that `simulate` can play to its end cannot deadlock, with Gloo. All stages must take the
+    micro-batches in one order, because messages carry no number. (On several GPUs it has not run.
+    NCCL does not promise progress of two groups at once: torch's schedules batch their sends.)
     """
 
     def __init__(self, model, loss_fn, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]):

@@ -73,6 +73,8 @@ class Pipeline:
 
     build: (stage, number of stages) -> the stage's model.
     group: the ranks of the pipeline, in order.
+    loss_fn: (output of the last stage, targets) of a micro-batch -> its mean loss. The mean of
+        these is the batch's if all micro-batches have equally many targets.
     """
 
     def __init__(self, name: str, microbatches: int, build, loss_fn, device, group=None):
@@ -85,11 +87,16 @@ class Pipeline:
             RecordedStage(model, number, per_rank * ranks, device, group=group)
             for number, model in zip(numbers, self.models, strict=True)
         ]
+
+        def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+            return loss_fn(output, targets) / microbatches  # backward adds: the batch's mean
+
         self.schedule = schedule_class(
             self.stages if per_rank > 1 else self.stages[0],
             microbatches,
-            loss_fn,
-            scale_grads=True,  # divide by the number of micro-batches: gradients of the batch mean
+            loss_of,
+            # True, the default, divides all of .grad: what an earlier batch has added, once more.
+            scale_grads=False,
         )
 
     def step(self, x_BT: Tensor, y_BT: Tensor, recorder: Recorder | None = None) -> Tensor:
@@ -107,7 +114,7 @@ class Pipeline:
             return torch.zeros((), device=x_BT.device)
         losses = []  # the schedule appends the loss of each micro-batch
         self.schedule.step(*inputs, target=y_BT.contiguous(), losses=losses)
-        return torch.stack(losses).detach().mean()
+        return torch.stack(losses).detach().sum()
 
 
 class RecordedStage(PipelineStage):

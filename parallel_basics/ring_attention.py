@@ -8,9 +8,9 @@ r"""Context parallelism by ring attention: each of N ranks has T / N tokens of e
 A token's query needs the keys and values of all earlier tokens, and most are on other ranks. So the
 ranks form a ring: each computes attention to the keys and values that it has, while it sends them
 to the next rank and receives those of the previous rank. After N steps every query has met every
-key. No rank ever held more than three blocks of keys and values (its own, the one in use, the one
-arriving; in bf16 also a float32 copy of the one in use), or the scores of more than 512 queries
-and keys. In backward keys and values go around the ring
+key. No rank ever held more than four blocks of keys and values (its own, the one in use, the one
+arriving, for a moment the one before; in bf16 also a float32 copy of the one in use), or the scores
+of more than 512 queries and keys. In backward keys and values go around the ring
 again, together with their gradients.
 
 The log of the denominator combines a softmax that is computed in parts. Over some of the keys, let

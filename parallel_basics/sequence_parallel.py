@@ -14,8 +14,8 @@ Look at
 
 1. the collectives: each all_reduce has become two halves, and a ring sends the same bytes;
 2. the norms' gradients: each rank has those of its own tokens, as a Partial DTensor. Each operation
-   that needs their value reduces them and does not keep the sum; AdamW has three such operations.
-   So sum_gradients() reduces them once, after backward;
+   that needs their value reduces them and does not keep the sum; on a CPU AdamW has three such
+   operations. So sum_gradients() reduces them once, after backward;
 3. the activations saved for backward. In units of (B, T, C) numbers, a block on one of n ranks
    saves 4 + 12 / n with tensor parallelism alone, and 2 + 14 / n with sequence parallelism.
 """
@@ -73,7 +73,7 @@ def apply_sequence_parallel(model: GPT, mesh: DeviceMesh, sequence_parallel: boo
         the layout of activations between the pairs, and in a style for the norms.
     Raises ValueError for a Llama, and later for tokens that do not divide by the ranks: pad them.
     """
-    if model.config.is_llama:
+    if model.config.is_llama or model.config.qk_norm:
         raise ValueError("this is GPT-2's plan: transformer_basics/parallelize.py has a Llama's")
     # A rank has all tokens (B, T, C), or its T / n: dim 1.
     between = Shard(1) if sequence_parallel else Replicate()

@@ -68,9 +68,9 @@ def apply_tensor_parallel(model: GPT, mesh: DeviceMesh, cut_logits: bool = True)
 
     cut_logits: leave the logits sharded by vocabulary, as a DTensor. Compute the loss, and call its
         backward, inside `torch.distributed.tensor.parallel.loss_parallel()`.
-    Raises ValueError for a Llama.
+    Raises ValueError for a Llama, and for query and key norms.
     """
-    if model.config.is_llama:
+    if model.config.is_llama or model.config.qk_norm:
         raise ValueError("this is GPT-2's plan: transformer_basics/parallelize.py has a Llama's")
     # The rows of the table are words. A rank looks up the words that it has, and takes 0 for all
     # other words. The sum over the ranks is the embedding.

@@ -114,8 +114,9 @@ class RowLinear(nn.Module):
         self.weight, self.bias, self.group = linear.weight, linear.bias, group
 
     def forward(self, x: Tensor) -> Tensor:
+        y = ReduceFromRanks.apply(F.linear(x, self.weight), self.group)
         # The bias comes after the sum: inside, it would be added once per rank.
-        return ReduceFromRanks.apply(F.linear(x, self.weight), self.group) + self.bias
+        return y if self.bias is None else y + self.bias
 
 
 class VocabEmbedding(nn.Module):
@@ -181,13 +182,14 @@ def cut_model(model: GPT, group=None) -> GPT:
 
     Before, the model is initialized, with equal values on every rank. After, it returns only the
     logits of this rank's words, (B, T, v); the ranks have the vocabulary in order.
-    Raises ValueError for a Llama, and if the ranks do not divide the heads or the vocabulary.
+    Raises ValueError for a Llama, for query and key norms, and if the ranks do not divide the
+    heads, the features of the MLP or the vocabulary.
     """
     ranks, config = dist.get_world_size(group), model.config
-    if config.is_llama:
+    if config.is_llama or config.qk_norm:
         raise ValueError("this is GPT-2's plan: transformer_basics/parallelize.py has a Llama's")
-    for name, value in (("heads", config.heads), ("vocab_size", config.vocab_size)):
-        if value % ranks:
+    for name in ("heads", "kv_heads", "mlp_dim", "vocab_size"):
+        if (value := getattr(config, name)) % ranks:
             raise ValueError(f"{name} {value} does not divide by {ranks} tensor-parallel ranks")
     for name, parameter in list(model.named_parameters()):
         if (dim := cut_dim(name)) is None:

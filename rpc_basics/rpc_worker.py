@@ -133,7 +133,8 @@ def wait_for_all(
 ) -> None:
     """Answer calls until every worker has come here, or is gone and not required.
 
-    Raises RuntimeError if a required worker is gone. rpc.shutdown() alone would wait for ever.
+    Raises RuntimeError if a required worker is gone. rpc.shutdown() alone would wait for
+    ever, or as long as its timeout.
     """
     others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
     needed = others if required is None else {worker.name_of(rank) for rank in required}

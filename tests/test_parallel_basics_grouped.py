@@ -79,6 +79,15 @@ def held(name: str, tensor: torch.Tensor, rank: int, ranks: int, kv_heads: int) 
     return tensor
 
 
+@pytest.mark.parametrize("layer", ["query", "out", "norm"])
+def test_attention_with_biases_or_norms_is_refused(layer):
+    """Their gradients, or what they add, would be wrong by the number of ranks, without an error."""
+    attention = grouped_query_attention.GroupedQueryAttention(dim=16, heads=4, kv_heads=2)
+    attention.add_module(layer, torch.nn.RMSNorm(4) if layer == "norm" else torch.nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=f"{layer} is not a linear layer without bias"):
+        grouped_query_attention.shard_attention(attention, kv_heads=2)
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

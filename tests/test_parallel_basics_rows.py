@@ -17,6 +17,7 @@ ROWS = {
     "learn different things": "test_a_batch_for_each_tensor_parallel_rank",
     "`to_local()`": "test_to_local_of_a_partial_tensor",
     "has no style": "test_parallel_basics_tensor.py::test_what_no_plan_fits_is_refused",
+    "`got mixed": "test_one_group_of_plain_tensors_and_dtensors",
     "AdamW over": "test_parallel_basics_tensor.py::test_sequence_parallel_script",
     "hangs at the first step": (
         "test_ranks_that_build_different_meshes",
@@ -122,6 +123,17 @@ def test_a_batch_for_each_tensor_parallel_rank(copy):
     assert right[0] == right[1] != right[2] == right[3]
 
 
+def test_one_group_of_plain_tensors_and_dtensors(copy):
+    """On CPUs an optimizer takes one parameter at a time, unless it is told otherwise."""
+    script, by_mesh = "tensor_parallel.py", "AdamW(by_mesh(params), lr=1e-3)"
+    copy.edit("comparing.py", by_mesh, by_mesh.replace("lr", "foreach=True, lr"))
+    copy.run(script, *SHORT, "--optimizer", "adamw").check()
+    copy.edit("comparing.py", "AdamW(by_mesh(params), f", "AdamW(params, f")
+    result = copy.run(script, *SHORT, "--optimizer", "adamw")
+    assert result.returncode == 1
+    assert "got mixed torch.Tensor and DTensor" in result.output
+
+
 def test_to_local_of_a_partial_tensor(copy):
     """The script gathers the full tensor of a Partial; to_local() is only a summand."""
     partial = "tensor.placements[0].is_partial()"
@@ -199,7 +211,16 @@ def test_gradients_of_means_are_added(copy):
         return differences(output, "1F1B")
 
     assert max(of_1f1b().values()) < 1e-5
-    copy.edit("pipeline_parallel.py", "scale_grads=True", "scale_grads=False")
+    copy.edit(
+        "pipeline_parallel.py",
+        "loss_fn(output, targets) / microbatches",
+        "loss_fn(output, targets)",
+    )
+    copy.edit(
+        "pipeline_parallel.py",
+        "torch.stack(losses).detach().sum()",
+        "torch.stack(losses).detach().mean()",
+    )
     wrong = of_1f1b()
     assert wrong["loss"] < 1e-5
     assert wrong["gradient"] > 0.1

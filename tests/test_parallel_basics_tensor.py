@@ -157,6 +157,11 @@ def test_what_no_plan_fits_is_refused(results):
     assert results["refusals"] == {
         "heads": "heads 6 does not divide by 4 tensor-parallel ranks",
         "vocab_size": "vocab_size 258 does not divide by 4 tensor-parallel ranks",
+        "kv_heads": "kv_heads 2 does not divide by 4 tensor-parallel ranks",
+        "mlp_dim": "mlp_dim 9 does not divide by 4 tensor-parallel ranks",
+        "norms by hand": plan,
+        "norms": plan,
+        "norms, sequence": plan,
         "llama by hand": plan,
         "llama": plan,
         "llama, sequence": plan,

@@ -133,13 +133,19 @@ def accumulated(groups, device) -> dict:
     rank, p = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     model = build(rank, p, device)
     pipeline = by_hand.Pipeline(model, cross_entropy, groups)
+    by_torchs = by_torch.Pipeline(
+        "Interleaved1F1B", 4, partial(build, device=device), cross_entropy, device, groups[0]
+    )
     whole = build(device=device)
     for number in range(2):
         x, y = text_batch(number, BATCH, LENGTH, device)
         pipeline.step(by_hand.one_f_one_b(rank, p, 4), x, y)
+        by_torchs.step(x, y)
         cross_entropy(whole(x), y).backward()
     expected = dict(whole.named_parameters())
-    return {n: (q.grad, expected[n].grad) for n, q in model.named_parameters()}
+    named = [("by hand", pair) for pair in model.named_parameters()]
+    named += [("torch", pair) for part in by_torchs.models for pair in part.named_parameters()]
+    return {(how, n): (q.grad, expected[n].grad) for how, (n, q) in named}
 
 
 def in_double(groups, device) -> dict:

@@ -233,6 +233,7 @@ def frozen(device) -> dict:
 
 def refusals(worker) -> dict[str, str]:
     llama, mesh = GPTConfig(architecture="llama"), init_device_mesh(worker.device.type, (4,))
+    norms = GPTConfig(qk_norm=True)  # each rank would have the gradient of its own heads
     small = GPT(config_of(SMALL)).to(worker.device)
     sequence = apply_sequence_parallel(GPT(config_of(SMALL)).to(worker.device), mesh)
     tokens = torch.zeros(2, 10, dtype=torch.int64, device=worker.device)
@@ -240,6 +241,11 @@ def refusals(worker) -> dict[str, str]:
     tries = {
         "heads": lambda: cut_model(GPT(GPTConfig(heads=6, dim=36))),
         "vocab_size": lambda: cut_model(GPT(GPTConfig(vocab_size=258))),
+        "kv_heads": lambda: cut_model(GPT(GPTConfig(heads=4, kv_heads=2, dim=32))),
+        "mlp_dim": lambda: cut_model(GPT(GPTConfig(mlp_dim=9))),
+        "norms by hand": lambda: cut_model(GPT(norms)),
+        "norms": lambda: apply_tensor_parallel(GPT(norms), mesh),
+        "norms, sequence": lambda: apply_sequence_parallel(GPT(norms), mesh),
         "llama by hand": lambda: cut_model(GPT(llama)),
         "llama": lambda: apply_tensor_parallel(GPT(llama), mesh),
         "llama, sequence": lambda: apply_sequence_parallel(GPT(llama), mesh),
