@@ -71,7 +71,7 @@ bench: $(TESTS) ready ## run the benchmarks and write benchmarks/results/
 	.venv/bin/python benchmarks/clusters.py
 	.venv/bin/python benchmarks/planner.py
 
-gpu: ## check and measure on a machine with a GPU, with its own torch: half an hour
+gpu: ## check and measure on a machine with a GPU, with its own torch: up to 46 minutes
 	$(or $(wildcard .venv/bin/python),$(PYTHON)) benchmarks/gpu.py
 
 foreign: $(TESTS) ready ## train 49 models of torchvision and transformers and compare: an hour

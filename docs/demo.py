@@ -22,7 +22,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, KILL_AT, SAVE_EVERY = 220, 91, 20
-SCRIPT = f"ddp_basics/train.py --epochs 10 --checkpoint-every {SAVE_EVERY}"
+OUTPUT = "runs/digits"  # here: a temporary folder
+SCRIPT = f"ddp_basics/train.py --epochs 10 --checkpoint-every {SAVE_EVERY} --output-dir {OUTPUT}"
 COMMAND = f"torchrun --standalone --nproc_per_node=2 --max-restarts=1 {SCRIPT}"
 
 WIDTH, HEIGHT, LINE, MARGIN = 800, 520, 19, 14
@@ -51,7 +52,7 @@ def main() -> None:
 
 def train(folder: Path, kill_at: int | None) -> list[str]:
     """Run COMMAND and return its output lines, with a line for the kill."""
-    command = [*COMMAND.split(), "--log-every", "1", "--output-dir", folder]
+    command = [*COMMAND.replace(OUTPUT, str(folder)).split(), "--log-every", "1"]
     command[0] = Path(sys.executable).with_name("torchrun")
     job = subprocess.Popen(
         command,

@@ -81,7 +81,7 @@ def held(name: str, tensor: torch.Tensor, rank: int, ranks: int, kv_heads: int) 
 
 @pytest.mark.parametrize("layer", ["query", "out", "norm"])
 def test_attention_with_biases_or_norms_is_refused(layer):
-    """Their gradients, or what they add, would be wrong by the number of ranks, without an error."""
+    """Their gradients, or what they add, would be wrong by the number of ranks, silently."""
     attention = grouped_query_attention.GroupedQueryAttention(dim=16, heads=4, kv_heads=2)
     attention.add_module(layer, torch.nn.RMSNorm(4) if layer == "norm" else torch.nn.Linear(16, 16))
     with pytest.raises(ValueError, match=f"{layer} is not a linear layer without bias"):

@@ -43,7 +43,7 @@ def add_flags(add: Callable) -> None:
 
 
 def download(settings: TaskSettings) -> None:
-    pass  # from_pretrained() downloads, on rank 0
+    pass  # from_pretrained() does: the weights on rank 0, the small files on every rank
 
 
 def load_data(settings: TaskSettings) -> tuple[Dataset, Dataset]:

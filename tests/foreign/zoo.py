@@ -474,7 +474,7 @@ GROUPS = {
                 "give `logit_scale` the shape `(1,)`",
             ),
         ),
-        "CLIP, scale of 1 number": Entry(clip_1d, captioned, contrast, TOWERS, by_sample=False),
+        "CLIP with a 1-D scale": Entry(clip_1d, captioned, contrast, TOWERS, by_sample=False),
         "wav2vec 2.0": Entry(wav2vec2, waves, classify, "wav2vec2.encoder.layers", unused=True),
     },
 }
