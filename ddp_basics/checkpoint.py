@@ -71,7 +71,11 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
 
     def read() -> None:
         check_writable(folder)
-        found["state"] = newest(folder)
+        try:
+            found["state"] = newest(folder)
+        except OSError as error:
+            why = f"{error.filename} cannot be read ({error.strerror})"
+            raise UserError(f"{why}: start again when it can, or move it away") from None
 
     on_rank_0(read, worker, f"reading {folder}")
     state = broadcast_state(found.get("state"), worker)
@@ -97,7 +101,8 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
         raise UserError(
             f"{folder} does not fit this model ({reason}): choose another --output-dir"
         ) from None
-    # With another number of ranks the data order is the same, but random states are not restored.
+    # With another number of ranks, or on another device, the ranks draw new numbers.
+    torch.manual_seed((torch.initial_seed() + 1_000_003 * state["step"]) % 2**63)
     if len(state["generators"]) == worker.world_size:
         mine = state["generators"][worker.rank]
         torch.set_rng_state(mine["cpu"])
@@ -174,14 +179,17 @@ def write_file(path: Path, state: dict) -> None:
 def read_file(path: Path) -> dict:
     """Return the state in `path` on the CPU.
 
-    Raises `UserError` with the file's name if it is truncated or not a checkpoint of this script.
+    Raises `UserError` with the file's name if it is truncated or not a checkpoint of this script,
+    and OSError if it cannot be read.
     """
     try:
         with ZipFile(path) as file:  # torch.save writes a zip file; torch.load checks no sums
             if bad := file.testzip():
                 raise BadZipFile(f"wrong checksum in {bad}")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and OS errors: the file is broken or foreign
+    except Exception as error:  # of zip and pickle: the file is broken or foreign
+        if isinstance(error, OSError):  # the disk's fault, perhaps for a moment: do not give it up
+            raise
         raise UserError(f"{path} is no readable checkpoint ({type(error).__name__})") from None
     if not isinstance(state, dict) or not {"step", "run", "generators"} <= state.keys():
         raise UserError(f"{path} is not a checkpoint of this script")

@@ -13,6 +13,7 @@ read. No part of the model travels between ranks; on several nodes the folder li
 all nodes share.
 """
 
+import copy
 import os
 import shutil
 import socket
@@ -84,7 +85,8 @@ def save_checkpoint(
     """All ranks call this. They write into a temporary folder, which is then renamed: in one step.
 
     parts: name -> object with state_dict() and load_state_dict(). "model" and every
-        torch.optim.Optimizer are saved as shards; run.pt holds the state of the other parts.
+        torch.optim.Optimizer are saved as shards. Of the other parts run.pt holds the state that
+        they have on rank 0, and all ranks load that.
     step: optimizer steps done, which is also the position in the data.
     run: settings, so that the state is continued under the same ones.
     keep: how many of the newest saves stay.
@@ -137,6 +139,7 @@ def start_save(
     if kind != "cpu":
         generators[kind] = torch.get_device_module(kind).get_rng_state(worker.device)
     state = {name: part.state_dict() for name, part in small_parts(parts).items()}
+    state = copy.deepcopy(state)  # training may go on while it is saved
     state |= {"step": step, "run": run}
     numbers = optimizer_numbers(parts)
     sharded = sharded_state(parts)
@@ -231,7 +234,8 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     load_sharded(save, parts, state.get("optimizers", {}))
     for name, part in small_parts(parts).items():
         part.load_state_dict(state[name])
-    # With another number of ranks the data order is the same, but the ranks draw new numbers.
+    # With another number of ranks, or on another device, the ranks draw new numbers.
+    torch.manual_seed((torch.initial_seed() + 1_000_003 * state["step"]) % 2**63)
     if len(state["generators"]) == worker.world_size:
         own_generators = state["generators"][worker.rank]
         torch.set_rng_state(own_generators["cpu"])

@@ -223,14 +223,20 @@ def save(folder: Path, model: nn.Module, optimizer, ema: EMA) -> None:
 
 def resume(folder: Path | None, model: nn.Module, optimizer, ema: EMA) -> int:
     """Load the newest save, written by any number of ranks; return its step, or 0."""
-    saves = sorted(folder.glob("step_*/.metadata")) if folder else []  # dcp writes .metadata last
-    if not saves:
+    # dcp writes .metadata last: a folder that has one is complete.
+    whole = [file.parent for file in folder.glob("step_*/.metadata")] if folder else []
+    if not whole:
         return 0
+    newest = max(whole, key=step_of)
     state = state_of(model, optimizer, ema)
-    dcp.load(state, checkpoint_id=saves[-1].parent)  # fills the shards of the average in place
+    dcp.load(state, checkpoint_id=newest)  # fills the shards of the average in place
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return int(saves[-1].parent.name.removeprefix("step_"))
+    return step_of(newest)
+
+
+def step_of(save: Path) -> int:
+    return int(save.name.removeprefix("step_"))
 
 
 def held(state: dict[str, Tensor]) -> int:

@@ -90,7 +90,13 @@ def adapters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapters(model: nn.Module, adapters: dict[str, Tensor]) -> None:
-    """Only rank 0 needs `adapters`, and sends them to any number of ranks; all ranks call this."""
+    """Only rank 0 needs `adapters`, and sends them to any number of ranks; all ranks call this.
+
+    Raises ValueError, on rank 0, for a name that the model does not have: it would be ignored.
+    """
+    unknown = sorted(adapters.keys() - dict(model.named_parameters()).keys())
+    if unknown:
+        raise ValueError(f"the model has no parameter {unknown[0]}")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, adapters, options=options)
 

@@ -35,6 +35,8 @@ class StopRequests:
         self.last_look = None  # (step, time)
         self.next_look, self.interval = 0, 1  # in steps
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             signal.signal(number, self._ask)
         self._watch_neighbours(worker)
 

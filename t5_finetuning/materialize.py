@@ -15,6 +15,7 @@ from arguments import UserError
 from runtime import Worker
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -77,8 +78,11 @@ def initialize(model: nn.Module, build: Callable[[], nn.Module], worker: Worker)
     room for the whole model once, when a new run starts. Each parameter is then broadcast, and
     every rank keeps its shard. So all worlds begin with the parameters of one process, and no GPU
     ever holds more than one whole parameter. Buffers are broadcast too, also those that are not in
-    the state dict (persistent=False), such as a rotary table.
+    the state dict (persistent=False), such as a rotary table. The model may have been used before.
     """
+    for module in model.modules():  # a forward without a backward has left the root gathered
+        if isinstance(module, FSDPModule):
+            module.reshard()
     built = []
     on_rank_0(lambda: built.append(build()), worker, "building the whole model")
     state = built[0].state_dict() if built else {}

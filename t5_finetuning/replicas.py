@@ -79,8 +79,8 @@ class GradientLog:
             raise UserError(
                 f"step {step}: ranks {other} and {rank} have gradients for different parameters, "
                 f"first {name}: FSDP then adds up gradients of different parameters. Use all of "
-                "them on all ranks: add 0 * parameter.sum() to the loss for a parameter that a "
-                "batch leaves out"
+                "them on all ranks: for one that a batch leaves out, add 0 * parameter.sum() to "
+                "the output of its unit, in forward"
             )
         self.steps = {}
 
@@ -148,10 +148,15 @@ def average_buffers(model: nn.Module) -> None:
 
     BatchNorm's running statistics, for example, differ between ranks; afterwards every rank has
     their mean. Their update is linear, so it does not matter how often you average them.
-    Integer buffers are not averaged: `check_replicas` names one that differs.
+    Integer buffers are not averaged, and none if one has grown on some ranks only: `check_replicas`
+    names one that differs.
     """
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if not buffers or dist.get_world_size() == 1:
+        return
+    shapes = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, [b.shape for b in buffers])
+    if shapes != shapes[:1] * len(shapes):
         return
     # In float64 the mean of equal float32 numbers is exactly that number; of equal float64 numbers
     # it may be off by one rounding. One message for all buffers.

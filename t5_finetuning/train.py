@@ -23,13 +23,14 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from alone import on_rank_0
-from arguments import UserError
+from arguments import UserError, fail
 from checkpoint import check_shared, resume, save_checkpoint
 from config import Settings, parse_args
 from data import JsonLines, check_same_files, epoch_batches, make_loader
@@ -53,6 +54,8 @@ from transformers.utils import logging
 @record  # torchrun then shows the traceback of the rank that failed first
 def main() -> None:
     settings = parse_args()
+    if find_spec("rouge_score") is None:  # now, and not when the training is over
+        fail("rouge_score is missing, which scores summaries: pip install rouge-score")
     logging.disable_progress_bar()  # transformers shows several per rank
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive a fork
     if settings.train_file:

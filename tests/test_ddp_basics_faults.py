@@ -326,6 +326,16 @@ def test_broken_checkpoint_is_passed_over(tmp_path, uninterrupted, damage):
     assert {p.name: p.read_bytes() for p in (tmp_path / "checkpoints").glob("*")} == before
 
 
+def test_a_checkpoint_that_cannot_be_read_is_not_given_up(tmp_path):
+    """An error of the disk may be gone a moment later. (To read a folder fails for root, too.)"""
+    newest = tmp_path / "checkpoints/step_00000264.pt"
+    newest.mkdir(parents=True)
+    result = pool.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2)
+    assert result.returncode == 2
+    assert f"{newest} cannot be read (Is a directory): start again when it can" in result.output
+    assert newest.is_dir()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["truncated", "foreign", "other model", "other settings"])
 def test_bad_checkpoint_stops_the_job_and_is_not_overwritten(tmp_path, uninterrupted, kind):

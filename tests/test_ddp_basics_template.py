@@ -458,6 +458,25 @@ with distributed_worker("cpu") as worker:
 """
 
 
+NOHUP = """
+import os, signal, sys
+sys.path.insert(0, {directory!r})
+from runtime import distributed_worker
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+from stopping import StopRequests
+with distributed_worker("cpu") as worker:
+    stop = StopRequests(worker)
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("asked:", stop.agreed(1))
+"""
+
+
+def test_nohup_outlives_the_terminal(tmp_path):
+    script = tmp_path / "nohup.py"
+    script.write_text(NOHUP.format(directory=str(TRAIN.parent)))
+    assert "asked: 0" in python(script).check().output
+
+
 def test_ranks_agree_on_a_step_without_asking_at_every_step(tmp_path):
     script = tmp_path / "agree.py"
     script.write_text(AGREE.format(directory=str(TRAIN.parent)))
@@ -706,6 +725,33 @@ def test_profile_has_three_steps_of_each_rank(tmp_path):
 
 
 # ---- replicas
+
+
+GROWN = """
+import sys
+sys.path.insert(0, {directory!r})
+import torch
+from arguments import UserError
+from replicas import average_buffers, check_replicas
+from runtime import distributed_worker
+with distributed_worker("cpu") as worker:
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("table", torch.ones(4 + worker.rank))
+    average_buffers(model)
+    try:
+        check_replicas(model, 7, worker)
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_buffer_that_has_grown_on_one_rank_is_named(tmp_path):
+    """A sum of buffers of other sizes would end the job without a name, or add up other numbers."""
+    script = tmp_path / "grown.py"
+    script.write_text(GROWN.format(directory=str(TRAIN.parent)))
+    output = pool.run(script, ranks=2).check().output
+    says = "step 7: ranks 0 and 1 hold different numbers, first in table: a buffer that follows"
+    assert output.count(says) == 2
 
 
 VALUES = {

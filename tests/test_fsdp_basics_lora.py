@@ -2,6 +2,7 @@
 
 import re
 
+import lora
 import pool
 import pytest
 import torch
@@ -24,6 +25,14 @@ def runs(tmp_path_factory) -> dict[int, dict]:
     for ranks in (2, 1, 3):
         pool.run(WORKER, folder, ranks=ranks).check()
     return {ranks: torch.load(folder / f"{ranks}.pt") for ranks in (1, 2, 3)}
+
+
+def test_adapters_of_another_library_are_refused():
+    """load_state_dict(strict=False) would leave them out."""
+    with pytest.raises(
+        ValueError, match=r"the model has no parameter head\.lora_A\.default\.weight"
+    ):
+        lora.load_adapters(plain_model(), {"head.lora_A.default.weight": torch.ones(1)})
 
 
 def plain_model() -> VisionTransformer:

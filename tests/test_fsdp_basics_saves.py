@@ -127,15 +127,61 @@ def growing() -> torch.nn.Module:
     return model
 
 
-def test_a_buffer_that_grows_in_forward_is_computed_again(tmp_path, group):
-    """Such as a cache of rotary embeddings, which is not in the state dict."""
+def test_a_buffer_that_has_grown_in_forward_is_loaded(tmp_path, group):
+    """Such as a cache of rotary embeddings, which is not in the state dict. In a model that was
+    built on the meta device, nothing else gives it values."""
     grown, fresh = growing(), growing()
     grown.table, grown.scale = torch.ones(16), torch.ones(1)
     save_checkpoint(tmp_path, {"model": grown}, 3, {}, alone())
     assert resume(tmp_path, {"model": fresh}, {}, alone())[0] == 3
     assert torch.equal(fresh.weight, grown.weight)
-    assert fresh.table.tolist() == [0.0] * 8
+    assert fresh.table.tolist() == [1.0] * 16
+    assert "table" not in fresh.state_dict()
     assert fresh.scale.tolist() == [1.0]
+
+
+def test_a_part_is_saved_as_it_was(tmp_path, group):
+    """With --async-save training goes on before the save is complete."""
+    live = SimpleNamespace(state_dict=lambda: {"seen": seen}, load_state_dict=loaded.append)
+    parts = {"model": torch.nn.Linear(2, 2), "live": live}
+    seen, loaded[:] = [torch.ones(1)], []
+    finish = start_save(tmp_path, parts, 1, {}, alone(), group=dist.new_group(backend="gloo"))
+    seen[0] += 1
+    seen.append(torch.ones(1))
+    finish()
+    assert resume(tmp_path, parts, {}, alone())[0] == 1
+    assert loaded == [{"seen": [torch.ones(1)]}]
+
+
+loaded = []
+
+
+def test_other_ranks_draw_new_numbers(tmp_path, group):
+    """Not those of the first step again; and the same ones if the run is continued twice."""
+    parts, drawn = {"model": torch.nn.Linear(2, 2)}, []
+    save_checkpoint(tmp_path, parts, 3, {}, alone())
+    file = tmp_path / "step_00000003/run.pt"
+    state = torch.load(file)
+    torch.save(state | {"generators": 2 * state["generators"]}, file)  # of two ranks
+    for begin in (False, True, True):
+        torch.manual_seed(7)
+        if begin:
+            resume(tmp_path, parts, {}, alone())
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] != drawn[1] == drawn[2]
+
+
+def test_a_save_that_cannot_be_read_is_not_given_up(save):
+    """An error of the disk may be gone a moment later."""
+    (save / FILES[2]).unlink()
+    (save / FILES[2]).mkdir()  # reading it fails, for root too
+    says = rf"{save / FILES[2]} cannot be read \(Is a directory\): start again when"
+    with pytest.raises(UserError, match=says):
+        newest_of([save], problem_of)
+    (save / "run.pt").unlink()
+    (save / "run.pt").mkdir()
+    with pytest.raises(UserError, match=r"run.pt cannot be read \(Is a directory\): start again"):
+        newest_of([save.with_name("step_00000000"), save], problem_of)
 
 
 def test_an_error_without_a_text_is_an_error(group):

@@ -536,6 +536,16 @@ def test_script(files, script_run):
     assert not list(folder.glob("model.*"))
 
 
+def test_the_best_model_is_judged_when_a_later_epoch_is_worse(files, tmp_path):
+    """The last evaluation then comes between the training and the loading of the best model."""
+    flags = ("--name-epochs", 0, "--lr", 3, "--warmup", 1, "--patience", 1)
+    pool.run(SCRIPT, *script_arguments(files, tmp_path), *flags, ranks=2).check()
+    losses = [line["eval_loss"] for line in read_metrics(tmp_path) if "eval_loss" in line]
+    assert losses[-1] > min(losses)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["scores"]["after training"][0] == min(losses)
+
+
 def test_a_best_model_that_is_gone_is_named(files, script_run, tmp_path):
     """The last epoch is evaluated again, and would be exported if it were the best."""
     run = tmp_path / "run"

@@ -14,6 +14,8 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from arguments import UserError
 
+UNREADABLE = "cannot be read"  # in what is said of a save that may be whole
+
 
 def saves(folder: Path) -> list[Path]:
     """The saves in `folder`, the oldest first."""
@@ -37,13 +39,16 @@ def newest_of(
 ) -> tuple[Path | None, list[str]]:
     """The newest save without a problem, and the problems of those that are newer.
 
-    None if there are no candidates. Raises `UserError` if each of them has a problem.
+    None if there are no candidates. Raises `UserError` if each of them has a problem, or if one of
+    these cannot be read.
     """
     problems = []
     for save in reversed(candidates):
         problem = problem_with(save)
         if problem is None:
             return save, problems
+        if UNREADABLE in problem:  # the disk's fault, perhaps for a moment: do not give the save up
+            raise UserError(f"{problem}: start again when it can be read, or move {save} away")
         problems.append(problem)
     if problems:
         raise UserError(f"{problems[0]}: move {candidates[0].parent} away to start again")
@@ -64,7 +69,7 @@ def problem_of(save: Path, rank: int = 0, world_size: int = 1) -> str | None:
         except FileNotFoundError:
             return f"{file} is missing"
         except OSError as error:
-            return f"{file} cannot be read ({error.strerror})"
+            return f"{file} {UNREADABLE} ({error.strerror})"
     return None
 
 
@@ -84,7 +89,9 @@ def read_run(save: Path) -> dict:
             if bad:
                 raise BadZipFile(f"wrong checksum in {bad}")
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and OS errors: all mean that the file is not ours
+    except Exception as error:  # of zip and pickle, or no file: it is broken, or not ours
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise UserError(f"{file} {UNREADABLE} ({error.strerror})") from None
         raise UserError(f"{file} is no readable checkpoint ({type(error).__name__})") from None
     if not isinstance(state, dict) or not {"step", "run", "generators", "checksums"} <= set(state):
         raise UserError(f"{file} is no checkpoint of this script")

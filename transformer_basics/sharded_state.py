@@ -150,8 +150,11 @@ def load_sharded(save: Path, parts: dict, numbers: dict) -> None:
     listed = dcp.FileSystemReader(save).read_metadata().state_dict_metadata
     for name, buffer in list(state["buffers"].items()):
         saved = listed.get(f"buffers.{name}")
-        if saved and saved.size != buffer.shape:  # it grew in forward, which computes it again
-            del state["buffers"][name]
+        if saved and saved.size != buffer.shape:  # it grew in forward
+            path, _, key = name.rpartition(".")
+            grown = torch.empty(saved.size, dtype=buffer.dtype, device=buffer.device)
+            setattr(model.get_submodule(path), key, grown)
+            state["buffers"][name] = grown
     for entry, saved in listed.items():
         part, _, path = entry.partition(".")
         parameter = parameters.get(path.rpartition(".")[0])
