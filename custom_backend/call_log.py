@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 from call_report import print_report, write_timeline
 
-HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))  # not callers
+OURS = ("call_log.py", "call_report.py", "counting_backend.py", "run_script.py")
+# Files that are not callers. (A script may lie next to this file.)
+HIDDEN = (
+    f"{Path(torch.__file__).parent}/",
+    *(str(Path(__file__).with_name(name)) for name in OURS),
+)
 TIMELINE = 100_000  # calls per rank; later calls are in the table only
 PATIENCE = timedelta(seconds=60)  # how long rank 0 waits for late ranks
 ROUNDS = 10  # how often a rank asks rank 0 for the time
@@ -121,17 +126,19 @@ class CallLog:
         store.set(f"report/{self.rank}", zlib.compress(json.dumps(mine).encode()))
         if self.rank > 0:
             return
-        keys = [f"report/{rank}" for rank in range(self.size)]
+        keys = {rank: f"report/{rank}" for rank in range(self.size)}
         try:
-            store.wait(keys, PATIENCE)
+            store.wait(list(keys.values()), PATIENCE)
         except dist.DistStoreError:
-            late = [key.rpartition("/")[2] for key in keys if not store.check([key])]
-            print(f"not counted: rank(s) {', '.join(late)}, which did not come to the end")
-            keys = [key for key in keys if store.check([key])]
-        ranks = [json.loads(zlib.decompress(store.get(key))) for key in keys]
-        print_report([rank["rows"] for rank in ranks])
+            late = [rank for rank, key in keys.items() if not store.check([key])]
+            names = ", ".join(map(str, late))
+            print(f"not counted: rank(s) {names}, which did not come to the end")
+            keys = {rank: key for rank, key in keys.items() if rank not in late}
+        found = {r: json.loads(zlib.decompress(store.get(key))) for r, key in keys.items()}
+        print_report({rank: calls["rows"] for rank, calls in found.items()})
         if self.folder:
-            path = write_timeline(Path(self.folder), [rank["timeline"] for rank in ranks])
+            timelines = {rank: calls["timeline"] for rank, calls in found.items()}
+            path = write_timeline(Path(self.folder), timelines)
             print(f"\n{path}: open it in https://ui.perfetto.dev")
             if len(self.timeline) == TIMELINE:
                 print(f"It has the first {TIMELINE} calls only.")

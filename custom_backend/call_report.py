@@ -14,10 +14,10 @@ TEXT = {"operation", "called from"}  # left-aligned columns
 MS = 1e3  # per second
 
 
-def print_report(ranks: list[list[list]]) -> None:
+def print_report(ranks: dict[int, list[list]]) -> None:
     """ranks: for each, rows of (operation, caller, calls, given, got, in call, in wait, done)."""
     found = {}  # (operation, caller) -> {rank: numbers}
-    for rank, rows in enumerate(ranks):
+    for rank, rows in ranks.items():
         for operation, caller, *numbers in rows:
             found.setdefault((operation, caller), {})[rank] = numbers
     lines = sorted(found.items(), key=lambda item: -total(item[1], 5))
@@ -43,19 +43,19 @@ def total(by_rank: dict[int, list], column: int) -> float:
     return sum(numbers[column] for numbers in by_rank.values())
 
 
-def write_timeline(folder: Path, ranks: list[list[dict]]) -> Path:
+def write_timeline(folder: Path, ranks: dict[int, list[dict]]) -> Path:
     """Write the Chrome trace format: one process per rank, microseconds since the first call.
 
     The row "script" shows when a rank is inside a call or inside wait(). The rows below show each
     operation from call to completion.
     """
-    first = min((event["call"][0] for events in ranks for event in events), default=0.0)
+    first = min((event["call"][0] for events in ranks.values() for event in events), default=0.0)
 
     def microseconds(moment: float) -> float:
         return round(1e6 * (moment - first), 3)
 
     trace = []
-    for rank, events in enumerate(ranks):
+    for rank, events in ranks.items():
         name = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
         trace.append(name)
         trace.append({**name, "name": "thread_name", "tid": 0, "args": {"name": "script"}})

@@ -152,6 +152,7 @@ def make_group(store, rank: int, size: int, timeout: timedelta) -> CountingGroup
             serve(group, torch.device("cpu"), backend)
         elif name == "nccl":
             options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout  # private
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
             serve(group, torch.device("cuda"), backend)
         else:

@@ -31,14 +31,19 @@ class MinimalBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  MinimalBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-      : c10d::Backend(rank, size), store_(std::move(store)) {}
+  MinimalBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                 std::chrono::milliseconds timeout)
+      : c10d::Backend(rank, size), store_(std::move(store)), timeout_(timeout) {}
 
   const std::string getBackendName() const override { return "minimal"; }
+
+  // TORCH_DISTRIBUTED_DEBUG=DETAIL prints it: how many operations there were.
+  uint64_t getSequenceNumberForGroup() override { return number_; }
 
   // torch passes lists of tensors, since a rank could once have several GPUs: take the first.
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "minimal: all_reduce knows SUM only");
+    const at::NoGradGuard no_grad;  // a collective is no step of the computation
     const Tensors all = everybodys(tensors[0]);
     Tensor sum = all[0];
     for (int rank = 1; rank < getSize(); ++rank) sum = sum + all[rank];  // in rank order
@@ -47,12 +52,14 @@ class MinimalBackend : public c10d::Backend {
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    const at::NoGradGuard no_grad;
     tensors[0].copy_(everybodys(tensors[0])[options.rootRank]);
     return c10::make_intrusive<DoneWork>(c10d::OpType::BROADCAST, tensors);
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions&) override {
+    const at::NoGradGuard no_grad;
     const Tensors all = everybodys(inputs[0]);
     for (int rank = 0; rank < getSize(); ++rank) outputs[0][rank].copy_(all[rank]);
     return c10::make_intrusive<DoneWork>(c10d::OpType::ALLGATHER, outputs[0]);
@@ -66,13 +73,14 @@ class MinimalBackend : public c10d::Backend {
   // For other operations torch raises an error: "Backend minimal does not support reduce".
 
  private:
-  // All operations use this one: it returns the tensors of all ranks. store_->get() waits.
+  // All operations use this one: it returns the tensors of all ranks.
   Tensors everybodys(const Tensor& given) {
     const Tensor mine = given.contiguous();
     const auto* bytes = static_cast<const uint8_t*>(mine.data_ptr());
     store_->set(key(number_, getRank()), std::vector<uint8_t>(bytes, bytes + mine.nbytes()));
     Tensors all;
     for (int rank = 0; rank < getSize(); ++rank) {
+      store_->wait({key(number_, rank)}, timeout_);
       const std::vector<uint8_t> theirs = store_->get(key(number_, rank));
       TORCH_CHECK(theirs.size() == mine.nbytes(), "minimal: rank ", rank, " sent ", theirs.size(),
                   " bytes, rank ", getRank(), " has ", mine.nbytes());
@@ -90,6 +98,7 @@ class MinimalBackend : public c10d::Backend {
   }
 
   const c10::intrusive_ptr<c10d::Store> store_;
+  const std::chrono::milliseconds timeout_;
   uint64_t number_ = 0;
 };
 
@@ -97,9 +106,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // Holding the GIL while waiting for another rank would stop all threads of this one.
   module.def(
       "create",
-      [](c10::intrusive_ptr<c10d::Store> store, int rank, int size) {
+      [](c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+         std::chrono::milliseconds timeout) {
         return c10::intrusive_ptr<c10d::Backend>(
-            c10::make_intrusive<MinimalBackend>(std::move(store), rank, size));
+            c10::make_intrusive<MinimalBackend>(std::move(store), rank, size, timeout));
       },
       pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -7,7 +7,6 @@ Look at the printed difference: each rank has the gradients of one process with 
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -16,17 +15,18 @@ class StoreGroup(dist.ProcessGroup):
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
-        self.store = store
+        self.store = dist.PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
 
     def exchange(self, tensor):  # returns the tensors of all ranks
         call = self.store.add(f"calls of {self.rank()}", 1)  # all ranks make the same calls
         self.store.set(f"{call}/{self.rank()}", tensor.detach().numpy().tobytes())
         values = [self.store.get(f"{call}/{r}") for r in range(self.size())]  # get() waits
+        self.store.delete_key(f"{call - 1}/{self.rank()}")  # all ranks are in this call by now
         return [torch.frombuffer(bytearray(v), dtype=tensor.dtype) for v in values]
 
     def allreduce(self, tensors, options):  # DDP calls it from C++, dist.all_reduce from Python
         assert options.reduceOp == dist.ReduceOp.SUM, "store: all_reduce knows SUM only"
-        tensors[0].copy_(sum(self.exchange(tensors[0])).view_as(tensors[0]))
+        tensors[0].detach().copy_(sum(self.exchange(tensors[0])).view_as(tensors[0]))
         return Done(tensors)
 
     def barrier(self, opts):
@@ -51,7 +51,7 @@ def main() -> None:
     dist.init_process_group("store")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    inputs, model = torch.randn(6 * world_size, 4), nn.Linear(4, 1)
+    inputs, model = torch.randn(6 * world_size, 4), torch.nn.Linear(4, 1)
     (expected,) = torch.autograd.grad(model(inputs).square().mean(), model.weight)  # single process
     ddp_model = DistributedDataParallel(model, init_sync=False)  # the weights are equal already
     ddp_model(inputs[rank::world_size]).square().mean().backward()  # DDP averages through the store

@@ -21,10 +21,9 @@ SOURCE = Path(__file__).resolve().parent / "minimal.cpp"
 
 def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta):
     """torch calls this on all ranks of a new group, with a store for this group alone."""
-    store.set_timeout(timeout)
     # Groups created one after another may share a store, so each rank counts its groups.
     store = dist.PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
-    return compile_once("minimal_backend", SOURCE).create(store, rank, size)
+    return compile_once("minimal_backend", SOURCE).create(store, rank, size, timeout)
 
 
 dist.Backend.register_backend("minimal", create_backend, devices=["cpu"])

@@ -43,6 +43,12 @@ def test_the_script_prints_what_it_promises():
         assert float(re.search(line, output)[1]) < 1e-6
 
 
+def test_any_script_runs_on_it():
+    run_on, script = ROOT / "custom_backend/run_on.py", ROOT / "ddp_basics/minimal.py"
+    output = pool.run(run_on, "pipe", script, "--epochs", 1, ranks=2).check().output
+    assert "2 rank(s) on cpu, pipe" in output
+
+
 def test_chapter_22_says_how_long_the_steps_are():
     chapter = (ROOT / "notebooks/22_inside_torch_distributed.ipynb").read_text()
     folder = ROOT / "custom_backend"
@@ -125,7 +131,7 @@ def test_a_missing_rank_is_a_timeout(tmp_path):
 
 def test_a_rank_that_never_joins_is_named(tmp_path):
     ((call,), _) = run("alone", tmp_path)
-    assert re.fullmatch("pipe: rank 1 did not join the group: .* 3000 ms", call["message"])
+    assert call["message"].startswith("pipe: rank 1 did not join the group in 3 s: ")
     assert call["seconds"] < 3 + SOON
 
 

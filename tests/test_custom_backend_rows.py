@@ -1,5 +1,6 @@
 """custom_backend/: each row of "What usually goes wrong" is provoked on its backend, and cured."""
 
+import json
 import re
 
 import pytest
@@ -110,7 +111,8 @@ def test_a_backend_that_nobody_has_registered(copy):
     assert result.returncode == 1
     assert re.search("[Uu]nknown backend type:? counting", result.output)
     copy.edit("mine.py", "import torch\n", "import counting_backend, torch\n")
-    assert "all_reduce" in copy.run("mine.py", cold=True).check().output  # the table, at exit
+    table = copy.run("mine.py", cold=True).check().output  # at exit
+    assert re.search(r"^all_reduce .* mine\.py:4 <module>$", table, re.M)
 
 
 def test_a_rank_that_does_not_report(copy):
@@ -128,8 +130,12 @@ def test_a_rank_that_does_not_report(copy):
     text = (copy.path / "call_log.py").read_text()
     patience = re.search(r"^PATIENCE = .*$", text, re.M)[0]
     copy.edit("call_log.py", patience, "PATIENCE = timedelta(seconds=1)")
-    result = copy.run("counting_backend.py", "mine.py").check()
+    folder = copy.path / "trace"
+    result = copy.run("counting_backend.py", "--trace", folder, "mine.py", ranks=3).check()
     assert "not counted: rank(s) 1, which did not come to the end" in result.output
-    assert "all_reduce" in result.output
+    (row,) = re.findall(r"^all_reduce .*$", result.output, re.M)
+    assert set(re.findall(r"rank \d", row)) == {"rank 0", "rank 2"}
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 2}
     copy.edit("mine.py", "    os._exit(0)\n", "    pass\n")
     assert "not counted" not in copy.run("counting_backend.py", "mine.py").check().output

@@ -34,6 +34,16 @@ def test_no_compiler_is_one_clear_sentence(tmp_path, monkeypatch):
         build.load()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["c++", "g++-11", "g++-12", "clang++-14"])
+def test_the_versions_of_a_function_compile(tmp_path, compiler):
+    """GCC 11, that of Ubuntu 22.04, knows no target_clones("arch=x86-64-v3")."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    source, flags = build.HERE / "reduce.cpp", [f for f in build.FLAGS if f != "-O3"]
+    subprocess.run([compiler, *flags, "-c", source, "-o", tmp_path / "reduce.o"], check=True)
+
+
 def test_an_old_torch_is_one_clear_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("SHM_BUILD_DIR", str(tmp_path / "builds"))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))

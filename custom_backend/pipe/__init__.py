@@ -6,6 +6,8 @@
 After `pip install --no-build-isolation custom_backend/`, `import torch` registers it.
 """
 
+from __future__ import annotations  # a torch without torch.distributed has none of these types
+
 import atexit
 import contextlib
 import importlib.util
@@ -19,6 +21,9 @@ from types import ModuleType
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
+INSTALLED = importlib.util.find_spec("pipe.compiled") is not None
+if not INSTALLED:  # now: run_on.py hides the files next to this folder from the script
+    from compile_once import compile_once
 
 
 def register() -> None:
@@ -33,19 +38,15 @@ def register() -> None:
 @cache
 def compiled() -> ModuleType:
     """The C++ part: built by pip, or compiled here if this folder is only on the path."""
-    if importlib.util.find_spec("pipe.compiled"):
+    if INSTALLED:
         module = importlib.import_module("pipe.compiled")
     else:
-        from compile_once import compile_once  # next to this folder, if it is not installed
-
         module = compile_once("pipe_backend", HERE / "backend.cpp")
     atexit.register(module.close_all)  # ends the workers of groups that were not destroyed
     return module
 
 
-def create_backend(
-    store: dist.Store, rank: int, size: int, timeout: timedelta
-) -> dist.distributed_c10d.Backend:
+def create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> object:
     """torch calls this on all ranks of a new group, with a store for this group alone.
 
     The memory of the group is a file without a name (memfd) of rank 0. The other ranks open it
@@ -56,13 +57,12 @@ def create_backend(
     if sys.platform != "linux":
         raise RuntimeError(f"pipe: needs Linux (memfd, pidfd), this is {sys.platform}: take gloo")
     module = compiled()
-    store.set_timeout(timeout)
     # Groups created one after another may share a store, so each rank counts its groups.
     store = dist.PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
 
     def of_all_ranks(key: str, value: object) -> list[str]:
         store.set(f"{key}/{rank}", str(value))
-        return [ask(store, f"{key}/{r}", r) for r in range(size)]
+        return [ask(store, f"{key}/{r}", r, timeout) for r in range(size)]
 
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     hosts = of_all_ranks("host", boot + os.readlink("/proc/self/ns/pid"))
@@ -91,12 +91,14 @@ def create_backend(
     return backend
 
 
-def ask(store: dist.Store, key: str, rank: int) -> str:
-    """The value that this rank sets; waits for it."""
+def ask(store: dist.Store, key: str, rank: int, timeout: timedelta) -> str:
+    """The value that this rank sets; waits for it. (set_timeout() would change the job's store.)"""
     try:
+        store.wait([key], timeout)
         return store.get(key).decode()
     except RuntimeError as error:
-        raise RuntimeError(f"pipe: rank {rank} did not join the group: {error}") from None
+        why = f"rank {rank} did not join the group in {timeout.total_seconds():g} s"
+        raise RuntimeError(f"pipe: {why}: {error}") from None
 
 
 register()

@@ -111,6 +111,9 @@ class PipeBackend : public c10d::Backend {
     }
   }
 
+  // The other ranks may never come. (The name of torch's abort of a group.)
+  void abort() override { give_up(); }
+
   // destroy_process_group() calls it: run the rest of the queue, end the thread.
   void shutdown() override {
     if (getpid() != pid_) {  // a fork has no worker
@@ -130,6 +133,7 @@ class PipeBackend : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return "pipe"; }
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }  // of the calls so far
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "pipe: all_reduce knows SUM only");
@@ -190,6 +194,7 @@ class PipeBackend : public c10d::Backend {
     {
       std::lock_guard lock(mutex_);
       TORCH_CHECK(!closing_, "pipe: the group is destroyed");
+      ++sequence_;
       queue_.push_back([=, this] {
         if (!error_) {
           try {
@@ -248,6 +253,7 @@ class PipeBackend : public c10d::Backend {
   std::mutex mutex_;          // guards the next two
   std::deque<std::function<void()>> queue_;
   bool closing_ = false;
+  uint64_t sequence_ = 0;
   std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::thread worker_;  // last: it starts when everything above exists
 };

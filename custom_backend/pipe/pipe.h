@@ -6,7 +6,8 @@
 //
 // Only the writer changes `written`, only the reader changes `read`: there is no lock. The order of
 // memory makes it correct. A compiler, and a core, may exchange two memory accesses of a thread if
-// this thread cannot tell. The other thread could, so two stores say that nothing may pass them:
+// this thread cannot tell. The other thread could. So what comes before a release store stays before
+// it, and what comes after an acquire load stays after it:
 //
 //     writer: copy the bytes in,  then  written.store(n, release)
 //     reader: written.load(acquire) == n,  then  copy the bytes out      they are there

@@ -63,7 +63,7 @@ class Work(dist.Work):
         return self.done.done() and self.done.exception() is None
 
     def exception(self) -> BaseException | None:
-        return self.done.exception()
+        return self.done.exception() if self.done.done() else None
 
     def result(self) -> list[torch.Tensor]:
         return self.done.result()

@@ -44,6 +44,12 @@ class Operations : public c10d::Backend {
     group_->close();
   }
 
+  // The other ranks may never come: end what runs and what is queued, with an error.
+  void abort() override {
+    if (!shm::Heap::forked()) group_->peers.leaving = true;
+    shutdown();
+  }
+
  protected:
   Limits limits(Milliseconds timeout, shm::Patience patience) const {
     return {shm::Clock::now() + (timeout.count() < 0 ? timeout_ : timeout), patience};

@@ -13,7 +13,7 @@
 // One version of the function per instruction set; the loader selects one. Other processors, such
 // as ARM, need one version only. (ThreadSanitizer is not initialised yet when the loader selects.)
 #if SHM_LEVEL >= 3 && !defined(__SANITIZE_THREAD__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v3", "default")))
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EACH_PROCESSOR
 #endif
