@@ -573,7 +573,7 @@ def chapter_21():
 @pytest.mark.parametrize(
     ("llama_8b", "line"),
     [
-        ((64, 1, 1, 1), "that mesh was tried: it crashed or ran out of memory"),
+        ((64, 1, 1, 1), "that mesh was tried without ZeRO-3: it crashed or ran out of memory"),
         ((1, 1, 64, 2), "that mesh is not among our runs; a neighbour of it, perhaps?"),
     ],
 )
