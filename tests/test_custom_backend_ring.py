@@ -437,6 +437,7 @@ def test_other_sizes_are_told_apart(make_groups):
     assert messages(found)[1].endswith("rank 0 has sent 8 bytes, 12 were expected")
 
 
+@pytest.mark.slow
 def test_a_rank_that_found_an_error_is_named_after_the_timeout(make_groups):
     """Of 3 and 4 numbers, rank 0 gets a part of the right size, and waits for the next one."""
     groups = give_up_after(2, make_groups(2))

@@ -132,6 +132,7 @@ def test_a_fork_is_killed_with_its_children(script):
     assert not any(process.is_running() for process in processes)
 
 
+@pytest.mark.slow
 def test_a_fork_has_ended_although_its_child_has_not(script):
     with Job([script("import os\nif os.fork():\n    os._exit(3)\n" + WAIT)], fork=0) as job:
         assert job.wait(10).returncode == 3
