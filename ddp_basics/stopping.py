@@ -1,11 +1,13 @@
 """Stop on a signal: all ranks agree on a step, leave the loop after it, and save."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ class StopRequests:
     """
 
     def __init__(self, worker: Worker):
+        keep_fork_server()
         self.asked = 0  # the number of the signal that came, or 0
         self.last_look = None  # (step, time)
         self.next_look, self.interval = 0, 1  # in steps
@@ -102,6 +105,20 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+def keep_fork_server() -> None:
+    """Start the server that forks a DataLoader's workers with the signals blocked.
+
+    Under forkserver, the default of Python 3.14, torchrun signals this process, too, and workers
+    end with it.
+    """
+    methods = multiprocessing.get_all_start_methods()  # the default first
+    if (multiprocessing.get_start_method(allow_none=True) or methods[0]) == "forkserver":
+        resource_tracker.ensure_running()  # now: the server starts it, which unblocks signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def obey_the_rank_only(worker_id: int) -> None:
     """worker_init_fn of a DataLoader: torchrun and Slurm send signals to its processes, too.
 
@@ -126,4 +143,5 @@ def goodbye(stopped_by: int, step: int, total_steps: int, folder, worker: Worker
     if worker.is_main:
         saved = f"saved to {folder}, the same command continues" if folder else "not saved"
         name = signal.Signals(stopped_by).name
-        print(f"stopped by {name} after step {step} of {total_steps}: {saved}", flush=True)
+        with contextlib.suppress(OSError):  # the terminal has been closed
+            print(f"stopped by {name} after step {step} of {total_steps}: {saved}", flush=True)

@@ -210,6 +210,8 @@ def count_samples(name: str, batches, dataset: Files, files: list, worker: Worke
 def train_with_a_stop(files: list, args, worker: Worker) -> None:
     """Train for --epochs without and with a stop in mid-epoch, and compare the two runs."""
     steps = Streams(files, worker, args.streams, args.batch_size).steps
+    if args.epochs * steps < 2:
+        raise UserError(f"--batch-size {args.batch_size} leaves one step: no place to stop in it")
     straight = train(None, args.epochs * steps, args.workers, files, args, worker)
     stop = (args.epochs - 1) * steps + steps // 2
     state = train(None, stop, args.workers, files, args, worker)

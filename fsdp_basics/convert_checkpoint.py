@@ -26,6 +26,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 def main() -> None:
     args = parse_args()
+    if not args.target.absolute().parent.is_dir():
+        fail(f"there is no folder {args.target.parent}")
     try:
         model = read_model(args.source)
         write_model(args.target, model)

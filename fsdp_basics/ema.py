@@ -110,6 +110,8 @@ def main() -> None:
             raise UserError(
                 f"--batch-size {args.batch_size} does not divide over {worker.world_size} rank(s)"
             )
+        if args.batch_size < 2 * worker.world_size:
+            raise UserError("BatchNorm needs two images per rank: choose a larger --batch-size")
         train(args, worker)
 
 

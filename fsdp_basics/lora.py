@@ -97,6 +97,7 @@ def load_adapters(model: nn.Module, adapters: dict[str, Tensor]) -> None:
     unknown = sorted(adapters.keys() - dict(model.named_parameters()).keys())
     if unknown:
         raise ValueError(f"the model has no parameter {unknown[0]}")
+    model.reshard()  # an evaluation has left the root gathered
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, adapters, options=options)
 

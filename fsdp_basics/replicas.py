@@ -151,7 +151,7 @@ def average_buffers(model: nn.Module) -> None:
     Integer buffers are not averaged, and none if one has grown on some ranks only: `check_replicas`
     names one that differs.
     """
-    buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+    buffers = [b for b in model.buffers() if b.is_floating_point()]
     if not buffers or dist.get_world_size() == 1:
         return
     shapes = [None] * dist.get_world_size()

@@ -135,12 +135,12 @@ def _limit(seconds: float):
         raise _TooLong
 
     handler = signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # and again, if an answer caught it
+    before = signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # and again, if an answer caught it
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 def on_all_ranks(said, about: str = "") -> list:

@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from itertools import islice
@@ -7,8 +8,6 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: as in every job, see helpers.py
-# nbformat needs jsonschema, which takes 3 s to build 39 grammars of addresses, if it can.
-sys.modules["rfc3987_syntax"] = None
 import helpers
 import torch
 import torch.distributed as dist
@@ -53,6 +52,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started pytest with "&"
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # or no job would hear Ctrl-C
+    # nbformat needs jsonschema, which takes 3 s to build 39 grammars of addresses, if it can.
+    sys.modules["rfc3987_syntax"] = None
     os.environ["TEST_BACKEND"] = config.getoption("backend")  # helpers.py reads these
     os.environ["TEST_DEVICE"] = config.getoption("device")
     os.environ["TEST_COLD"] = str(int(config.getoption("cold")))

@@ -96,11 +96,14 @@ class Result:
     output: str  # stdout and stderr of all ranks and of torchrun
     command: str = field(default="", compare=False)  # what to type to run it again
     failed: int | None = field(default=None, compare=False)  # the first rank to fail, if known
+    by_then: int | None = field(default=None, compare=False)  # the length of the output by then
 
     def check(self) -> "Result":
         who = "" if self.failed is None else f" of rank {self.failed}, the first to fail,"
         ended = f"exit status {self.returncode}{who} of\n{self.command}"
-        assert self.returncode == 0, f"{ended}\n{self.output[-6000:]}\n{ended}"
+        # What the other ranks then say of lost connections may be long.
+        said = self.output[: self.by_then][-6000:]
+        assert self.returncode == 0, f"{ended}\n{said}\n{ended}"
         return self
 
 
@@ -436,11 +439,18 @@ def to_the_end(job: Job, timeout: float) -> Result:
 def free_port() -> int:
     """A TCP port of this machine that is free, for rendezvous that must name one.
 
-    It is below those that the kernel gives to whoever names none: until the rendezvous has begun,
-    which takes seconds, other tests open hundreds of connections, and one could get this port.
+    It is none of those that the kernel gives to whoever names none, if there are others: until the
+    rendezvous has begun, which takes seconds, other tests open hundreds of connections, and one
+    could get this port.
     """
+    low, high = 49152, 65535
+    with contextlib.suppress(OSError):  # not Linux
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    named = [port for port in range(5000, 65536) if not low <= port <= high]
     while True:
-        port = random.randrange(10_000, 29_000)  # torchrun's own are 29400 and 29500
+        port = random.choice(named or range(low, high + 1))
+        if port in (29400, 29500):  # torchrun's own
+            continue
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
 

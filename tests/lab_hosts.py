@@ -47,11 +47,11 @@ class Lab:
 @contextmanager
 def up(lab: Lab, hosts: int, *args) -> Iterator[Lab]:
     """Its hosts; skips the test where none can be made, with the sentence that lab.py says."""
-    made = lab.run("up", hosts, *args)
-    if made.returncode == 2 and re.search("a lab needs|no hosts could be made", made.output):
-        pytest.skip(made.output.strip())
-    made.check()
     try:
+        made = lab.run("up", hosts, *args, timeout=300)
+        if made.returncode == 2 and re.search("a lab needs|no hosts could be made", made.output):
+            pytest.skip(made.output.strip())
+        made.check()
         yield lab
     finally:
         lab.run("down")

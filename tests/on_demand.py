@@ -17,7 +17,9 @@ class OnDemand(dict):
             raise AssertionError(f"{why} ({self.failed[key]})")
         try:
             self[key] = self.compute(key)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also pytest's own, of a time limit
             self.failed[key] = str(error).partition("\n")[0]
             raise
         return self[key]

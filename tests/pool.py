@@ -28,6 +28,9 @@ class Rank(Job):
 
     def __init__(self, script, *args, cold: bool = False, **told):
         command = on_backend(script, *args)
+        if not (cold or COLD):  # else this rank would begin before the next one's keeper does
+            for number in (0, 1):
+                keeper(number, told.get("interpreter", PYTHON))
         if cold:
             super().__init__([told.get("interpreter", PYTHON), *command], **told)
         else:
@@ -51,8 +54,8 @@ def run(
     cwd: a list has a folder for each rank, as the disks of hosts that share none.
     cold: new processes, not forks: for what happens at the end of the interpreter.
 
-    The exit status is the first that is not 0, and the output what was printed until then: the
-    other ranks are killed, and would say that they have lost a connection.
+    The exit status is the first that is not 0. The other ranks are killed a moment later: one may
+    be about to say why it gave up first.
     changes: of the environment; a list has a value for each rank.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -61,9 +64,6 @@ def run(
     command = [interpreter, *torchrun_command(script, *args, ranks=ranks)[1:]]
     command = typed(command, folders[0], **own[0])
     jobs, left = [], []
-    if ranks > 1 and not (cold or COLD):  # else rank 0 would wait while rank 1's keeper begins
-        for number in (0, 1):
-            keeper(number, interpreter)
     try:
         for rank in range(ranks):
             told = environment(rank, ranks, store, nodes, **own[rank])
@@ -78,6 +78,10 @@ def run(
             said = f"{patience.why}\n{command}\n{jobs[0].output[-200_000:]}"
             raise TimeoutError(said)
         left = jobs[0].left_running() if status == 0 else []
+        by_then = len(jobs[0].output)
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until and None in [job.process.poll() for job in jobs]:
+            time.sleep(0.01)
         output = jobs[0].output
     finally:
         for job in jobs:
@@ -85,7 +89,7 @@ def run(
         note(command, jobs[0].output if jobs else "")
     jobs[0].log.close()
     assert not left, f"processes were left running: {left}\n{output[-3000:]}"
-    return Result(status, output, command, failed)
+    return Result(status, output, command, failed, by_then)
 
 
 def of_rank(changes: dict[str, str | list[str]], rank: int) -> dict[str, str]:

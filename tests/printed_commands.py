@@ -192,7 +192,7 @@ def is_missing(command: str) -> bool:
 def has_lab() -> bool:
     """Whether clusters/lab.py can make a host here."""
     lab = [sys.executable, ROOT / "clusters/lab.py", "--name", f"try{os.getpid()}"]
-    made = subprocess.run([*lab, "up", "1"], capture_output=True, timeout=60).returncode == 0
+    made = subprocess.run([*lab, "up", "1"], capture_output=True, timeout=300).returncode == 0
     if made:
         subprocess.run([*lab, "down"], capture_output=True, timeout=60, check=True)
     return made

@@ -47,7 +47,7 @@ class Cluster:
         self.name, self.folder = name, folder
         self.environment = clean_environment(LAB=name, SLURM_CONF=conf, PATH=path())
 
-    def run(self, *command, timeout: float = 60, cwd: Path = ROOT) -> Result:
+    def run(self, *command, timeout: float = 300, cwd: Path = ROOT) -> Result:
         done = subprocess.run(
             [sys.executable, LAB, "exec", "0", "--", *map(str, command)],
             cwd=cwd,
@@ -367,7 +367,7 @@ agreed = train.StopRequests.agreed
 def wait(stop, step):
     if step == 30 and "SLURM_RESTART_COUNT" not in os.environ:
         print("at step 30", flush=True)
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600
         while not stop.asked and time.monotonic() < until:
             time.sleep(0.01)
         print("asked", flush=True)

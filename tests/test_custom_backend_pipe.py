@@ -1,5 +1,6 @@
 """custom_backend/pipe: numbers, training, failures, and the package that pip installs."""
 
+import gc
 import json
 import os
 import re
@@ -205,10 +206,11 @@ def test_a_join_that_fails_leaves_no_file_open():
     here = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     store = dist.HashStore()
     store.set("life 1/host/1", here)  # rank 1 does not come any further
-    before = os.listdir("/proc/self/fd")
+    gc.collect()  # it may close files of other tests
+    before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(RuntimeError, match=r"^pipe: rank 1 did not join the group"):
         pipe.create_backend(store, 0, 2, timedelta(seconds=0.3))
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_limit_of_wait_leaves_the_operation_alone(tmp_path):

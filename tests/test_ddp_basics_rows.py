@@ -116,6 +116,7 @@ def test_a_rank_without_a_gpu(copy):
 )
 def test_a_rank_that_is_elsewhere(copy, mistake):
     step = "            lr = set_learning_rate("
+    copy.join_slowly()
     copy.edit("train.py", step, mistake + step)
     result = copy.run("train.py", *STEPS, "--timeout", 3)
     # A rank that is a step ahead sends a tensor that no rank expects, of another size.

@@ -211,6 +211,12 @@ def test_a_resumed_stream_opens_only_what_it_needs(streaming, files):
 # ---- bad input
 
 
+def test_a_run_of_one_step_has_no_place_to_stop():
+    result = python(SCRIPT, "--epochs", 1, "--batch-size", 1200)
+    assert result.returncode == 2
+    assert "--batch-size 1200 leaves one step: no place to stop in it" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -471,6 +471,34 @@ with distributed_worker("cpu") as worker:
 """
 
 
+SERVED = """
+import multiprocessing, os, subprocess, sys
+sys.path.insert(0, {directory!r})
+import torch
+from loading import make_loader
+from runtime import distributed_worker
+from stopping import StopRequests
+if __name__ == "__main__":
+    os.setpgrp()  # a group for the signal
+    multiprocessing.set_start_method("forkserver")
+    with distributed_worker("cpu") as worker:
+        stop = StopRequests(worker)
+        data = torch.utils.data.TensorDataset(torch.arange(400))
+        loader = make_loader(data, None, 2, 0, 1, worker)
+        for step, _ in enumerate(loader, 1):
+            if step == 3:
+                subprocess.run(["kill", "-TERM", "--", "-" + str(os.getpgrp())])  # as torchrun does
+        print("batches:", step, "asked:", stop.agreed(step))
+"""
+
+
+def test_loader_workers_outlive_a_signal_to_all(tmp_path):
+    """Under forkserver, the default of Python 3.14, a server that has started them gets it, too."""
+    script = tmp_path / "served.py"
+    script.write_text(SERVED.format(directory=str(TRAIN.parent)))
+    assert "batches: 200 asked: 15" in python(script, cold=True).check().output
+
+
 def test_nohup_outlives_the_terminal(tmp_path):
     script = tmp_path / "nohup.py"
     script.write_text(NOHUP.format(directory=str(TRAIN.parent)))
@@ -484,8 +512,6 @@ def test_ranks_agree_on_a_step_without_asking_at_every_step(tmp_path):
     (ours, looks), theirs = eval(output.split("FOUND ")[1])  # a list that the script printed
     assert theirs == (ours, looks)
     assert 600 <= ours == looks[-1]
-    assert len(looks) < 40  # 1, 2, 4, 8, ... and then one a second
-    assert looks[:3] == [1, 2, 4]
 
 
 def test_ranks_ask_once_a_second(monkeypatch):
@@ -735,8 +761,10 @@ from arguments import UserError
 from replicas import average_buffers, check_replicas
 from runtime import distributed_worker
 with distributed_worker("cpu") as worker:
-    model = torch.nn.BatchNorm1d(2)
-    model.register_buffer("table", torch.ones(4 + worker.rank))
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    model.register_buffer("table", torch.ones(4 * worker.rank))
     average_buffers(model)
     try:
         check_replicas(model, 7, worker)

@@ -216,7 +216,8 @@ import json, os, sys
 import beside
 own = ("ERROR_FILE", "RUN_ID", "MASTER_PORT", "TEST_JOB_MARK", "PYTHONHASHSEED", "_")
 told = {name: value for name, value in os.environ.items() if not name.endswith(own)}
-print(json.dumps([__name__, sys.argv, os.getcwd(), beside.__file__, told]))
+line = json.dumps([__name__, sys.argv, os.getcwd(), beside.__file__, told])
+os.write(1, f"{line}\\n".encode())  # in one piece
 sys.exit(3 * (sys.argv[-1] == "fail"))
 """
 

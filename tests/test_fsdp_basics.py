@@ -329,6 +329,13 @@ def test_bad_argument_is_said_once():
 # ---- convert_checkpoint.py
 
 
+def test_a_folder_that_is_not_there_is_said_before_the_model_is_read(tmp_path):
+    script, target = ROOT / "fsdp_basics/convert_checkpoint.py", tmp_path / "no/model.pt"
+    result = python(script, tmp_path, target)
+    assert result.returncode == 2
+    assert f"there is no folder {target.parent}" in result.output
+
+
 @pytest.mark.slow
 def test_conversions_there_and_back(runs, tmp_path):
     """Sharded by 3 ranks -> safetensors -> sharded -> torch.save: the same bits, and whole ones."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from data import load_dataset
-from helpers import ROOT
+from helpers import ROOT, python
 from torch import nn
 
 SCRIPT = ROOT / "fsdp_basics/ema.py"
@@ -156,3 +156,9 @@ def test_wrong_batch_is_one_sentence():
     result = pool.run(SCRIPT, "--batch-size", 5, ranks=2)
     assert result.returncode == 2
     assert "error: --batch-size 5 does not divide over 2 rank(s)\n" in result.output
+
+
+def test_a_batch_of_one_image_per_rank_is_refused():
+    result = python(SCRIPT, "--batch-size", 1)
+    assert result.returncode == 2
+    assert "BatchNorm needs two images per rank" in result.output

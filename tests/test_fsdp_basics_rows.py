@@ -60,6 +60,7 @@ def off(found: list[float], expected: list[float]) -> float:
 @pytest.mark.parametrize("what", ["evaluation", "a checkpoint"])
 def test_a_rank_that_does_not_take_part(copy, what):
     returned = "return Shifted(train_set) if settings.augment else train_set, test_set"
+    copy.join_slowly()
     copy.edit("task.py", returned, "return train_set, Subset(test_set, range(359))")
     copy.edit("task.py", "import Dataset", "import Dataset, Subset")
     flags = (*STEPS, "--batch-size", 358, "--timeout", 3, "--output-dir", copy.path / "runs/0")

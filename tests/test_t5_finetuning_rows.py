@@ -108,6 +108,7 @@ def test_generate_past_forward(copy):
 
 
 def test_a_rank_that_is_ready(copy):
+    copy.join_slowly()
     copy.edit("evaluate.py", "    with gathered(model):\n", "    if True:\n")
     fewer = "max_new_tokens=longest - 3 * __import__('torch').distributed.get_rank()"
     copy.edit("task.py", "max_new_tokens=longest", fewer)
@@ -119,6 +120,7 @@ def test_a_rank_that_is_ready(copy):
 
 
 def test_a_batch_less(copy):
+    copy.join_slowly()
     copy.edit("evaluate.py", "most = math.ceil(samples / world_size)", "most = len(local_indices)")
     flags = (*FLAGS, "--batch-size", 10)
     result = copy.run("train.py", *flags, "--timeout", 5)

@@ -310,6 +310,20 @@ def test_dropout_differs_where_the_data_do_and_goes_on_after_a_stop(two_language
 
 
 @pytest.mark.slow
+def test_dropout_follows_the_mesh_on_which_a_run_goes_on(two_languages, tmp_path):
+    """As many ranks, but tp groups now: the saved generators of four replicas are not for them."""
+    script = ROOT / "tests/workers/gpt_dropout.py"
+    args = (*SIZES, "--steps", 4, "--log-every", 1, "--eval-every", 4, "--eval-batches", 1)
+    args = (*args, "--sample", 0, "--data", two_languages, "--output-dir", tmp_path)
+    pool.run(script, 2, tmp_path, *args, ranks=4).check()
+    pool.run(script, 0, tmp_path, *args, "--tp", 2, ranks=4).check()
+    first = [torch.load(tmp_path / f"masks_{rank}")["first step"] for rank in range(4)]
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[2], first[3])
+    assert not torch.equal(first[0], first[2])
+
+
+@pytest.mark.slow
 def test_the_others_wait_for_a_text_that_takes_longer_than_the_timeout(tmp_path):
     """Both for its tokens and for the counts of its pairs; and they hear what is being done."""
     text = tmp_path / "text.txt"

@@ -99,3 +99,8 @@ def test_half_a_pair_of_surrogates_is_replaced(tmp_path):
     line += rb'{"role": "assistant", "content": "\ud83d\ude00"}]}'
     contents = [message["content"] for message in messages_in(line, "here")]
     assert contents == ["hi ?", "\U0001f600"]
+
+
+def test_a_token_that_is_no_byte_is_a_question_mark():
+    """With --init-from and without --tokenizer the model may draw one: the last step was for it."""
+    assert load_tokenizer(None).decode([65, 256, 66, 50_256]) == "A?B?"

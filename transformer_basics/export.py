@@ -43,6 +43,8 @@ def export(checkpoint: Path, folder: Path, worker: Worker) -> None:
 
     if worker.world_size > 1:
         raise UserError("one process reads all shards: start it with python, not with torchrun")
+    if folder.is_file():
+        raise UserError(f"{folder} is a file")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty")
 

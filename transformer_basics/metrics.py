@@ -45,6 +45,8 @@ class Metrics:
             kept = {line: values for line, values in parsed.items() if values["step"] <= step}
         except (ValueError, KeyError, TypeError, IsADirectoryError):
             raise UserError(f"{path} is not a file of this script: move it away") from None
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
         try:
             if len(kept) < len(lines):
                 temporary = path.with_name("metrics.jsonl.tmp")  # a full disk leaves the old file

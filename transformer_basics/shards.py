@@ -124,7 +124,10 @@ def read_index(folder: Path) -> dict:
     except (OSError, ValueError, KeyError, TypeError):
         is_ours = False
     if not is_ours:
-        raise UserError(f"{file} is no index of prepare.py, or broken: prepare the text again")
+        raise UserError(
+            f"{file} is no index of prepare.py, or broken: delete {folder} and prepare the "
+            "text again"
+        )
     return index
 
 
@@ -159,7 +162,7 @@ def open_shards(folder: Path, index: dict, part: str) -> list[Shard]:
                     ) from None
                 raise UserError(
                     f"{file} cannot be read ({error.strerror}): copy all files of {folder}, or "
-                    "prepare the text again"
+                    "delete it and prepare the text again"
                 ) from None
         shards.append(Shard(*arrays))
     return shards

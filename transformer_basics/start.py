@@ -46,7 +46,7 @@ def resume_or_initialize(
     step, saved_run = 0, {}
     if folder:
         # The checksum of the tokens is that of a tokenizer, whose directory may move.
-        may_change = ("steps", "tokenizer")
+        may_change = ("steps", "tokenizer", "mesh")
         identity = {name: value for name, value in run.items() if name not in may_change}
         step, saved_run = resume(folder, parts, identity, worker)
     if step > settings.steps:

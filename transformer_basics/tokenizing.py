@@ -55,7 +55,8 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     if name is None:
 
         def decode_bytes(tokens: list[int]) -> str:
-            return bytes(tokens).decode(errors="replace")
+            # Weights of --init-from may have more tokens than bytes: a question mark for these.
+            return bytes(t if t < 256 else ord("?") for t in tokens).decode(errors="replace")
 
         return Tokenizer(None, lambda text: list(text.encode()), decode_bytes, 256, 0, "bytes")
     from transformers import AutoTokenizer

@@ -64,8 +64,11 @@ def train(settings: Settings, worker: Worker) -> int:
     parts = {"model": model, "optimizer": optimizer}
     run = settings.identity() | {"vocab_size": config.vocab_size, "token_count": config.token_count}
     run |= {"steps": settings.steps, "data": f"tokens {corpus.checksum}"}
-    run |= {"tokenizer": corpus.tokenizer.name}
+    run |= {"tokenizer": corpus.tokenizer.name, "mesh": list(settings.mesh_shape())}
     first_step, saved_run = resume_or_initialize(folder, parts, run, settings, worker)
+    if first_step and saved_run.get("mesh", run["mesh"]) != run["mesh"]:
+        # The ranks have other coordinates now: the saved generators are not for them.
+        seed_generators(settings.seed + 1_000_003 * first_step, mesh)
     report = Report(settings, config, first_step, saved_run, worker)
     writer = CheckpointWriter(folder, parts, settings, worker)
     step, stopped_by = first_step, 0
