@@ -37,7 +37,7 @@ RAY = importlib.util.find_spec("ray") is not None
 def main() -> None:
     bench.main(
         "rpc",
-        "Remote calls: how many per second, and what a parameter server reaches",
+        "Remote calls: how many per second",
         __doc__,
         {"latency": latency_text},
         part,

@@ -95,7 +95,7 @@ def exact_gradient(module, images, labels) -> torch.Tensor:
 
 @contextmanager
 def count_bytes():
-    """Yield a list to which each collective in the block appends the bytes that this rank sends.
+    """Yield a list to which each collective in the block appends the bytes that it is given.
 
     Hooks look these functions up in torch.distributed at each call, also in other threads.
     """
@@ -141,7 +141,7 @@ def make_hook(name: str, args) -> tuple:
 
 
 def bf16_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Like default_hooks.bf16_compress_hook, which refuses to run on Gloo.
+    """Like default_hooks.bf16_compress_hook, which a torch without CUDA and NCCL refuses.
 
     DDP requires the argument name `bucket`.
     """
@@ -213,6 +213,10 @@ def print_rows(rows: list[dict], args) -> None:
             f"{row['accuracy']:13.2%}"
         )
     print(f"ratio: to {rows[0]['hook']}. error: |g - exact| / |exact|, median over the run")
+    print(
+        "bytes: given to collectives. With N ranks, all_reduce sends 2 (N - 1) / N times as much,"
+    )
+    print("and top-k's all_gather N - 1 times: with 2 ranks both send what is shown")
 
 
 def parse_args():

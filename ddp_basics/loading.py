@@ -1,6 +1,7 @@
 """Load each rank's batches of a data set, in an order that a restarted run can resume."""
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -173,12 +174,20 @@ def digests(samples: list) -> tuple[str, str]:
             exact.append(repr(leaf))
         elif hasattr(leaf, "tolist"):  # a tensor; an array or a scalar of NumPy
             are_integers = re.search("int|bool", str(getattr(leaf, "dtype", "")))
-            (exact if are_integers else values).append(repr(leaf.tolist()))
+            (exact if are_integers else values).append(numbers_of(leaf))
         elif hasattr(leaf, "tobytes"):  # an image of PIL
             values.append(repr(leaf.tobytes()))
         elif isinstance(leaf, float | complex | str | bytes):
             values.append(repr(leaf))
     return digest_of(values + exact), digest_of(exact)
+
+
+def numbers_of(leaf) -> str:
+    """The numbers of a tensor or an array as text; of many, a digest of their bytes."""
+    if math.prod(getattr(leaf, "shape", ())) <= 10_000:
+        return repr(leaf.tolist())
+    content = leaf.contiguous().view(torch.uint8).numpy() if isinstance(leaf, Tensor) else leaf
+    return f"{tuple(leaf.shape)} {hashlib.sha256(content.tobytes()).hexdigest()}"
 
 
 def digest_of(texts: list[str]) -> str:

@@ -12,7 +12,7 @@ to the last bit. The 60 lines that start them here do only a part of what torchr
     RANK, WORLD_SIZE, MASTER_ADDR, ...        your code  your code  yes
     a port that no other program takes        your code  your code  yes
     stops the other ranks when one dies       yes        your code  yes
-    shows the failing rank's traceback        yes        no         yes, with @record
+    says which rank failed first, and why     yes        no         yes, with @record
     starts again (--max-restarts)             no         no         yes
     several nodes (--nnodes), logs per rank   no         no         yes
 """

@@ -19,7 +19,8 @@ the generator learns. Each other row of the table changes one thing. Look at
 The second table is about buffers. DDP copies rank 0's buffers to the other ranks before each
 forward. If two forwards precede one backward, as for real and generated images, the second changes
 the buffers that the first saved for backward, without an error (torch 2.11: autograd raises one).
-Cures: one forward for both, or forward_sync_buffers=False (older: broadcast_buffers=False).
+Cures: one forward for both, or forward_sync_buffers=False (older: broadcast_buffers=False, which
+leaves out the first copy, too); then the ranks' statistics differ.
 """
 
 from collections.abc import Callable, Iterator

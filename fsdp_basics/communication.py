@@ -5,7 +5,8 @@
     torchrun --standalone --nproc_per_node=3 fsdp_basics/communication.py --dim 132 --depth 3
 
 The script counts every collective as it starts, also those that C++ starts (DDP's). The size of the
-tensors gives the bytes that a rank sends in a ring, as NCCL does: no algorithm sends fewer.
+tensors gives the bytes that a rank sends in a ring: as long as only ranks add, none sends fewer.
+(Switches that add, NVLS and SHARP, nearly halve an all_reduce.)
 
 Look at
 

@@ -196,7 +196,7 @@ NAMES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
 }
-# The least that each of n ranks must send, as a fraction of the full tensor.
+# The least that each of n ranks must send, if only ranks add: a fraction of the full tensor.
 FACTORS = {
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,

@@ -28,6 +28,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, above, at_least
 from collective_calls import CollectiveCalls
@@ -92,11 +93,12 @@ def adapters_of(model: nn.Module) -> dict[str, Tensor]:
 def load_adapters(model: nn.Module, adapters: dict[str, Tensor]) -> None:
     """Only rank 0 needs `adapters`, and sends them to any number of ranks; all ranks call this.
 
-    Raises ValueError, on rank 0, for a name that the model does not have: it would be ignored.
+    Raises ValueError, on all ranks, for a name that the model does not have: it would be ignored.
     """
-    unknown = sorted(adapters.keys() - dict(model.named_parameters()).keys())
-    if unknown:
-        raise ValueError(f"the model has no parameter {unknown[0]}")
+    unknown = [sorted(adapters.keys() - dict(model.named_parameters()).keys())]
+    dist.broadcast_object_list(unknown, src=0)
+    if unknown[0]:
+        raise ValueError(f"the model has no parameter {unknown[0][0]}")
     model.reshard()  # an evaluation has left the root gathered
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, adapters, options=options)

@@ -64,6 +64,7 @@ def axes(mesh: Mesh) -> list[str]:
     parts += ["--keep-gathered --reduce-once"] * zero_1
     parts += [f"--cp {mesh.cp}"] * (mesh.cp > 1)
     parts += ["--sequence-parallel"] * bool(mesh.sequence_parallel)
+    parts += ["--loss-parallel"] * (mesh.tp > 1)  # memory.py counts the logits of one rank
     if mesh.virtual_stages > 1:
         parts.append(f"--schedule interleaved --stages-per-rank {mesh.virtual_stages}")
     return parts

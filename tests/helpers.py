@@ -58,7 +58,8 @@ def before_others(*command) -> list:
 
 def keeper(number: int, interpreter: Path = PYTHON) -> forks.Keeper:
     """Forks processes for as long as this one lives. Each number has a hash seed of its own."""
-    if (number, interpreter) not in KEEPERS:
+    known = KEEPERS.get((number, interpreter))
+    if known is None or known.process.poll() is not None:  # the kernel may have killed it
         # The emulated device is loaded before the fork, whose environment has the number of GPUs.
         environment = {"EMULATED_GPUS": "0"} | clean_environment()
         KEEPERS[number, interpreter] = forks.Keeper(number, environment, interpreter)

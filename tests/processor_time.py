@@ -6,6 +6,7 @@ of them mostly wait.
 
 import resource
 from collections import Counter
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -24,7 +25,8 @@ def used() -> float:
         usage = resource.getrusage(who)
         seconds += usage.ru_utime + usage.ru_stime
     for keeper in KEEPERS.values():
-        seconds += sum(psutil.Process(keeper.process.pid).cpu_times()[:4])
+        with suppress(psutil.NoSuchProcess):  # the kernel has killed it
+            seconds += sum(psutil.Process(keeper.process.pid).cpu_times()[:4])
     return seconds
 
 

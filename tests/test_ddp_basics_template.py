@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import tracemalloc
 from array import array
 from collections import UserDict
 from dataclasses import dataclass
@@ -497,6 +498,23 @@ def test_loader_workers_outlive_a_signal_to_all(tmp_path):
     script = tmp_path / "served.py"
     script.write_text(SERVED.format(directory=str(TRAIN.parent)))
     assert "batches: 200 asked: 15" in python(script, cold=True).check().output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_a_large_sample_is_compared_without_a_list_of_its_numbers(dtype):
+    """Numbers of Python take 32 bytes each: a volume of an MRI scanner would take gigabytes."""
+    volume = torch.ones(100, 100, 100, dtype=dtype).transpose(0, 2)
+    tracemalloc.start()
+    one = digests([volume])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * volume.nbytes + 10**6
+    other = volume.clone()
+    other[99, 5, 0] = 0
+    assert digests([other]) != one == digests([volume.clone()])
+    assert digests([volume.flatten()]) != one
+    if dtype == torch.float32:
+        assert digests([volume.numpy()]) == one
 
 
 def test_nohup_outlives_the_terminal(tmp_path):

@@ -27,7 +27,7 @@ def runs(tmp_path_factory) -> dict[int, dict]:
     return {ranks: torch.load(folder / f"{ranks}.pt") for ranks in (1, 2, 3)}
 
 
-def test_adapters_of_another_library_are_refused():
+def test_adapters_of_another_library_are_refused(group):
     """load_state_dict(strict=False) would leave them out."""
     with pytest.raises(
         ValueError, match=r"the model has no parameter head\.lora_A\.default\.weight"
