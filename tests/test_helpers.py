@@ -124,6 +124,7 @@ def test_a_session_with_the_number_of_an_ended_one_is_not_ours(tmp_path):
     script.write_text("import time; time.sleep(600)")
     with Job([script], fork=0) as job:
         (leader,) = job.leaders
+        job.wait_until(job.processes)  # it has a session of its own a moment after its start
         assert [process.pid for process in job.processes()] == [leader]
         known = job.leaders[leader]
         job.leaders[leader] = known - 60  # that of one which began, and ended, before
