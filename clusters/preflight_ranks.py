@@ -96,7 +96,7 @@ def rates_of_groups(dist, node: int, local_rank: int, ranks: int, place, limit: 
             if device == "cuda":
                 torch.cuda.synchronize(place)
             times.append(time.perf_counter() - start)
-        # The fastest: in the others another program may have had the processor.
+        # The fastest call: another program may have slowed down the rest.
         found[name] = data.numel() * 4 / min(times[1:])
     dist.barrier()
     return found

@@ -5,8 +5,8 @@
     python ddp_basics/uneven_inputs_join.py                # one process: no rank leaves early
 
 Each rank reads its own file, and the files differ in length. Join lets a rank without data left
-take part in the other ranks' all_reduces, with zeros. (DDP's only: with SyncBatchNorm, or an
-all_reduce of your own in the loop, the others wait for ever, unless you pass
+take part in the other ranks' all_reduces, with zeros. (It knows DDP's alone. With SyncBatchNorm,
+or an all_reduce of your own in the loop, the remaining ranks wait for ever, unless you pass
 throw_on_early_termination=True.) Look at
 
 - the divisor: the sum of gradients is divided by the initial number of ranks, or by the number of

@@ -440,7 +440,7 @@ def to_the_end(job: Job, timeout: float) -> Result:
 def free_port() -> int:
     """A TCP port of this machine that is free, for rendezvous that must name one.
 
-    It is none of those that the kernel gives to whoever names none, if there are others: until the
+    It lies outside the range from which the kernel gives ports to connections, if it can: until the
     rendezvous has begun, which takes seconds, other tests open hundreds of connections, and one
     could get this port.
     """
