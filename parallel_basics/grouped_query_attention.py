@@ -87,8 +87,8 @@ def check(heads: int, kv_heads: int, ranks: int) -> None:
 def shard_attention(attention: GroupedQueryAttention, kv_heads: int) -> None:
     """Keep only this rank's heads. Before, the weights are full and equal on every rank.
 
-    Raises ValueError for a layer with a bias (Qwen2), and for query and key norms (Qwen3). A bias of
-    `out` would be added once per rank; the other gradients would be of this rank's heads only.
+    Raises ValueError for a layer with a bias (Qwen2), and for query and key norms (Qwen3). A bias
+    of `out` would be added once per rank; the other gradients would be of this rank's heads only.
     """
     for name, linear in attention.named_children():
         if not isinstance(linear, nn.Linear) or linear.bias is not None:
