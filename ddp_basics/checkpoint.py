@@ -13,7 +13,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 import torch.distributed as dist
 from alone import on_rank_0
-from arguments import UserError
+from arguments import DiskError, UserError
 from runtime import Worker
 
 
@@ -53,7 +53,7 @@ def save_checkpoint(
             for old in [*saves(folder)[:-keep], *killed]:
                 old.unlink()
         except OSError as error:
-            raise UserError(f"cannot save to {folder}: {error}") from None
+            raise DiskError(f"cannot save to {folder}: {error}") from None
 
     on_rank_0(write, worker, f"writing {file}")
 
@@ -75,7 +75,7 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
             found["state"] = newest(folder)
         except OSError as error:
             why = f"{error.filename} cannot be read ({error.strerror})"
-            raise UserError(f"{why}: start again when it can, or move it away") from None
+            raise DiskError(f"{why}: start again when it can, or move it away") from None
 
     on_rank_0(read, worker, f"reading {folder}")
     state = broadcast_state(found.get("state"), worker)
@@ -173,7 +173,7 @@ def write_file(path: Path, state: dict) -> None:
         ) from None
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch.save reports a full disk
         temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}, those before are untouched: {error}") from None
+        raise DiskError(f"cannot write {path}, those before are untouched: {error}") from None
 
 
 def read_file(path: Path) -> dict:

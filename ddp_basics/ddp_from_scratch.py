@@ -9,7 +9,7 @@ few large messages instead of many small ones, while backward still computes.
 
 The script trains with both, with torch's DDP and in one process (compare_ddp.py). Look at the
 differences, the number of collectives, and the timeline: the all_reduce of the first bucket starts
-long before backward ends.
+long before backward ends. (On GPUs torch 2.15's own DDP does not overlap: see README.md.)
 """
 
 from contextlib import contextmanager

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from arguments import UserError
+from arguments import DiskError, UserError
 from runtime import Worker
 
 
@@ -46,7 +46,7 @@ class Metrics:
         except (ValueError, KeyError, TypeError, IsADirectoryError):
             raise UserError(f"{path} is not a file of this script: move it away") from None
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+            raise DiskError(f"cannot read {path}: {error.strerror}") from None
         try:
             if len(kept) < len(lines):
                 temporary = path.with_name("metrics.jsonl.tmp")  # a full disk leaves the old file
@@ -78,7 +78,7 @@ class Metrics:
             try:
                 self.file.write(json.dumps(line) + "\n")
             except OSError as error:
-                raise UserError(f"cannot write {self.file.name}: {error.strerror}") from None
+                raise DiskError(f"cannot write {self.file.name}: {error.strerror}") from None
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)

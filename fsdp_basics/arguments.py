@@ -26,6 +26,14 @@ DEVICE_HELP = "auto: this node's accelerators, one per rank; the CPU if the node
 class UserError(ValueError):
     """A mistake of the user, reported as one sentence without a traceback."""
 
+    status = 2  # the program's exit status: another try would fail, too
+
+
+class DiskError(UserError):
+    """A disk that is full or does not answer during a run: another try may succeed."""
+
+    status = 1
+
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse that prints errors and --help once per node.
@@ -76,8 +84,8 @@ class HelpFormatter(argparse.RawTextHelpFormatter):
         return kinds.get(kind) or action.dest.upper()
 
 
-def fail(message: str) -> NoReturn:
-    """Print `message` once per node and exit with status 2.
+def fail(message: str, status: int = UserError.status) -> NoReturn:
+    """Print `message` once per node and exit with `status`.
 
     Every rank finds the same mistake, and local rank 0 prints it. The other ranks wait until
     torchrun stops them: if one exited first, torchrun could stop local rank 0 before it prints.
@@ -88,7 +96,7 @@ def fail(message: str) -> NoReturn:
     # In one piece: other nodes may write to the same log.
     sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message}\n")
     tell_torchrun(message)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def tell_torchrun(message: str) -> None:

@@ -52,7 +52,7 @@ def distributed_worker(
     timeout: how long a collective waits for a missing rank before it raises (Gloo) or ends the
         process (NCCL).
     backend: "nccl", "gloo", ...; None: NCCL on CUDA GPUs, Gloo on CPUs.
-    A `UserError` inside the block ends the program with one sentence and exit status 2.
+    A `UserError` inside the block ends the program with one sentence and its exit status.
     """
     launched = "RANK" in os.environ  # by torchrun or another launcher that sets these variables
     rank = int(os.environ["RANK"]) if launched else 0
@@ -88,7 +88,7 @@ def distributed_worker(
         finally:
             # At once: when Python exits, NCCL warns of a group that was not destroyed. To destroy
             # the group takes all ranks, and a rank without this mistake would not come.
-            os._exit(2)
+            os._exit(error.status)
     leave()  # not in a "finally": after an exception, the other ranks may never get here
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from alone import on_rank_0
-from arguments import UserError
+from arguments import DiskError, UserError
 from runtime import Worker
 from saves import (
     checksum,
@@ -59,8 +59,11 @@ def check_shared(folder: Path, worker: Worker) -> None:
     dist.broadcast_object_list(probe, src=0)
 
     def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe[0].touch()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe[0].touch()
+        except OSError as error:
+            raise UserError(f"cannot save to {folder}: {error.strerror}") from None
 
     together(lambda: write() if worker.is_main else None)
     deadline = time.monotonic() + 10  # a network file system may need a moment
@@ -166,7 +169,7 @@ def start_save(
                 own = own_checksums()
         except dcp.api.CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
-            raise UserError(
+            raise DiskError(
                 f"cannot write {folder}, those before are untouched: {reason}"
             ) from None
         # Only small things are collected: the sums, the states of the random generators of a rank,
@@ -179,7 +182,7 @@ def start_save(
         try:
             complete(collected)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, full disk
-            raise UserError(f"cannot write {folder}, those before are untouched: {error}") from None
+            raise DiskError(f"cannot write {folder}, those before are untouched: {error}") from None
 
     def complete(collected: list[tuple]) -> None:
         checksums = {".metadata": checksum(temporary / ".metadata")}
@@ -304,11 +307,13 @@ def together(action: Callable[[], object]) -> None:
     error = None
     try:
         action()
-    except (UserError, OSError) as failure:
-        error = str(failure)
+    except UserError as failure:
+        error = failure
+    except OSError as failure:
+        error = DiskError(str(failure))
     except RuntimeError as failure:  # of a state_dict(), for example
-        error = f"{type(failure).__name__}: {failure}"
+        error = UserError(f"{type(failure).__name__}: {failure}")
     errors = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    for message in filter(None, errors):
-        raise UserError(message)
+    for found in filter(None, errors):
+        raise found

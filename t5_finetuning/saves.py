@@ -12,7 +12,7 @@ from pickle import UnpicklingError
 from zipfile import BadZipFile, ZipFile
 
 import torch
-from arguments import UserError
+from arguments import DiskError, UserError
 
 UNREADABLE = "cannot be read"  # in what is said of a save that may be whole
 
@@ -48,7 +48,7 @@ def newest_of(
         if problem is None:
             return save, problems
         if UNREADABLE in problem:  # the disk's fault, perhaps for a moment: do not give the save up
-            raise UserError(f"{problem}: start again when it can be read, or move {save} away")
+            raise DiskError(f"{problem}: start again when it can be read, or move {save} away")
         problems.append(problem)
     if problems:
         raise UserError(f"{problems[0]}: move {candidates[0].parent} away to start again")
@@ -91,7 +91,7 @@ def read_run(save: Path) -> dict:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of zip and pickle, or no file: it is broken, or not ours
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            raise UserError(f"{file} {UNREADABLE} ({error.strerror})") from None
+            raise DiskError(f"{file} {UNREADABLE} ({error.strerror})") from None
         raise UserError(f"{file} is no readable checkpoint ({type(error).__name__})") from None
     if not isinstance(state, dict) or not {"step", "run", "generators", "checksums"} <= set(state):
         raise UserError(f"{file} is no checkpoint of this script")

@@ -331,7 +331,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_given_up(tmp_path):
     newest = tmp_path / "checkpoints/step_00000264.pt"
     newest.mkdir(parents=True)
     result = pool.run(TRAIN, *ARGS, "--output-dir", tmp_path, ranks=2)
-    assert result.returncode == 2
+    assert result.returncode == 1  # 2 would end a Kubernetes Job for good
     assert f"{newest} cannot be read (Is a directory): start again when it can" in result.output
     assert newest.is_dir()
 
@@ -493,7 +493,7 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
         f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
     )
     result = pool.run(wrapper, "--epochs", 3, *args[2:])
-    assert result.returncode == 2, result.output
+    assert result.returncode == 1, result.output
     assert "cannot write" in result.output
     assert "those before are untouched" in result.output
     assert before == (checkpoint(tmp_path)["step"], last_save(tmp_path).read_bytes())

@@ -1,10 +1,12 @@
 """ddp_basics/: each row of "What usually goes wrong" is provoked in train.py, and cured."""
 
+import inspect
 import re
 import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import python, read_metrics
 from rows import Copy
 
@@ -45,6 +47,7 @@ ROWS = {
         "test_a_batch_size_per_rank",
         "test_padded_samples",
     ),
+    "torch 2.15 on GPUs": "test_the_variable_that_selects_the_earlier_nccl",
     "write the same file": "test_all_ranks_write_one_file",
     "`nan` from one step on": "test_ddp_basics_ideas.py::test_a_nan_of_one_rank",
 }
@@ -299,6 +302,12 @@ def test_padded_samples(copy):
     padded = "torch.utils.data.DistributedSampler(dataset, worker.world_size, worker.rank, False)"
     copy.edit("evaluation.py", ours, f"own = list({padded})")
     assert values(train(copy, *step, ranks=7), "test_loss") != pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="the backend nccl is another one")
+def test_the_variable_that_selects_the_earlier_nccl():
+    """The overlap itself needs two GPUs."""
+    assert "TORCH_DIST_USE_NCCL2" in inspect.getsource(dist.distributed_c10d)
 
 
 def test_all_ranks_write_one_file(copy):

@@ -395,7 +395,7 @@ def test_full_disk_keeps_the_previous_save(tmp_path, halves):
     )
     args = (*SMALL, "--batch-size", 48, "--epochs", 2, "--output-dir", tmp_path / "run")
     result = pool.run(wrapper, *args, ranks=2)
-    assert result.returncode == 2, result.output
+    assert result.returncode == 1, result.output  # 2 would end a Kubernetes Job for good
     assert "those before are untouched" in result.output
     assert result.output.count("error: cannot write") == 1
     assert listing(tmp_path / "run/checkpoints") == before  # no part of the new one
