@@ -292,6 +292,11 @@ def test_all_pods_start_at_once(file):
     assert with_queue == [{"jobset.yaml": "JobSet", "job": "Job", "trainjob": "TrainJob"}[file]]
 
 
+def test_trainer_finds_the_runtime_of_a_job():
+    """It refuses a TrainJob whose runtime is applied after it."""
+    assert list(documents("trainjob")) == ["TrainingRuntime", "TrainJob"]
+
+
 def test_the_policy_selects_the_pods():
     policy = documents("networkpolicy.yaml")["NetworkPolicy"]["spec"]
     these = {
@@ -313,6 +318,8 @@ def test_the_image_has_what_the_manifests_want():
         first = pods(file)[0]
         assert ["WORKDIR", first.container["workingDir"]] in said
         assert ["USER", str(first.spec["securityContext"]["runAsUser"])] in said
+    (makes,) = [words for words in said if "install" in words and "--owner" in words]
+    assert makes[-2:] == ["runs", "data"]  # the scripts' folders, in a directory of root's
 
 
 def test_the_image_can_use_infiniband_and_compile():

@@ -267,6 +267,15 @@ def test_what_runs_on_each_host(tmp_path):
     assert "--local-addr" not in one
 
 
+def test_the_time_to_save_is_what_was_asked_for(tmp_path):
+    """Of --env, else of this shell: launch.py itself waits ten seconds longer."""
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    (line,) = remote_lines(tmp_path, "a\n", "--env", f"{name}=600", **{name: "60"})
+    assert re.findall(rf"{name}=(\d+)", line) == ["600"]
+    (line,) = remote_lines(tmp_path, "a\n", **{name: "60"})
+    assert re.findall(rf"{name}=(\d+)", line) == ["60"]
+
+
 def test_addresses_behind_the_names(tmp_path):
     """An alias of ~/.ssh/config means nothing to the other hosts."""
     hosts = "me@alias 10.0.0.7 # rack 1\nother fd77::2\n"

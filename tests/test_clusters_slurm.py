@@ -461,7 +461,11 @@ import os, pathlib, signal, sys, time
 def leave(*_):
     if len(sys.argv) > 4:
         pathlib.Path(sys.argv[4]).mkdir(parents=True)
-    os._exit(int(sys.argv[1]))
+    status = int(sys.argv[1])
+    if status < 0:  # as a script without a handler
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 signal.signal(signal.SIGTERM, leave)
 print("here", flush=True)
 while True:
@@ -474,8 +478,8 @@ while True:
     ("file", "status", "folder", "saved", "why"),
     [
         ("train_srun.sbatch", 143, "", "", ""),
-        ("train_srun.sbatch", 143, "run", "", None),
-        ("train_srun.sbatch", 1, "run", "", "the ranks ended with status 1, not by the signal"),
+        ("train_srun.sbatch", 143, "run", "checkpoints/step_7", None),
+        ("train_srun.sbatch", -15, "run", "", "there is no new save in {folder}/checkpoints"),
         ("train.sbatch", 143, "run", "checkpoints/step_7", None),
         ("train.sbatch", 1, "run", "", "there is no new save in {folder}/checkpoints"),
         (

@@ -84,7 +84,8 @@ def trainjob(jobset: dict) -> list[dict]:
     }
     reference = {"kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
     training = {"runtimeRef": reference, "trainer": trainer}
-    return [{**version, "kind": "TrainJob", **metadata(jobset), "spec": training}, runtime]
+    # In this order: Trainer refuses a TrainJob whose runtime does not exist yet.
+    return [runtime, {**version, "kind": "TrainJob", **metadata(jobset), "spec": training}]
 
 
 TRAINER = "trainer.kubeflow.org/trainjob-ancestor-step"

@@ -2,9 +2,9 @@
 
     torchft_lighthouse --min_replicas 1 --heartbeat_timeout_ms 1000 &   # knows which groups live
     export TORCHFT_LIGHTHOUSE=http://localhost:29510 RUST_LOG=warn
-    line="torchrun --standalone --nproc-per-node=1 --max-restarts=10 clusters/torchft/train.py"
-    $line --group 0 --groups 2 &
-    $line --group 1 --groups 2       # in another shell, which needs both variables, too
+    torchrun --standalone --nproc-per-node=1 --max-restarts=10 clusters/torchft/train.py \
+        --group 0 --groups 2 &
+    torchrun ... --group 1 --groups 2   # the other group, in another shell: export there, too
 
 Then `kill -9` the rank of group 1, the child process of its torchrun: group 0 does not stop. Group
 1 restarts, and gets parameters and momentum from group 0. At the end both print the same checksum.

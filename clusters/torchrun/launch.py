@@ -45,9 +45,7 @@ try:
     socket.create_server(("", int(sys.argv[1])), **both)
 except OSError:
     sys.exit({TAKEN})"""
-# Seconds that an agent gives its ranks to save, then seconds that we give the agents.
-SHUTDOWN = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 100))
-GRACE = SHUTDOWN + 10
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # the seconds that an agent gives its ranks to save
 
 
 def main() -> None:
@@ -63,7 +61,7 @@ def main() -> None:
     printers = [in_background(partial(show, *item)) for item in agents.items()]
     status = first_failure(len(hosts), ended)
     if status:
-        end(agents.values(), printers)
+        end(agents.values(), printers, int(args.env[SHUTDOWN]) + 10)
     for printer in printers:
         printer.join(5)
     sys.exit(status)
@@ -89,7 +87,7 @@ def torchrun_on(host: str, hosts: dict[str, str | None], args) -> list[str]:
         torchrun += [f"--rdzv-id={JOB}"]
         if hosts[host]:  # else the agent checks whether its own name has the endpoint's address
             torchrun += [f"--rdzv-conf=is_host={int(host == names[0])}"]
-    environment = [f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SHUTDOWN}", *args.env]
+    environment = [f"{name}={value}" for name, value in args.env.items()]
     if args.interface:
         kinds = ("GLOO", "NCCL")
         environment += [f"{kind}_SOCKET_IFNAME={args.interface}" for kind in kinds]
@@ -133,6 +131,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.env = {SHUTDOWN: os.environ.get(SHUTDOWN, "100")} | dict(args.env)
+    if not args.env[SHUTDOWN].isdigit():
+        parser.error(f"{SHUTDOWN} takes seconds, not {args.env[SHUTDOWN]!r}")
     args.hosts = None if args.lab else next(iter(args.words), None)
     args.script, *args.arguments = args.words[0 if args.lab else 1 :] or [None]
     if args.script is None:
@@ -142,11 +143,11 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def variable(text: str) -> str:
-    name, equals, _ = text.partition("=")
+def variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
     if not equals and name not in os.environ:
         raise argparse.ArgumentTypeError(f"{name} is not set in this shell, and has no value here")
-    return text if equals else f"{name}={os.environ[name]}"
+    return name, value if equals else os.environ[name]
 
 
 def read_hosts(args) -> dict[str, str | None]:
@@ -237,12 +238,12 @@ def first_failure(count: int, ended: SimpleQueue) -> int:
     return 0
 
 
-def end(agents, printers: list[threading.Thread]) -> None:
-    """Ask all agents to end, which first end their ranks; after a timeout, kill the agents.
+def end(agents, printers: list[threading.Thread], grace: int) -> None:
+    """Ask all agents to end, which first end their ranks; after `grace` seconds, kill the agents.
 
     Ranks whose agent was killed are orphans. They end when they lose the other ranks.
     """
-    for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 10)):
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10)):
         for agent, printer in zip(agents, printers, strict=True):
             if printer.is_alive():
                 with contextlib.suppress(ProcessLookupError, BrokenPipeError):
