@@ -13,6 +13,7 @@ import argparse
 import os
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -176,7 +177,8 @@ def resident_gib(device: torch.device) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # of bytes, or of KiB
 
 
 def as_toml(found: dict[str, float]) -> str:

@@ -20,6 +20,11 @@ def flags(job: Job, plan: Plan) -> str:
         raise UserError(
             f"--flags: {job.gpus} GPUs do not fill nodes of {node}: torchrun needs that"
         )
+    if mesh.accumulation < mesh.pp:
+        raise UserError(
+            f"--flags: {mesh.accumulation} micro-batches do not fill {mesh.pp} pipeline stages: "
+            "train.py needs as many"
+        )
     if mesh.cp > 1 and mesh.selective_checkpointing:
         raise UserError("--flags: train.py has no selective checkpointing with --cp")
     several = f"--nnodes={job.gpus // node} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"

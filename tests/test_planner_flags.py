@@ -41,6 +41,15 @@ def parsed(lines: list[str]) -> list[dict]:
     return [one | {"ranks": ranks} for one, (ranks, _) in zip(found, given, strict=True)]
 
 
+def test_a_pipeline_with_too_few_micro_batches():
+    """train.py refuses them: torch's 1F1B wants one per stage."""
+    cluster, stack, _ = inputs.cluster("H100")
+    job = Job(inputs.model("llama-3-70b"), cluster, inputs.stack(stack)[0], 32, 4096, 2, 0)
+    plan = next(p for p in evaluate(job, meshes(job)) if p.fits and p.mesh.accumulation < p.mesh.pp)
+    with pytest.raises(inputs.UserError, match=r"micro-batches do not fill \d+ pipeline stages"):
+        command.flags(job, plan)
+
+
 PLANS = {  # model, GPUs, sequence, sequences per step, fp8, sizes of the mesh
     "ZeRO-1": ("llama-3-8b", 64, 8192, 512, 0, {"zero_stage": 1, "tp": 2, "pp": 1}),
     "FSDP": ("llama-3-70b", 64, 8192, 512, 1, {"zero_stage": 3, "tp": 2, "pp": 1}),
