@@ -646,6 +646,7 @@ def test_bad_data(one_rank, tmp_path):
         ),
         ("--cp-kernel torch", 2, "--cp-kernel torch needs --cp"),
         ("--flex-attention", 1, "--flex-attention needs --document-masks or --window"),
+        ("--flex-attention --window 256 --cp 2", 2, "--cp does not work with --flex-attention"),
         ("--flex-attention --window 9 --block-size 120", 1, "--block-size that 128 divides"),
         ("--flex-attention --window 9 --head-dim 8", 1, "heads of at least 16 numbers: here 128"),
         (

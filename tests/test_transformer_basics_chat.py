@@ -2,9 +2,11 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pool
+import prepare
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +49,17 @@ def test_with_a_template_by_hand(tmp_path):
     assert bytes(tokens.tolist()) == text
     first, second = text.index(b"Yo!|"), text.rindex(b"Yo!|")
     assert np.flatnonzero(counts).tolist() == [*range(first, first + 4), *range(second, second + 4)]
+
+
+def test_a_template_that_has_changed_is_another_plan(tmp_path):
+    """Its ids are another text, of which some pieces may be done already."""
+    theirs, plans = with_end(byte_tokenizer()), []
+    args = {"files": [], "tokenizer": str(tmp_path), "field": "messages", "held_out_every": 5}
+    for template in (TEMPLATE, TEMPLATE + "!"):
+        theirs.chat_template = template
+        theirs.save_pretrained(tmp_path)
+        plans.append(prepare.plan_of(SimpleNamespace(**args, chat=True), []))
+    assert [name for name in plans[0] if plans[0][name] != plans[1][name]] == ["chat_template"]
 
 
 def test_a_template_that_changes_what_was_before_is_refused(tmp_path):

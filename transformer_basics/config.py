@@ -250,6 +250,8 @@ def check_mesh(settings: Settings, ranks: int) -> None:
         )
     if settings.cp > 1 and settings.document_masks:
         raise UserError("--cp does not work with --document-masks: the ring has no document masks")
+    if settings.cp > 1 and settings.flex_attention:
+        raise UserError("--cp does not work with --flex-attention, which would replace the ring")
     if settings.flex_attention:
         check_flex_attention(settings, head_dim)
     if settings.cp == 1 and settings.cp_kernel != "ring":

@@ -44,6 +44,7 @@ class Pipeline:
         # In chunks, the last stage itself computes the loss, which never has all logits at once.
         self.in_chunks = model.is_last and settings.loss_chunks > 1
         self.microbatches = settings.accumulate
+        self.cross_entropy = cross_entropy  # train_step sets a compiled one
         # scale_grads divides gradients by the number of micro-batches: the mean over the batch.
         self.schedule = SCHEDULES[settings.schedule](
             stages if settings.schedule != "1f1b" else stages[0],
@@ -111,7 +112,7 @@ class Pipeline:
         if self.in_chunks:
             loss_sum = out * targets_BT.numel()
         else:
-            loss_sum = cross_entropy(out, targets_BT, "sum")
+            loss_sum = self.cross_entropy(out, targets_BT, "sum")
         return loss_sum * self.microbatches / self.tokens
 
     @torch.no_grad()

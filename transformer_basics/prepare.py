@@ -88,8 +88,10 @@ def prepare(args) -> None:
 def plan_of(args, pieces: list[list[Part]]) -> dict:
     """What determines the shards: a continued run must have the same plan."""
     times = {str(file): file.stat().st_mtime_ns for file in args.files}
+    tokenizer = load_tokenizer(args.tokenizer)
     return {
-        **vocabulary_of(load_tokenizer(args.tokenizer)),
+        **vocabulary_of(tokenizer),
+        "chat_template": tokenizer.template if args.chat else None,
         "field": args.field,
         "held_out_every": args.held_out_every,
         "modified": times,

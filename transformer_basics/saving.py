@@ -1,5 +1,6 @@
 """Save the checkpoints of a run, at once or (--async-save) while training goes on."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,7 +21,8 @@ class CheckpointWriter:
         self.folder, self.parts, self.keep, self.worker = folder, parts, settings.keep, worker
         # The thread needs a group of its own, or its messages would mix with the training's.
         is_async = settings.async_save and folder
-        self.group = dist.new_group(backend="gloo") if is_async else None
+        timeout = timedelta(seconds=max(settings.timeout, 1800))  # a disk may be slow
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if is_async else None
         self.finish_save = None
 
     def save(self, step: int, run: dict) -> None:

@@ -47,6 +47,7 @@ def train_step(
     with torch_regions(settings, mesh):
         if pipeline:
             starts_BT = document_starts(y_BT, settings)
+            pipeline.cross_entropy = loss_of
             loss = pipeline.train(x_BT, y_BT, tokens, starts_BT, keys_BT)
         else:
             loss = torch.zeros((), device=x_BT.device)

@@ -23,6 +23,7 @@ class Tokenizer:
     # Text -> (id, index of its first character) of each token. Only of a tokenizer that puts a
     # blank before each text, as that of Llama 2: a text in two parts has one blank more.
     places: Callable[[str], list[tuple[int, int]]] | None = None
+    template: str | None = None  # the text of the chat template: if it differs, chats may differ
 
     def of_prompt(self, text: str) -> list[int]:
         """The ids of a text to continue. Raises `UserError` if there are none."""
@@ -94,7 +95,9 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     name = str(Path(name).resolve()) if Path(name).is_dir() else name
     count = max(len(loaded), 1 + max(loaded.get_vocab().values()))  # some have gaps
     places = places if loaded.is_fast and puts_a_blank else None
-    return Tokenizer(name, encode, loaded.decode, count, end, checksum, render, begin, places)
+    template = json.dumps(loaded.chat_template)
+    own = (checksum, render, begin, places, template)
+    return Tokenizer(name, encode, loaded.decode, count, end, *own)
 
 
 def what_decides_ids(loaded) -> list:
