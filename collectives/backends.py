@@ -72,7 +72,8 @@ def show_operations(worker: Worker) -> None:
     columns = {"gloo, CPU tensors": try_operations("cpu", gloo)}
     if worker.device.type == "cuda":
         columns["gloo, GPU tensors"] = try_operations(worker.device, gloo)
-        columns["nccl, GPU tensors"] = try_operations(worker.device, None)
+        # The default group has both backends, and monitored_barrier is Gloo's.
+        columns["gloo + nccl, GPU tensors"] = try_operations(worker.device, None)
     names = list(columns["gloo, CPU tensors"])
     rows = [[name, *(column[name] for column in columns.values())] for name in names]
     show(worker, "2. Operations, tried on all ranks", ["operation", *columns], rows)
@@ -204,8 +205,9 @@ def operations(device, group) -> dict:
         return dist.get_world_size(dist.split_group(group, [list(range(n))])) == n
 
     def premul_sum():
-        # There is no public way to give the factor.
-        return all_reduce(2 * sum(everyone), dist._make_nccl_premul_sum(2.0))
+        op = dist.ReduceOp.PREMUL_SUM  # older versions of torch have only a private function
+        op = op(2.0) if callable(op) else dist._make_nccl_premul_sum(2.0)
+        return all_reduce(2 * sum(everyone), op)
 
     total, average = sum(everyone), sum(everyone) / n
     conjunction = reduce_pairs(and_, range(1, n + 1))

@@ -27,7 +27,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # sections 3 and 4 provok
 
 import torch
 import torch.distributed as dist
-from arguments import DEVICE_HELP, DEVICES, ArgumentParser, above
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, above, fail
 from runtime import choose_device
 from tables import print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -39,6 +39,8 @@ HOST = os.environ.get("MASTER_ADDR", "127.0.0.1")  # where rank 0 runs
 def main() -> None:
     args = parse_args()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
+        fail("file:// needs a folder that all ranks see: start all of them on one host")
     board = open_board()  # so that the ranks can agree on ports and folders without a group
     device = choose_device(args.device, board, rank, world_size)
     if device.type != "cpu":

@@ -42,8 +42,8 @@ def main() -> None:
 def reduce_op(name: str, factor: float = 0.5):
     """The ReduceOp of this name. PREMUL_SUM multiplies each rank's numbers by `factor` first."""
     if name == "PREMUL_SUM":
-        # There is no public name for the one way to give ReduceOp.PREMUL_SUM its factor.
-        return dist._make_nccl_premul_sum(factor)
+        op = dist.ReduceOp.PREMUL_SUM  # older versions of torch have only a private function
+        return op(factor) if callable(op) else dist._make_nccl_premul_sum(factor)
     return getattr(dist.ReduceOp, name)
 
 

@@ -23,7 +23,7 @@ from functools import partial
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # section 1 waits for a missing key
 
 import torch.distributed as dist
-from arguments import DEVICE_HELP, DEVICES, ArgumentParser, at_least
+from arguments import DEVICE_HELP, DEVICES, ArgumentParser, UserError, at_least
 from runtime import Worker, distributed_worker
 from tables import print_by_rank, print_table
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -36,6 +36,8 @@ END = b"no more tasks"
 def main() -> None:
     args = parse_args()
     with distributed_worker(args.device) as worker, tempfile.TemporaryDirectory() as folder:
+        if int(os.environ.get("LOCAL_WORLD_SIZE", worker.world_size)) < worker.world_size:
+            raise UserError("the ranks share a folder and 127.0.0.1: start all of them on one host")
         stores = open_stores(folder, worker)
         show_operations(stores, worker)
         show_who_sees_what(stores, worker)

@@ -592,3 +592,11 @@ def test_columns_that_do_not_divide():
     result = pool.run(HERE / "process_groups.py", "--device", "cpu", "--columns", "3")
     assert result.returncode == 2
     assert "process_groups.py: error: --columns: 1 rank(s) do not fill rows of 3" in result.output
+
+
+@launches_ranks
+@pytest.mark.parametrize("script", ["stores.py", "init_methods.py"])
+def test_what_several_hosts_do_not_share(script):
+    result = pool.run(HERE / script, "--device", "cpu", ranks=2, nodes=2)
+    assert result.returncode == 2
+    assert result.output.count("start all of them on one host") == 2  # each host says so
