@@ -407,6 +407,19 @@ def test_03_the_collectives_of_comm_are_asked_for(tmp_path):
     assert "(Hint: comm has a group of its own" in lines[1][1]
 
 
+ON_RANK_0 = """
+def backward_of_reduce_scatter(gradient):
+    parts = [torch.empty_like(gradient) for _ in range(world_size)]
+    dist.all_gather(parts, gradient)
+    return torch.cat(parts) if rank == 0 else None
+"""
+
+
+def test_03_a_result_on_one_rank_is_not_a_rank_that_waits(tmp_path):
+    lines = on_ranks(tmp_path, "03", [], "cell-71", [ON_RANK_0], ranks=3)
+    assert lines[0][0] == "not yet: it must return a tensor"
+
+
 AVERAGES = """
 def average_gradients(model):
     for p in model.parameters():
@@ -441,11 +454,13 @@ def weighted_average(model, count):
 
 def test_06_the_weights_are_not_those_of_64_images_alone(tmp_path):
     answers = [WEIGHTED.format(total=total) for total in ("total", "64")] + ["weighted_average = 7"]
+    answers.append(answers[0].replace("all_reduce(p.grad)", "reduce(p.grad, 0)"))  # right on rank 0
     lines = on_ranks(tmp_path, "06", ["cell-10"], "cell-78", answers, ranks=2)
     assert lines[0] == ("correct", "correct")
     assert lines[1][0].startswith("not yet: 40 and 8 images: 0.weight is 0.75 times")
     assert "who knows that there are 64?" in lines[1][1]
     assert lines[2][1] == "not yet: weighted_average must be a function"
+    assert lines[3][0].startswith("not yet: 56 and 8 images: 0.weight is ")
 
 
 SOFTMAX = """
