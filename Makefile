@@ -38,17 +38,17 @@ demo: ready ## train one model with two processes on the CPU, on handwritten dig
 
 test: $(TESTS) ready ## run the tests, with the notebooks: about an hour on two cores
 	-@$(MAKE) --no-print-directory .venv-emulated/installed
-	.venv/bin/python -m pytest -n 3 -m "not release"
+	.venv/bin/python -m pytest -n 4 -m "not release"
 
 release: $(TESTS) ready ## run the tests that make test leaves out: a quarter of an hour
 	-@$(MAKE) --no-print-directory .venv-emulated/installed
-	.venv/bin/python -m pytest -n 3 -m release
+	.venv/bin/python -m pytest -n 4 -m release
 
 quick: $(TESTS) ready ## run the quick tests, with an equivalence test of each strategy: minutes
-	.venv/bin/python -m pytest -n 2 -p no:nbval -m "quick or not slow"
+	.venv/bin/python -m pytest -n 3 -p no:nbval -m "quick or not slow"
 
 test-torch: .venv-$(TORCH)/installed ## run all tests but the notebooks with another torch: TORCH=2.13.0
-	.venv-$(TORCH)/bin/python -m pytest -n 3 --ignore=tests/test_notebooks.py
+	.venv-$(TORCH)/bin/python -m pytest -n 4 --ignore=tests/test_notebooks.py
 
 copies: ## update the copies of files that several directories hold
 	$(PYTHON) tests/copies.py

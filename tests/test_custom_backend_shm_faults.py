@@ -296,9 +296,13 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(tmp_path):
 
 def test_groups_one_after_the_other_leave_nothing(tmp_path):
     for rank in run("again", tmp_path, 3):
-        counts = rank["counts"]
+        *counts, second_life = rank["counts"]  # of files, threads and mappings
         for early, late in zip(counts[2], counts[-1], strict=True):
             assert late <= early, counts  # less: a thread from the start of the process ended
+        # A group starts its second thread when a send has to wait for the first time.
+        files, threads, mappings = counts[2]
+        for most, late in zip((files, threads + 1, mappings), second_life, strict=True):
+            assert late <= most, second_life
 
 
 @pytest.mark.parametrize("how", ["destroys", "ends", "fails"])

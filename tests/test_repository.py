@@ -936,7 +936,7 @@ FOR_TESTS = [
     *install_file("requirements-clusters.txt"),
 ]
 CHECK = "python check_environment.py --brief"
-PYTEST = "python -m pytest -n 3"
+PYTEST = "python -m pytest -n 4"
 PART = f"{PYTEST} -m not release"
 TRAIN = "torchrun --standalone --nproc_per_node=2 ddp_basics/train.py --epochs 5 --device cpu"
 
@@ -1044,7 +1044,7 @@ def test_make_other_targets(project):
     assert make(project, "check")[1] == ["python check_environment.py"]
     assert make(project, "test")[1] == [CHECK, PART]
     assert make(project, "release")[1] == [CHECK, f"{PYTEST} -m release"]
-    few = "python -m pytest -n 2 -p no:nbval -m quick or not slow"
+    few = "python -m pytest -n 3 -p no:nbval -m quick or not slow"
     assert make(project, "quick")[1] == [CHECK, few]
     assert make(project, "copies")[1] == ["python_stand_in tests/copies.py"]
     assert make(project, "notebooks")[1] == [CHECK, "python notebooks/execute.py"]

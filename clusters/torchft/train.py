@@ -1,4 +1,4 @@
-"""Fault-tolerant training with torchft: when a replica group is lost, the other groups continue.
+r"""Fault-tolerant training with torchft: when a replica group is lost, the other groups continue.
 
     torchft_lighthouse --min_replicas 1 --heartbeat_timeout_ms 1000 &   # knows which groups live
     export TORCHFT_LIGHTHOUSE=http://localhost:29510 RUST_LOG=warn
