@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -9,9 +10,11 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: as in every job, see helpers.py
 import helpers
-import torch
-import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
+
+# torch is imported where it is used: the main process of pytest -n does without it, and starts
+# its workers 2 s sooner.
+gc.disable()  # until all is imported: there is no garbage, and to look for it takes 2 s
 
 pytest_plugins = ["processor_time"]
 NOTEBOOK = "test_runs_again_with_the_same_outputs"
@@ -21,6 +24,7 @@ EXAMPLES += [TESTS.parent / "planner"]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # helpers, check_environment
 
 
+NAMES = {path.stem for directory in EXAMPLES for path in directory.glob("*.py")}
 modules = {}  # example directory -> its modules by name, while another one's are in use
 in_use = [None]
 compiled = []
@@ -31,8 +35,8 @@ def use(test_file: Path) -> None:
     own = next((d for d in EXAMPLES if test_file.stem.startswith(f"test_{d.name}")), None)
     if own == in_use[0]:
         return
-    for name, module in list(sys.modules.items()):
-        folder = Path(getattr(module, "__file__", None) or "").parent
+    for name in NAMES & sys.modules.keys():
+        folder = Path(getattr(sys.modules[name], "__file__", None) or "").parent
         if folder in EXAMPLES:
             modules.setdefault(folder, {})[name] = sys.modules.pop(name)
     sys.modules.update(modules.get(own, {}))
@@ -50,8 +54,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("device") == "cuda" and not torch.cuda.is_available():
-        raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
+    if config.getoption("device") == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started pytest with "&"
         signal.signal(signal.SIGINT, signal.default_int_handler)  # or no job would hear Ctrl-C
     # nbformat needs jsonschema, which takes 3 s to build 39 grammars of addresses, if it can.
@@ -64,6 +71,10 @@ def pytest_configure(config):
 def pytest_collectstart(collector):
     if isinstance(collector, pytest.Module):
         use(collector.path)
+
+
+def pytest_collection_finish():
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -127,11 +138,14 @@ class Scheduling(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config, log):
     config.option.loadscopereorder = False
+    gc.enable()  # here, in the main process
     return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
+    import torch
+
     for item in items:
         if "release" in item.keywords:
             item.add_marker("slow")
@@ -155,6 +169,8 @@ def pytest_collection_modifyitems(config, items):
 
 def leave_out_what_gloo_cannot_send(items):
     """Tests marked `gpu_per_rank` whose ranks share a GPU: see workers/place.py."""
+    import torch
+
     gpus = torch.cuda.device_count()
     for item in items:
         needs = item.get_closest_marker("gpu_per_rank")
@@ -175,6 +191,8 @@ def shm_is_compiled(request):
 @pytest.fixture
 def group():
     """A group of one rank, this process."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import forks
 import psutil
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEAT = int(os.environ.get("REPEAT", "1"))  # how often what once failed rarely is tried
@@ -405,6 +404,8 @@ class Torchrun(Job):
         self, script, *args, ranks=2, options=(), cwd: Path = ROOT, cold=False, **environment: str
     ):
         command = torchrun_command(script, *args, ranks=ranks, options=options)
+        import torch  # not above: the main process of pytest -n does without it, and starts sooner
+
         cold = cold or COLD or torch.cuda.is_available()
         if cold or not keeper(0).may_fork(clean_environment(**environment)):
             super().__init__(command, cwd, **environment)
