@@ -35,11 +35,11 @@ def tokenise_files(files: list[Path], tokenizer: Tokenizer, worker: Worker) -> P
     The ranks wait meanwhile; MOST_TEXT bounds how long.
     """
     documents = [Path(file) for file in files] or standard_library()
-    for file in documents:
+    for file in documents if files else []:
         if not file.is_file():
             kinds = "text files, or one folder that prepare.py has written"
             raise UserError(f"there is no file {file}: --data takes {kinds}")
-        if files and not file.stat().st_size:
+        if not file.stat().st_size:
             raise UserError(f"{file} is empty: --data takes text files")
         check_not_packed(file)
         if file.suffix in KINDS:
@@ -121,9 +121,11 @@ def telling(texts: list[bytes]) -> Iterator[bytes]:
 
 def standard_library() -> list[Path]:
     """The source files of this Python's standard library, its tests too: tens of MB."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = (file for file in root.rglob("*.py") if file.stat().st_size)
-    return sorted(f for f in files if "site-packages" not in f.relative_to(root).parts)
+    files = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name != "site-packages"]  # it may be 100 times it
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(file for file in files if file.stat().st_size)
 
 
 def split(documents: list[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
