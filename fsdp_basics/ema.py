@@ -256,7 +256,7 @@ def parse_args():
     add = parser.add_argument
     add("--decay", type=between(0, 1), default=0.95, help="weight of the old average in an update")
     add("--steps", type=at_least(1), default=100, help="steps of this run")
-    add("--batch-size", type=at_least(1), default=60, help="images per step, over all ranks")
+    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
     add("--lr", type=above(0), default=0.1, help="learning rate of SGD; AdamW takes a tenth of it")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="optimizer of all runs")
     add("--output-dir", type=Path, help="write checkpoints and logs here; resume what is there")

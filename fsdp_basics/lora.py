@@ -263,7 +263,7 @@ def parse_args():
     add("--alpha", type=above(0), default=8, help="scale the product B A by alpha / rank")
     add("--base-steps", type=at_least(0), default=100, help="steps that train the base")
     add("--steps", type=at_least(1), default=60, help="steps of each fine-tuning")
-    add("--batch-size", type=at_least(1), default=60, help="images per step, over all ranks")
+    add("--batch-size", type=at_least(1), default=48, help="images per step, over all ranks")
     add("--lr", type=above(0), default=3e-3, help="learning rate of AdamW")
     add("--dim", type=at_least(4), default=64, help="width of the model, a multiple of 4")
     add("--depth", type=at_least(1), default=2, help="transformer blocks")
