@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from workers.gpt_masks import Dropping
 from workers.place import worker_of_test
 
-STEPS, BATCH, LENGTH, VOCABULARY, LR = 3, 16, 16, 44, 0.01
+STEPS, BATCH, LENGTH, VOCABULARY, LR = 2, 16, 16, 44, 0.01
 SIZES = f"--layers 2 --heads 4 --dim 24 --block-size {LENGTH} --batch-size {BATCH} --lr {LR}"
 LLAMA = "--architecture llama --kv-heads 2 --mlp-dim 32"
 # What changes the result, and so has a reference of its own.
