@@ -555,6 +555,7 @@ import os, pathlib, signal, sys, time
 task, folder = os.environ["SLURM_ARRAY_TASK_ID"], pathlib.Path(sys.argv[-1])
 def leave(*_):
     (folder / f"told{task}").touch()
+    (folder / f"checkpoints/step_{task}").mkdir(parents=True)
     os._exit(143)
 signal.signal(signal.SIGTERM, leave)
 (folder / f"trains{task}").touch()

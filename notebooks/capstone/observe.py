@@ -115,6 +115,9 @@ def main() -> None:
         ranks = [rank, *(other for other in range(world_size) if other != rank)]
         progress = [record.with_name(f"rank_{each}.steps") for each in ranks]
         recorder = Recorder(file, progress, kill_at)
+        progress[0].touch()
+        while not all(each.exists() for each in progress):
+            time.sleep(0.01)  # a rank that is late would continue from the checkpoint of another
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except BaseException as error:
