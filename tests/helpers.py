@@ -337,7 +337,12 @@ class Patience:
 
 
 def began(pid: int) -> float | None:
-    """When the process began, in seconds since 1970; None if it is gone."""
+    """When the process began; None if it is gone.
+
+    Linux counts from its own start: the time of day, which psutil has, is set meanwhile.
+    """
+    with contextlib.suppress(OSError):
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).create_time()
     return None

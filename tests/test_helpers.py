@@ -11,7 +11,7 @@ from pathlib import Path
 import pool
 import psutil
 import pytest
-from helpers import ROOT, Job, before_others, installed, python, read_metrics, those
+from helpers import ROOT, Job, before_others, began, installed, python, read_metrics, those
 from on_demand import OnDemand
 
 LINES = 100_000
@@ -38,6 +38,15 @@ def test_reading_does_not_disturb_the_child(script):
         result = job.wait(60)
     assert polls > 10  # or nothing was tried
     assert result.output.splitlines() == [str(number) for number in range(LINES)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts from its own start")
+def test_a_clock_that_is_set_loses_no_process(monkeypatch):
+    """A job looks for its processes by their number and by when they began."""
+    before = began(os.getpid())
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 1.0)  # as after a new time of day
+    assert psutil.Process().create_time() < 1e9
+    assert began(os.getpid()) == before
 
 
 def test_two_children_share_the_log(tmp_path):
