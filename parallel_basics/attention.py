@@ -4,8 +4,8 @@ A mask hides most of the T x T scores of a sequence that has several documents, 
 scaled_dot_product_attention computes all of them, and masks them afterwards. PyTorch's
 FlexAttention compiles a kernel for the function `is_seen` below, which leaves out the blocks of
 128 x 128 scores that the mask hides. One layer with documents of 700 tokens on one H100, forward
-and backward, 2026-11-27; the last column has one document and a causal mask. (Since then the mask
-of documents has taken 8 T x T bytes less: the memory of the first column is not measured again.)
+and backward, 2026-11-27; the last column has one document and a causal mask. (The memory in
+the first column was measured when the mask of documents took 8 T x T bytes more.)
 
     B x T          masked scores     FlexAttention      one document
     2 x 8,192      14 ms, 1.6 GB    3.4 ms, 0.8 GB    3.8 ms, 1.1 GB
