@@ -83,6 +83,7 @@ def pytest_runtest_setup(item):
     item.stash[BEGAN] = len(helpers.RAN)
 
 
+COLLECTED = pytest.StashKey[set[str]]()  # all ids, also those that -m leaves out
 BEGAN = pytest.StashKey[int]()  # how many jobs had ended when the test began
 of_fixtures = {}  # name -> the jobs that its last setup ran
 
@@ -136,6 +137,7 @@ class Scheduling(LoadScopeScheduling):
         return unit(nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
     config.option.loadscopereorder = False
     gc.enable()  # here, in the main process
@@ -146,6 +148,7 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
     import torch
 
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     for item in items:
         if "release" in item.keywords:
             item.add_marker("slow")

@@ -52,6 +52,7 @@ def pytest_sessionfinish(session):
         session.config.workeroutput[NAME] = dict(session.config.stash[SPENT])
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node):
     output = getattr(node, "workeroutput", {})  # none of a worker that has crashed
     node.config.stash[SPENT].update(output.get(NAME, {}))
