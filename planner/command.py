@@ -8,7 +8,8 @@ from shapes import Mesh, Model
 def flags(job: Job, plan: Plan) -> str:
     """torchrun and train.py with the flags of a plan.
 
-    The vocabulary is that of --data and --tokenizer, which you add. train.py has a flash kernel.
+    The vocabulary is that of --data and --tokenizer, which you add. train.py has a flash kernel;
+    with --cp on GPUs it is torch's, which sends the keys and values of all heads.
     Its selective checkpointing keeps every matrix product: torchtitan keeps every second one.
     Raises UserError: train.py cannot train this plan.
     """
@@ -39,7 +40,9 @@ def flags(job: Job, plan: Plan) -> str:
         mode = "full" if mesh.full_checkpointing else "selective"
         parts.append(f"--activation-checkpointing {mode}")
     parts += ["--tied"] * bool(job.model.tied)
-    parts += ["--precision bf16"] * (job.cluster.peak_tflops > 50) + ["--fp8"] * bool(job.fp8)
+    is_gpu = job.cluster.peak_tflops > 50
+    parts += ["--cp-kernel torch"] * (is_gpu and mesh.cp > 1)
+    parts += ["--precision bf16"] * is_gpu + ["--fp8"] * bool(job.fp8)
     return " ".join(parts)
 
 

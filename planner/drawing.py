@@ -99,7 +99,7 @@ def sums(parts: dict[str, tuple[float, float]]) -> list[str]:
     for side in (0, 1):
         axes = {}
         for key, gb in parts.items():
-            axis = {"replicas": "DP"}.get(key, key.split()[0])
+            axis = "DP" if key.startswith("rep") else key.split()[0]
             axes[axis] = axes.get(axis, 0) + gb[side]
         used = [f"{gb:,.3g} {axis}" for axis, gb in axes.items() if gb]
         total = f"{sum(axes.values()):,.3g} = " if len(used) > 1 else ""

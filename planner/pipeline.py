@@ -9,14 +9,17 @@ def stage_layers(model: Model, mesh: Mesh, stack: Stack) -> tuple[Number, Number
     """Layers of the first stage, of the fullest stage between, and of the last stage.
 
     Equal numbers of layers. Where pp does not divide them but divides L + 2, embedding and output
-    layer take a layer's place each, as in Llama 3 and BLOOM. Or (`balanced`) stages take blocks
-    until they pass their share of all weights, the output layer included. [nanotron's build_model]
+    layer take a layer's place each, as in Llama 3 and BLOOM; else early stages have one layer more.
+    Or (`balanced`) stages take blocks until they pass their share of all weights, the output layer
+    included. [nanotron's build_model]
     """
     layers, pp = model.layers, mesh.pp
     if not stack.balanced:
-        most = np.ceil(layers / pp)
-        ends = np.where((layers % pp != 0) & ((layers + 2) % pp == 0), most - 1, most)
-        return ends, most, ends
+        fewest, left = np.divmod(layers, pp)
+        most = fewest + (left > 0)
+        with_tables = (left > 0) & ((layers + 2) % pp == 0)
+        first = np.where(with_tables, fewest, most)
+        return first, np.where((left == 1) & ~with_tables, fewest, most), fewest
     head = model.embedding_parameters / model.layer_parameters
     share = (layers + head) / pp
     extra = (share % 1) * (pp - 1) >= 1

@@ -108,6 +108,11 @@ def named(job: Job, plans: list[Plan], text: str) -> Plan:
     if "dp_replicate" not in wanted:
         wanted |= {"dp_replicate": 1, "dp_shard": 1}
     sizes = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+    if wanted["pp"] > 1 and wanted["dp_shard"] > 1:
+        raise UserError(
+            f"--explain {text}: FSDP in a pipeline keeps weights gathered and gradients whole "
+            "during a step, as ZeRO-1 does: leave out the x of dp, and add zero=1"
+        )
     product = 1
     for size in sizes:
         product *= wanted[size]

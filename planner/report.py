@@ -5,7 +5,15 @@ from dataclasses import replace
 from network import Ring
 from search import Job, Plan
 from shapes import Mesh
-from step_time import cp_ring, dp_rings, fsdp_rings, model_flop, p2p_bytes, tp_ring
+from step_time import (
+    cp_ring,
+    dp_rings,
+    fsdp_rings,
+    model_flop,
+    p2p_bytes,
+    stages_share_a_node,
+    tp_ring,
+)
 
 MFU = (
     "6 FLOP per weight and token + 12 L s a d for attention (a causal kernel computes half of\n"
@@ -63,8 +71,9 @@ def rings(job: Job, mesh: Mesh) -> dict[str, Ring]:
         layer = fsdp_rings(job.model, mesh, job.stack)
         found["FSDP gather"] = (layer["gather"], 2 * m * layers)
         found["FSDP scatter"] = (layer["scatter"], m * layers)
-        found["replicas"] = (layer["replicas"], m * layers)
         found["FSDP tables"] = (layer["tables"], m)
+        found["replicas"] = (layer["replicas"], layers)  # once per step
+        found["rep. tables"] = (layer["replicas' tables"], 1)
     else:
         gradients, weights = dp_rings(job.model, mesh, job.stack)
         found["DP gradients"], found["DP weights"] = (gradients, 1), (weights, 1)
@@ -80,7 +89,7 @@ def wire_parts(job: Job, mesh: Mesh) -> dict[str, tuple[float, float]]:
         found[key] = tuple(float(x) / 1e9 for x in ring.bytes_on_wires(job.cluster))
     if mesh.pp > 1:
         p2p = float(mesh.accumulation * p2p_bytes(job.model, mesh)) / 1e9
-        inside = 2 * mesh.gpus / mesh.pp <= job.cluster.gpus_per_node
+        inside = stages_share_a_node(mesh, job.cluster)
         found["PP"] = (p2p, 0.0) if inside else (0.0, p2p)
     return found
 
@@ -102,11 +111,12 @@ def limit(job: Job, plan: Plan) -> str:
                 if ring.seconds(job.cluster, job.stack.hop_s) > 2 * bandwidth:
                     return f"{largest}: latency"
                 return f"{largest}: {'links in the node' if inside else 'network port'}"
+    inside = stages_share_a_node(plan.mesh, job.cluster)
     names = {
         "compute": "matrix products",
         "traffic": "HBM",
         "launch": "host",
-        "p2p": "network port",
+        "p2p": f"PP: {'links in the node' if inside else 'network port'}",
     }
     return names.get(largest, largest)
 
@@ -131,8 +141,6 @@ def doubts(job: Job, plan: Plan, stack_name: str, known: dict, gpu: str) -> list
             size, most = getattr(mesh, axis), known[axis][-1]
             if size > most:
                 found.append(f"{axis} = {size} (the rows end at {most})")
-        if mesh.zero_stage == 3 and mesh.pp > 1:
-            found.append("FSDP inside a pipeline")
     if job.fp8 and "fp8_speed" not in known.get("fitted", ()):
         found.append("fp8 (no row with this software)")
     if mesh.cp > 1 and job.sequence > 65536:

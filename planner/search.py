@@ -57,16 +57,19 @@ def splits(layers: int, stages: int) -> bool:
     return layers % stages == 0 or (layers + 2) % stages == 0
 
 
-def data_parallel(ranks: int, per_node: int, cp: int = 1) -> list[tuple[int, int, int]]:
+def data_parallel(ranks: int, per_node: int, cp: int, pp: int) -> list[tuple[int, int, int]]:
     """(dp_replicate, dp_shard, ZeRO stage): DDP, ZeRO-1, FSDP, and HSDP whose shards fill nodes.
 
-    Context-parallel ranks hold the same weights: they share them, too. [as train.py, torchtitan]
+    Context-parallel ranks hold the same weights: they share them, too, so there is no DDP. In a
+    pipeline FSDP would be ZeRO-1: to gather for each micro-batch costs too much, so weights stay
+    gathered for a step, and gradients whole. [as train.py, torchtitan]
     """
     if ranks * cp == 1:
         return [(1, 1, 0)]
     fill = [n for n in divisors(ranks) if n * cp > 1 and n * cp % per_node == 0]
     shards = sorted({*fill, ranks})
-    return [(ranks, 1, 0), (ranks, 1, 1), *((ranks // n, n, 3) for n in shards)]
+    fsdp = [(ranks // n, n, 3) for n in shards if pp == 1]
+    return [(ranks, 1, 0)] * (cp == 1) + [(ranks, 1, 1), *fsdp]
 
 
 def checkpointing(job: Job) -> list[tuple[int, int]]:
@@ -93,7 +96,8 @@ def meshes(job: Job) -> list[Mesh]:
     shapes = [
         (tp, pp, cp)
         for tp in divisors(job.gpus)
-        if node % tp == 0 and model.heads % tp == 0 and model.kv_heads % tp == 0
+        if node % tp == 0
+        and not any(size % tp for size in (model.heads, model.kv_heads, model.ffn))
         for pp in divisors(job.gpus // tp)
         if pp <= model.layers and (job.gpus // pp > node or fills(job.gpus // pp))
         for cp in divisors(job.gpus // (tp * pp))
@@ -109,7 +113,7 @@ def meshes(job: Job) -> list[Mesh]:
         for micro_batch in (b for b in divisors(per_rank) if b & (b - 1) == 0 and b <= 64):
             accumulation = per_rank // micro_batch
             for virtual in interleaved if accumulation % pp == 0 else (1,):
-                for replicate, shard, zero in data_parallel(ranks, node // tp, cp):
+                for replicate, shard, zero in data_parallel(ranks, node // tp, cp, pp):
                     axes = (replicate, shard, zero, tp, int(tp > 1), pp, virtual, cp)
                     for saving in checkpointing(job):
                         batch = (micro_batch, accumulation, job.sequence, *saving)

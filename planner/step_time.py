@@ -85,7 +85,9 @@ def tp_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
 
 def cp_ring(model: Model, mesh: Mesh) -> Ring:
     """CP sends keys and values of a layer around, R times, as messages; their gradients need one
-    hop more, to arrive where the keys and values are. [Liu et al. 2023]
+    hop more, to arrive where the keys and values are. All in bf16. [Liu et al. 2023]
+
+    attention_ring.py sends the gradients in fp32; torch's context_parallel sends all heads.
     """
     kv = 2 * model.kv_heads * model.head_dim * BF16
     volume = kv * mesh.sequence * mesh.micro_batch / mesh.tp
@@ -149,9 +151,10 @@ def dp_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
 
 
 def fsdp_rings(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Ring]:
-    """FSDP's rings of one layer: weights gathered, gradients scattered (and, under HSDP, reduced
-    between the replicas), and the same for the embedding tables of a micro-batch.
+    """FSDP's rings of a layer: weights gathered, gradients scattered; and those of the tables.
 
+    Under HSDP the gradients are also reduced between the replicas: once per step, as train.py's
+    set_requires_all_reduce(is_last) does (by default fully_shard does it in each micro-batch).
     [Zhao et al. 2023; PyTorch's fully_shard]
     """
     used = np.where(mesh.zero_stage == 3, 1, 0) / mesh.tp
@@ -163,27 +166,32 @@ def fsdp_rings(model: Model, mesh: Mesh, stack: Stack) -> dict[str, Ring]:
     return {
         "gather": Ring(layer * BF16, size, stride),
         "scatter": Ring(layer * gradient, size, stride),
-        "replicas": Ring(layer * gradient / size, mesh.dp_replicate, stride * size, 2),
         "tables": Ring(tables * (2 * BF16 + gradient), size, stride),
+        "replicas": Ring(layer * gradient / size, mesh.dp_replicate, stride * size, 2),
+        "replicas' tables": Ring(tables * gradient / size, mesh.dp_replicate, stride * size, 2),
     }
 
 
 def fsdp_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack, layer: Number) -> Number:
-    """What the layers of a micro-batch do not hide of FSDP's rings; `layer`: seconds of one.
+    """What the layers of a step do not hide of FSDP's rings; `layer`: seconds of one micro-batch's.
 
     A layer's weights are gathered while the layer before it computes; the first gather and the
-    last scatter have nothing to hide under.
+    last scatter have nothing to hide under. The last micro-batch reduces between replicas.
     """
     rings = fsdp_rings(model, mesh, stack)
     time = {name: ring.seconds(cluster, stack.hop_s) for name, ring in rings.items()}
     forward = layer / forward_units(mesh)
     backward = layer - forward
-    gather = time["gather"]
-    both = gather + time["scatter"] + time["replicas"]
-    hide = stack.dp_overlap
-    exposed = np.maximum((1 - hide) * gather, gather - hide * forward)
-    exposed = exposed + np.maximum((1 - hide) * both, both - hide * backward)
-    total = model.layers / mesh.pp * exposed + both + time["tables"]
+    gather, hide = time["gather"], stack.dp_overlap
+
+    def micro_batch(both: Number, tables: Number) -> Number:
+        exposed = np.maximum((1 - hide) * gather, gather - hide * forward)
+        exposed = exposed + np.maximum((1 - hide) * both, both - hide * backward)
+        return model.layers * exposed + both + tables
+
+    both, tables = gather + time["scatter"], time["tables"]
+    last = micro_batch(both + time["replicas"], tables + time["replicas' tables"])
+    total = (mesh.accumulation - 1) * micro_batch(both, tables) + last
     return np.where(mesh.zero_stage == 3, total, 0)
 
 
@@ -193,15 +201,20 @@ def p2p_bytes(model: Model, mesh: Mesh) -> Number:
     return np.where(mesh.pp > 1, 2 * mesh.virtual_stages * volume, 0)
 
 
+def stages_share_a_node(mesh: Mesh, cluster: Cluster) -> Number:
+    """Whether a stage and the next one have at most a node together."""
+    return 2 * mesh.gpus / mesh.pp <= cluster.gpus_per_node
+
+
 def p2p_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
     """Seconds of them, over the port if each stage takes more than half a node.
 
     Of smaller stages some borders lie between nodes, too; Megatron hides these sends: formulas.md.
     """
-    inside = 2 * mesh.gpus / mesh.pp <= cluster.gpus_per_node
+    inside = stages_share_a_node(mesh, cluster)
     wire = REACHED * 1e9 * np.where(inside, cluster.nvlink_gb_s, cluster.nic_gb_s)
-    latency = np.where(mesh.pp > 1, 6 * mesh.virtual_stages, 0) * cluster.nic_hop_s
-    return p2p_bytes(model, mesh) / wire + latency
+    hop = np.where(inside, stack.hop_s, cluster.nic_hop_s)
+    return p2p_bytes(model, mesh) / wire + np.where(mesh.pp > 1, 6 * mesh.virtual_stages, 0) * hop
 
 
 def optimizer_s(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> Number:
@@ -242,20 +255,19 @@ def step_parts(model: Model, mesh: Mesh, cluster: Cluster, stack: Stack) -> dict
     pipelined = pipelined_launch_s(mesh, cluster, stack)
     steady = np.where(pipelined > 0, np.maximum(layer, host + pipelined + parts["TP"]), layer)
     head = head_s(*given)
-    fsdp = fsdp_s(*given, layer)
 
     first, between, last = stage_layers(model, mesh, stack)
     full = np.maximum(first, between)
     head_is_slowest = last * layer + head > full * layer
     layers = np.where(mesh.pp == 1, model.layers, np.where(head_is_slowest, last, full))
     has_head = np.where((mesh.pp == 1) | head_is_slowest, 1, 0)
-    mean = (model.layers * layer + head) / mesh.pp + fsdp
+    mean = (model.layers * layer + head) / mesh.pp
 
     m = mesh.accumulation
     step = {name: m * layers * seconds for name, seconds in parts.items()}
     step["compute"] = step["compute"] + m * has_head * head
     step["launch"] = m * layers * (steady - busy)
-    step["DP"] = m * fsdp + dp_s(*given)
+    step["DP"] = fsdp_s(*given, layer) + dp_s(*given)
     step["bubble"] = bubble(mesh.pp, mesh.virtual_stages) * mean
     step["p2p"] = m * p2p_s(*given)
     step["optimizer"] = optimizer_s(*given) + stack.fixed_s

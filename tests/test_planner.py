@@ -125,6 +125,7 @@ def test_selective_checkpointing_is_one_of_the_plans():
         ((*JOB, "--explain", "dp=8,tp=16"), "a mesh of 128 GPUs, not of 64: the nearest"),
         ((*JOB, "--explain", "dp=4,tp=16"), "no such mesh splits 512 sequences, 32 heads"),
         ((*JOB, "--explain", "size=2"), "is not KEY=NUMBER with one of: dp, tp, pp, cp"),
+        ((*JOB, "--explain", "dp=1x16,pp=4"), "whole during a step, as ZeRO-1 does"),
         (
             (*JOB, "--explain", "dp=8x8,selective=1"),
             "with a flash kernel selective=1 saves nothing",
@@ -194,7 +195,6 @@ def test_a_cluster_file_with_a_mistake(tmp_path, text, says):
         (("--gpu", "H200"), "H200 (the rows ran on H100"),
         (("--gpu", "4090", "--sequence", 2048), "generic (no rows"),
         (("--explain", "dp=1x64"), "ZeRO stage 3 with this software"),
-        (("--explain", "dp=1x16,pp=4"), "FSDP inside a pipeline"),
         (("--sequence", 131072, "--explain", "dp=4,tp=8,cp=2"), "beyond 64k tokens"),
         (("--sequence", 131072, "--explain", "dp=2,tp=8,cp=4"), "cp = 4 (the rows end at 2)"),
     ],

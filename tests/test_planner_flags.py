@@ -62,7 +62,7 @@ PLANS = {  # model, GPUs, sequence, sequences per step, fp8, sizes of the mesh
         {"zero_stage": 1, "pp": 2, "virtual_stages": 2},
     ),
     "GPT-2": ("gpt2-124m", 8, 1024, 64, 0, {"zero_stage": 0}),
-    "CP": ("llama-3-8b", 16, 65536, 16, 0, {"cp": 2, "tp": 8, "zero_stage": 0}),
+    "CP": ("llama-3-8b", 16, 65536, 16, 0, {"cp": 2, "tp": 8}),
 }
 
 
@@ -97,6 +97,8 @@ def test_train_py_parses_what_was_planned(planned, name):
     replicas = mesh.dp_replicate * mesh.dp_shard
     assert found["dp_replicate"] * found["dp_shard"] == replicas
     shards = {0: 1, 1: replicas, 3: mesh.dp_shard}[mesh.zero_stage]  # that divide the optimizer
+    assert mesh.zero_stage > 0 or mesh.cp == 1  # context-parallel ranks share it, too
+    assert found["cp_kernel"] == ("torch" if mesh.cp > 1 else "ring")
     assert found["dp_shard"] == shards
     once = mesh.zero_stage == 1  # per step weights are gathered and gradients are reduced
     assert (found["keep_gathered"], found["reduce_once"]) == (once, once)

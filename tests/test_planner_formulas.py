@@ -8,6 +8,8 @@ import network
 import numpy as np
 import pipeline
 import pytest
+import report
+import search
 import shapes
 import stacks
 import step_time
@@ -151,6 +153,16 @@ def test_fsdp_gathers_weights_and_scatters_gradients():
     assert hybrid["replicas"].stride == 8
 
 
+def test_hsdp_reduces_all_gradients_between_replicas_once_per_step():
+    """8 x 8 ranks, fp32 gradients: an all_reduce of 4 N / 8 bytes sends 2 x 7/8 of them."""
+    cluster = dataclasses.replace(A100, gpus_per_node=8)
+    for accumulation in (1, 8):
+        hybrid = mesh(dp_shard=8, dp_replicate=8, zero_stage=3, accumulation=accumulation)
+        job = search.Job(LLAMA, cluster, IDEAL, 64, 2048, 64 * accumulation)
+        port = report.wire_gb(job, hybrid)[1]
+        assert port == pytest.approx(2 * 7 / 8 * 4 * LLAMA.parameters / 8 / 1e9, rel=1e-6)
+
+
 def nanotron_stages(costs: list[float], stages: int) -> list[int]:
     """Layers per stage, block by block, as nanotron deals them; the last block is the head."""
     total, placed, stage, spent = sum(costs), [0] * stages, 0, 0.0
@@ -204,6 +216,17 @@ def test_stages_with_a_layer_less_at_the_ends():
     model = dataclasses.replace(LLAMA, layers=70)
     assert pipeline.stage_layers(model, mesh(pp=12), IDEAL) == (5, 6, 5)
     assert pipeline.stage_layers(model, mesh(pp=7), IDEAL) == (10, 10, 10)
+
+
+@pytest.mark.parametrize("layers", [7, 28, 32, 70, 80])
+def test_stages_hold_the_layers_of_the_model(layers):
+    """The first, the last, the fullest between, and others between that have at most one less."""
+    model = dataclasses.replace(LLAMA, layers=layers)
+    for pp in range(3, layers + 1):
+        first, between, last = pipeline.stage_layers(model, mesh(pp=pp), IDEAL)
+        most = first + last + (pp - 2) * between
+        assert most - (pp - 3) <= layers <= most, pp
+        assert last >= 1
 
 
 def test_a_stage_without_a_block():

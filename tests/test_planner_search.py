@@ -33,16 +33,26 @@ def test_ranks_of_context_parallelism_share_the_states():
     """One sequence on 8 GPUs: FSDP and ZeRO-1 over cp, as train.py shards over dp_shard x cp."""
     given = job("llama-3-8b", 8, 131072, 1)
     ring = [m for m in meshes(given) if m.cp == 8]
-    assert {(m.dp_replicate, m.dp_shard, m.zero_stage) for m in ring} == {
-        (1, 1, zero) for zero in (0, 1, 3)
-    }
+    assert {(m.dp_replicate, m.dp_shard, m.zero_stage) for m in ring} == {(1, 1, 1), (1, 1, 3)}
     plans = {p.mesh.zero_stage: p for p in evaluate(given, ring) if p.mesh.full_checkpointing}
     states = {zero: sum(list(p.memory_gib.values())[:3]) * 2**30 for zero, p in plans.items()}
     weights = given.model.parameters
-    assert states[0] == pytest.approx(18 * weights)
     assert states[1] == pytest.approx((6 + 12 / 8) * weights)
     assert states[3] == pytest.approx(18 / 8 * weights)
     assert plans[3].fits
+
+
+def test_stages_of_a_pipeline_shard_no_weights():
+    """train.py keeps them gathered for a step, and gradients whole: this is ZeRO-1."""
+    stages = [m for m in meshes(job("llama-3-70b", 64, 8192, 512)) if m.pp > 1]
+    assert {m.zero_stage for m in stages if m.dp_replicate > 1} == {0, 1}
+
+
+def test_tp_divides_the_mlp():
+    """As train.py demands: 6826 is 2 x 3413."""
+    given = job("llama-3-8b", 8, 8192, 64)
+    model = dataclasses.replace(given.model, ffn=6826)
+    assert {m.tp for m in meshes(dataclasses.replace(given, model=model))} == {1, 2}
 
 
 def test_a_mesh_without_replicas_is_sharded_by_nothing():
