@@ -262,6 +262,7 @@ def show_plain_calls(worker: Worker) -> None:
         factor = worker.rank == worker.world_size - 1 if "MAX" in name else 1
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", FutureWarning)  # nn.functional is deprecated
             try:
                 function(x.exp()).backward()
                 got, said = f"{x.grad.item():.4f}", "a warning" if caught else "nothing"

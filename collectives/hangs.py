@@ -266,10 +266,11 @@ CASES = {case.__name__.replace("_", "-"): case for case in ALL}
 
 NCCL_HAS_MORE = """
 NCCL has more: a watchdog thread that notices a timeout and ends the process (before torch 2.15 it
-names the collective and the group); and the flight recorder (TORCH_FR_BUFFER_SIZE), which keeps
-each rank's last collectives for `torchfrtrace` to compare. Gloo has no watchdog: the call itself
-raises. Only Gloo has monitored_barrier: with NCCL, make a second group with Gloo (or, since
-torch 2.15, one group with cpu:gloo,cuda:nccl)."""
+names the collective and the group) and writes the flight recorder's file: each rank's last
+collectives, for `torchfrtrace` to compare. With Gloo the call itself raises; it records, too, but
+your program writes the file (clusters/flight_recorder.py). Only Gloo has
+monitored_barrier: with NCCL, make a second group with Gloo (or, since torch 2.15, one group with
+cpu:gloo,cuda:nccl)."""
 
 
 def parse_args():

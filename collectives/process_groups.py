@@ -179,8 +179,8 @@ def mesh_group(grid: torch.Tensor, axis: str, worker: Worker):
 def members_alone(ranks: list[int]):
     """A group that only its members make: ranks outside of it need not call, with Gloo.
 
-    (With NCCL and init_process_group(device_id=...), as in runtime.py, a group is split from the
-    world's communicator, for which all ranks must call.)
+    (With NCCL, before torch 2.15 only after init_process_group(device_id=...), a group is split
+    from the world's communicator, for which all ranks must call.)
 
     But let every rank make equally many groups, as here one per row. The group's name consists of
     its members and of how many groups this rank has made (torch 2.15) or is in (2.13). If that

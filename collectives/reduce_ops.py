@@ -69,7 +69,7 @@ def sample(rank: int, dtype: torch.dtype, device="cpu") -> torch.Tensor:
 
 
 def average_integers(x: torch.Tensor, group=None) -> torch.Tensor:
-    """AVG, rounded down: sum, then divide. (Mind the overflow: uint8 sums wrap around at 256.)"""
+    """AVG, rounded down: sum, then divide. In int64: sums of uint8 wrap around at 256."""
     total = x.to(torch.int64, copy=True)
     dist.all_reduce(total, group=group)
     return (total // dist.get_world_size(group)).to(x.dtype)
@@ -84,6 +84,7 @@ def premul_sum(x: torch.Tensor, factor: float, group=None) -> torch.Tensor:
 
 def bitwise(x: torch.Tensor, combine: Callable, group=None) -> torch.Tensor:
     """BAND, BOR, BXOR by all_gather: `combine` is torch.bitwise_and, _or or _xor."""
+    x = x.contiguous()  # Gloo sends the memory as it lies, gaps included
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x, group=group)
     for part in parts[1:]:

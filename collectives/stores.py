@@ -88,7 +88,8 @@ def put(store, task: bytes, queue: str = "tasks") -> None:
 def take(store, queue: str = "tasks", timeout: timedelta = PATIENCE) -> bytes | None:
     """The next task, which no other rank gets; None when the queue is closed. Waits for a task.
 
-    The task of a rank that dies is lost. If that matters, record finished tasks and put the rest.
+    The task of a rank that dies is lost, as is that of a rank whose wait ends with a timeout: its
+    place in the queue was taken. If that matters, record finished tasks and put the rest.
     """
     key = f"{queue}/{store.add(f'{queue}/taken', 1)}"
     store.wait([key], timeout)  # the place may be given out before its task is written

@@ -11,9 +11,9 @@ code can make each of these mistakes.
 
 Look at
 
-1. five programs, each with one line and without it. Without the line, the GPU may read memory
-   too early, or reuse it too early: a race. A real GPU then computes wrong numbers whenever the
-   other stream is late: on an H100, in each of the five (benchmarks/results/gpu.md).
+1. five programs, each with one line and without it. Without the line, memory is read, reused or
+   overwritten too early, in two of them by the CPU: a race. The numbers are then wrong whenever
+   what has to end first is late: on an H100, in each of the five (benchmarks/results/gpu.md).
    The emulated GPU knows the order that the program asks for. It raises an error at the first
    unordered access, and delays each non-blocking copy until the program waits for it.
 2. prefetch. A side stream copies the next batch while the current stream computes.

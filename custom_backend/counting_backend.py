@@ -37,7 +37,11 @@ def main() -> None:
     if args.trace:
         os.environ["COUNT_TRACE"] = str(args.trace)
     count_every_group()
-    run_script(args.script, args.arguments)
+    try:
+        run_script(args.script, args.arguments)
+    except SystemExit as end:  # sys.exit() and sys.exit(0) are no failure
+        if end.code:
+            raise
     log.report()  # not in a "finally": after an exception, the other ranks may never get here
 
 

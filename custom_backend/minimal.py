@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class StoreGroup(dist.ProcessGroup):
-    """Sends tensors as values of the store through which the ranks met. Slow; enough for DDP."""
+    """Sends tensors as values of the store where the ranks met. Slow; enough for DDP in fp32."""
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)

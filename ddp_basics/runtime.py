@@ -162,8 +162,9 @@ def leave() -> None:
     """Leave the job with all ranks together, and end the group's threads in this process.
 
     The group's threads end when no object holds the group any more. A thread that still runs when
-    Python exits can abort the process: "terminate called without an active exception". Under load
-    a quarter of the exits of torch 2.13 aborted; 2.15 also leaves threads, but none of 50 did.
+    Python exits can abort the process: "terminate called without an active exception". With
+    torch 2.13 a quarter of the exits under load aborted; with 2.15, which leaves threads, too, none
+    of 50 did.
     """
     gc.collect()  # a model is full of reference cycles, and holds the group until they are broken
     for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:

@@ -10,6 +10,7 @@ such as "brightness 7 at place 12": 64 words per image, 1,088 in all.
 """
 
 import argparse
+import threading
 from datetime import timedelta
 
 import torch
@@ -116,12 +117,13 @@ class Table:
     def __init__(self, optimizer: str):
         self.bag = make_table()
         self.optimizer = make_optimizer(optimizer, self.bag)
-        self.sent = 0
+        self.sent, self.lock = 0, threading.Lock()  # several threads answer calls
 
     def sums(self, words_BP: torch.Tensor) -> torch.Tensor:
         """Words, (images, PIXELS), int64 -> sums of their rows, (images, WIDTH), fp32."""
         sums = self.bag(words_BP)
-        self.sent += sums.numel()
+        with self.lock:
+            self.sent += sums.numel()
         return sums
 
     def step(self, contexts: list[int]) -> None:

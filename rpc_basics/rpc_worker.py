@@ -138,12 +138,12 @@ def wait_for_all(
     """
     others = {worker.name_of(rank) for rank in range(worker.world_size)} - {worker.name}
     needed = others if required is None else {worker.name_of(rank) for rank in required}
-    # A call to a dead worker may last as long as the timeout: if dead workers may be ignored, be
-    # short.
-    timeout = timeout if required is None else min(timeout, 5)
+    # A call to a dead worker may last as long as the timeout: be short where it may be ignored.
+    patience = {other: timeout if other in needed else min(timeout, 5) for other in others}
     # First ask which workers answer. Then tell them, repeatedly, that this worker is done.
     for message in itertools.chain([note_gone], itertools.repeat(note_end)):
-        silent = ask(others - GONE, timeout, message, set(GONE), worker.name)
+        asked = {other: patience[other] for other in others - GONE}
+        silent = ask(asked, message, set(GONE), worker.name)
         # Workers that leave without a dead one do not wait for each other, so a worker that has
         # said that it is done may have left.
         missed = silent & needed if required is None else silent & needed - ENDED
@@ -158,10 +158,10 @@ def wait_for_all(
                     return
 
 
-def ask(others: set[str], timeout: float, function: Callable, *args) -> set[str]:
-    """Call function(*args) on each worker of `others`; returns those that do not answer."""
+def ask(others: dict[str, float], function: Callable, *args) -> set[str]:
+    """Call function(*args) on each worker; returns those that do not answer in so many seconds."""
     silent = set()
-    for other in sorted(others):
+    for other, timeout in sorted(others.items()):
         try:
             rpc.rpc_sync(other, function, args=args, timeout=timeout)
         except RuntimeError:

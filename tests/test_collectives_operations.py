@@ -183,8 +183,9 @@ def test_alternatives_to_missing_operations(got, world):
         assert equal(one["average_integers"], total(xs) // world)
         assert equal(one["premul_sum"], total(xs) * 0.25)
         assert one["premul refused"] == "refused: Cannot use ReduceOp.PREMUL_SUM with Gloo"
+        matrices = [given(world, rank, (3, 4), torch.int64) for rank in range(world)]
         for op in ("and", "or", "xor"):
-            assert equal(one[op], reduced(xs, f"B{op.upper()}")), op
+            assert equal(one[op], reduced(matrices, f"B{op.upper()}")), op
 
 
 def test_broadcast_json(got, world):
@@ -363,7 +364,7 @@ def test_autograd_collectives_script():
     assert plain[1:] == [f"{2 * e0:.4f}", f"{e0 + e1:.4f}", "a warning"]
     assert cut[2] == "none"
     assert "does not require grad" in cut[3]
-    assert maximum[1:3] == ["0.0000", f"{e0:.4f}"]
+    assert maximum[1:] == ["0.0000", f"{e0:.4f}", "nothing"]  # wrong, and in silence
 
 
 # The planted failures.

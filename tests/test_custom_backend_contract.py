@@ -39,6 +39,11 @@ def test_autograd_does_not_see_a_collective(backend):
 
 
 @pytest.mark.parametrize("backend", IN_PYTHON + IN_CPP)
+def test_a_tensor_with_gaps(backend):
+    assert saw(backend, "gaps") == ["[[0.0, 1.0], [4.0, 3.0], [8.0, 5.0]]"] * 2
+
+
+@pytest.mark.parametrize("backend", IN_PYTHON + IN_CPP)
 def test_the_limit_of_a_group_is_its_own(backend):
     assert saw(backend, "limits") == ["True", "True"]
 

@@ -248,6 +248,17 @@ def test_a_script_that_fails_says_so(tmp_path):
     assert "called from" not in result.output
 
 
+def test_a_script_that_ends_with_status_0_is_counted(tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import sys\nimport torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.barrier()\n"
+        "sys.exit(0)\n"
+    )
+    assert "called from" in pool.run(COUNT, script).check().output
+
+
 def test_clocks_are_compared(monkeypatch):
     """Two threads stand for two machines whose clocks are 1000 s apart."""
 

@@ -123,6 +123,30 @@ def test_tensors_with_gaps_and_shapes(make_groups, size):
         assert scalar == 2 * size
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_every_second_element(make_groups, dtype):
+    """1-D with gaps, as input and as output: the elements between them stay."""
+
+    def run(group):
+        rank, x = group.rank(), torch.zeros(8, dtype=dtype)
+        x[::2] = torch.tensor([1, 0, 0, 1]) if rank else torch.tensor([0, 0, 1, 1])
+        options, outputs = dist.AllgatherOptions(), torch.zeros(2, 8, dtype=dtype)
+        group.allgather([[outputs[0, ::2], outputs[1, ::2]]], [x[::2]], options).wait()
+        options, gathered = dist.GatherOptions(), torch.zeros(2, 8, dtype=dtype)
+        parts = [[gathered[0, ::2], gathered[1, ::2]]] if rank == 0 else []
+        group.gather(parts, [x[::2]], options).wait()
+        options, mine = dist.ScatterOptions(), torch.zeros(8, dtype=dtype)
+        group.scatter([mine[::2]], [[x[::2], x[::2]]] if rank == 0 else [], options).wait()
+        return outputs, gathered, mine
+
+    expected = torch.zeros(2, 8, dtype=dtype)
+    expected[0, ::2], expected[1, ::2] = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 0, 0, 1])
+    for rank, (outputs, gathered, mine) in enumerate(on_all(make_groups(2), run)):
+        assert torch.equal(outputs, expected)
+        assert torch.equal(gathered, expected if rank == 0 else torch.zeros_like(expected))
+        assert torch.equal(mine, expected[0])
+
+
 @each_world
 def test_all_ranks_hold_the_same_bits(make_groups, size):
     """Each part is added up in one order, so no two ranks differ in the last bit."""

@@ -148,7 +148,7 @@ class RingGroup(dist.ProcessGroup):
 
         def run(link):
             with flat(parts) as flats:
-                ring.gather(link, flats, own.detach().reshape(-1), root)
+                ring.gather(link, flats, line(own), root)
 
         return self.start("gather", f"to {root}", parts or inputs, run, opts)
 
@@ -158,14 +158,14 @@ class RingGroup(dist.ProcessGroup):
 
         def run(link):
             with flat(outputs) as (x,):
-                ring.scatter(link, x, [part.detach().reshape(-1) for part in parts], root)
+                ring.scatter(link, x, [line(part) for part in parts], root)
 
         return self.start("scatter", f"from {root}", outputs, run, opts)
 
     def alltoall(self, outputs, inputs, opts=None):
         def run(link):
             with flat(outputs) as flats:
-                ring.all_to_all(link, flats, [part.detach().reshape(-1) for part in inputs])
+                ring.all_to_all(link, flats, [line(part) for part in inputs])
 
         return self.start("all_to_all", "", outputs, run, opts)
 
@@ -283,12 +283,16 @@ def divide(x: torch.Tensor, op: str, size: int) -> None:
 @contextmanager
 def flat(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """1-D views of the tensors; a tensor with gaps is copied, and written back at the end."""
-    tensors = [tensor.detach() for tensor in tensors]
-    flats = [tensor.reshape(-1) for tensor in tensors]  # copies only if no view exists
+    flats = [line(tensor) for tensor in tensors]
     yield flats
     for tensor, x in zip(tensors, flats, strict=True):
         if x.data_ptr() != tensor.data_ptr():
-            tensor.copy_(x.view_as(tensor))
+            tensor.detach().copy_(x.view_as(tensor))
+
+
+def line(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in one piece of memory, 1-D: a view of the tensor, or a copy if it has gaps."""
+    return tensor.detach().contiguous().view(-1)  # reshape(-1) leaves the gaps of x[::2]
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

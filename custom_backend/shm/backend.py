@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,11 +40,13 @@ def register() -> None:
         dist.Backend.register_backend("shm", create_backend, devices=["cpu"])
 
 
-def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A CPU tensor in the heap of this process, which other ranks read and write in place."""
-    shape = torch.Size(size)
-    bytes = torch.empty(0, dtype=dtype).element_size() * shape.numel()
-    return compiled().allocate(bytes).view(dtype).view(shape)
+def empty(*size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """As torch.empty: a CPU tensor, in the heap of this process, where other ranks read and write.
+
+    size: as numbers, or as one sequence.
+    """
+    like = torch.empty(*size, dtype=dtype, device="meta")
+    return compiled().allocate(like.nbytes).view(dtype).view(like.shape)
 
 
 def adopt(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,13 @@ def gradients() -> str:
     return f"{weight.tolist()} {loss.item()} {weight.grad.tolist()}"
 
 
+def gaps() -> str:
+    """A column of a table: its elements do not follow each other in memory."""
+    table = torch.arange(6.0).view(3, 2)
+    dist.all_reduce(table[:, 0])
+    return str(table.tolist())
+
+
 def detail() -> str:
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares the ranks' calls before it makes them."""
     x = torch.ones(2)

@@ -121,8 +121,9 @@ def call_others(world: int, rank: int, group) -> dict:
             {"from": rank, "text": "\u00e4" * 100, "list": [1, None, 0.5]}, world - 1, group
         ),
     }
+    matrix = given(world, rank, (3, 4), torch.int64)
     for op in ("and", "or", "xor"):
-        got[op] = reduce_ops.bitwise(x, getattr(torch, f"bitwise_{op}"), group)
+        got[op] = reduce_ops.bitwise(matrix, getattr(torch, f"bitwise_{op}"), group)
     got["contrastive"] = contrastive(world, rank, group)
     return got | {("gradient", name): gradients(name, world, rank, group) for name in FUNCTIONS}
 

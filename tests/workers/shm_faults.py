@@ -321,7 +321,7 @@ def fork() -> None:
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
         "send": lambda: dist.isend(torch.ones(3), (RANK + 1) % SIZE),
-        "empty": lambda: shm.empty(3),
+        "empty": lambda: shm.empty((3,)),
         "new group": lambda: dist.init_process_group(
             "shm", store=dist.HashStore(), rank=0, world_size=1
         ),
