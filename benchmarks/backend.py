@@ -6,11 +6,13 @@
 latency    small messages; the floor is a backend that does nothing. 2, 4 and 8 ranks
 busy       two ranks while other processes keep all cores busy
 bandwidth  1 to 64 MB, in half precision, too; the limit is `t.mul_(1.)`, which reads and writes
-           every number once
+           every number once (in bfloat16 torch's own kernel is slow, and no limit)
 training   DDP, FSDP2 and tensor parallelism by hand, on a GPT and on a wide MLP
 mpi        Open MPI's all_reduce and messages, if mpicc and mpirun are installed
 
-All sides of a table take turns in one run, except MPI, whose processes start in between.
+All sides of a table take turns in one run, except MPI, whose processes start in between. Where
+there are as many cores as ranks, each rank stays on a core with all its threads. So Gloo's thread
+shares it with the one that waits: without this Gloo is faster (results/collectives.md).
 """
 
 import os
@@ -51,7 +53,7 @@ def main() -> None:
 
 def part(name: str, repeats: int) -> None:
     if int(os.environ["WORLD_SIZE"]) <= bench.cores():
-        pin_to_a_core()
+        bench.pin_to_a_core()
     dist.init_process_group("gloo")
     null = cpp_extension.load("null_backend", [str(ROOT / "benchmarks/null_backend.cpp")])
     dist.Backend.register_backend(
@@ -63,12 +65,6 @@ def part(name: str, repeats: int) -> None:
         bench.say(samples)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def pin_to_a_core() -> None:
-    """Pin this rank, and every thread that it will start, to a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
 
 
 # ---- small messages

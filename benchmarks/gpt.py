@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.part:
         if args.part == "data_parallel" and args.device == "cpu" and sys.platform == "linux":
-            pin_to_a_core()
+            bench.pin_to_a_core()
         with distributed_worker(args.device) as worker:
             torch.set_float32_matmul_precision("high")  # as train.py, for all sides
             samples = {size: PARTS[args.part](worker, args.repeats, size) for size in args.sizes}
@@ -65,12 +65,6 @@ def main() -> None:
         print("\n\n".join(sections))
     else:
         bench.write("gpt", "How fast the GPT trains", sections)
-
-
-def pin_to_a_core() -> None:
-    """Pin this rank, and every thread that it will start, to a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
 
 
 # ---- the parts
@@ -193,8 +187,8 @@ def data_parallel_text(samples: dict, on_gpu: bool) -> list[str]:
     text = (
         "copies: train.py with --dp-replicate 2. ZeRO-2: --dp-shard 2 --keep-gathered. ZeRO-3: "
         f"--dp-shard 2. Each rank has {place}. One rank has half of the sequences; the other rank "
-        "waits. Two that send nothing are two such processes, each with its own model: they "
-        f"stay below 2 because of what they share ({shared}), not because of communication."
+        "waits. Two that send nothing are two such processes, each with its own model: what "
+        f"they lose to 2, they lose to what they share ({shared}), not to communication."
     )
     heading = "## (c) Two data-parallel ranks"
     return [heading, table(samples, names, ratios), text]

@@ -76,9 +76,9 @@ Predicted by planner/ with the constants of calibrate.py, measured by transforme
 a GPT of {SHAPE.layers} layers, width {SHAPE.width}, {BATCH} sequences of {SEQUENCE} bytes per step,
 fp32, one thread per rank. Error: of the predicted time.
 
-The predictions are too low, most with FSDP and TP. The formulas know no Python: on such small
-layers DTensor's bookkeeping is 41 ms of a step of 181 ms (transformer_basics/running.md). And over
-loopback the cores that compute also copy the messages."""
+What the formulas leave out: Python (on such small layers DTensor's bookkeeping was 41 ms of a step
+of 181 ms, transformer_basics/running.md), and that over loopback the cores that compute also copy
+the messages."""
 
 
 def calibrated(folder: Path, ranks: int, seconds: float) -> str:

@@ -43,7 +43,7 @@ def main() -> None:
     else:
         bench.write(
             "shm_endurance",
-            "A shared-memory backend in long runs: errors, memory, descriptors",
+            "A shared-memory backend in long runs: errors, wrong numbers, hangs",
             sections,
         )
 

@@ -117,13 +117,13 @@ def passes(flop_s: float, bytes_s: float, seconds: float) -> float:
 
     A GPU waits for memory between the products; a CPU computes there (exponentials, norms), and a
     product of a layer's shapes reaches less than a large one. So its number has to be measured.
-    6 FLOP per weight (12 h^2) and token, 6 s h for attention, 34 h bytes kept: step_time.py.
+    6 FLOP per weight (12 h^2) and token, 12 s h for attention, 34 h bytes kept: step_time.py.
     """
     width, sequences, length = 256, 8, 128
     whole = median_seconds(layer(width, 4, sequences, length, CPU), CPU, seconds)
     tokens = sequences * length
-    # Of the weights, and of a causal attention, half of whose scores a flash kernel skips.
-    products = 6 * (12 * width**2 + length * width) * tokens / flop_s
+    # Of the weights, and of an attention without a mask.
+    products = 6 * (12 * width**2 + 2 * length * width) * tokens / flop_s
     return max(0.0, whole - products) * bytes_s / (34 * width * tokens)
 
 
