@@ -190,14 +190,14 @@ def ring_text(results: dict, ranks: int) -> list[str]:
     if small:
         text.append(
             f"Slower, in the median of the pairs, at {', '.join(small)}: there the number of steps "
-            f"matters, not the bytes: Python starts each of the ring's {steps} steps and waits for it, and each wakes a "
-            "thread."
+            f"matters, not the bytes: Python starts each of the ring's {steps} steps and waits for "
+            "it, and each wakes a thread."
         )
     if large:
         text.append(
             f"Slower, in the median of the pairs, at {', '.join(large)}. In brackets: the share of "
-            "its time that its messages alone and its additions alone take, then its CPU time relative to Gloo's. Over "
-            "loopback, CPU time is the cost of a transfer."
+            "its time that its messages alone and its additions alone take, then its CPU time "
+            "relative to Gloo's. Over loopback, CPU time is the cost of a transfer."
         )
     return [*text, bench.table(parts)]
 

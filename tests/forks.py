@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from itertools import count
 from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 IMPORTED = (
@@ -35,6 +35,7 @@ IMPORTED = (
     "torch.distributed.rpc",
     "torch.distributed.tensor.parallel",
     "sklearn.datasets",
+    "sklearn.model_selection",
     "transformers.models.t5.modeling_t5",
 )
 # A process with another value of these is a new one: Python and its libraries read them at start.
@@ -54,9 +55,10 @@ def keep(requests: Connection) -> None:
     gc.freeze()  # collections in forks need not look at, and so copy, what was there before
     fork = get_context("fork")
     running = {}  # the numbers of their requests
+    ends = []  # Linux: a descriptor of each process. A sentinel would also wait for its children.
     while True:
-        # Look every 10 ms: a sentinel would also wait for the children of a process.
-        if requests.poll(0.01 if running else None):
+        events = wait([requests, *ends], 0.01 if running and not ends else None)
+        if requests in events:
             try:
                 number, *told = requests.recv()
             except EOFError:
@@ -66,7 +68,13 @@ def keep(requests: Connection) -> None:
             process = fork.Process(target=play, args=(requests, *told))
             process.start()
             running[process] = number
+            if hasattr(os, "pidfd_open"):
+                ends.append(os.pidfd_open(process.pid))
             requests.send(("started", number, process.pid))
+        for end in events:
+            if end is not requests:
+                ends.remove(end)
+                os.close(end)
         for process in [process for process in running if process.exitcode is not None]:
             requests.send(("ended", running.pop(process), process.exitcode))
 
@@ -185,7 +193,7 @@ class Fork:
         while (status := self.poll()) is None:
             if time.monotonic() > until:
                 raise subprocess.TimeoutExpired("fork", timeout)
-            time.sleep(0.01)
+            pause([self])
         return status
 
     def send_signal(self, number: int) -> None:
@@ -198,6 +206,14 @@ class Fork:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def pause(processes: list["Fork | subprocess.Popen"]) -> None:
+    """Return when a keeper of these has news, or after a moment."""
+    if all(isinstance(process, Fork) for process in processes):
+        wait({process.keeper.connection for process in processes}, 0.25)  # or another thread hears
+    else:
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

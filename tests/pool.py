@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import forks
 import torch.distributed as dist
 from helpers import (
     COLD,
@@ -85,7 +86,11 @@ def run(
         output = jobs[0].output
     finally:
         for job in jobs:
-            job.kill()
+            job.process.kill()
+        if jobs:
+            jobs[0].kill()  # all have one mark: it finds what any of them has left
+        for job in jobs:
+            job.process.wait(timeout=10)
         note(command, jobs[0].output if jobs else "")
     jobs[0].log.close()
     assert not left, f"processes were left running: {left}\n{output[-3000:]}"
@@ -108,7 +113,7 @@ def first_failure(jobs: list[Job], patience: Patience) -> tuple[int | None, int 
                 return status, number
         if None not in statuses:
             return 0, None
-        time.sleep(0.01)
+        forks.pause([job.process for job in jobs if job.process.poll() is None])
     return None, None
 
 

@@ -22,7 +22,7 @@ class Copy:
 
     def __init__(self, directory: str, folder: Path):
         self.path = folder / directory
-        ignored = shutil.ignore_patterns("__pycache__", "runs", "build", "data")
+        ignored = shutil.ignore_patterns("runs", "build", "data")
         shutil.copytree(ROOT / directory, self.path, ignore=ignored)
 
     def edit(self, file: str, old: str, new: str) -> None:

@@ -12,7 +12,7 @@ from helpers import ROOT
 SHM = ROOT / "custom_backend" / "shm"
 PROGRAM = ROOT / "tests" / "workers" / "shm_failures.cpp"
 COMPILER = os.environ.get("CXX", "g++")
-FLAGS = ["-std=c++20", "-O1", "-g", "-pthread", "-DSHM_FAILURES"]
+FLAGS = ["-std=c++20", "-O1", "-pthread", "-DSHM_FAILURES"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

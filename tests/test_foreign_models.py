@@ -5,6 +5,7 @@ make foreign runs all of them, with all their variants. One job of each size tra
 """
 
 import ast
+import functools
 import json
 import math
 import sys
@@ -80,17 +81,17 @@ def test_there_is_no_other_case(rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
 def test_each_variant_changes_each_model(variant):
     """Which parameters there are, which are trainable, and which are one and the same tensor."""
     for name in ZOO:
-        changed = [described(case.build()) for case in (Case(name), Case(name, variant))]
-        assert (changed[0] == changed[1]) == (variant == "plain"), name
+        assert described(name, variant) != described(name, "plain"), name
 
 
-def described(model) -> dict:
+@functools.cache
+def described(case: str, variant: str) -> dict:
     first, found = {}, {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in Case(case, variant).build().named_parameters(remove_duplicate=False):
         found[name] = parameter.requires_grad, first.setdefault(id(parameter), name)
     return found
 
