@@ -13,7 +13,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 import torch.distributed as dist
 from alone import on_rank_0
-from arguments import DiskError, UserError
+from arguments import DiskError, UserError, disk_error
 from runtime import Worker
 
 
@@ -41,6 +41,7 @@ def save_checkpoint(
         state = {name: part.state_dict() for name, part in parts.items()}
         state |= {"step": step, "run": run, "generators": all_generators}
         state["buffers"] = dict(parts["model"].named_buffers())  # a state dict may omit some
+        state["updated"] = updated_names(parts)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             foreign = [other.name for other in saves(folder) if other >= file]
@@ -89,6 +90,12 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
                 f"{folder} was trained with {what} {saved}, not {value}: choose another "
                 "--output-dir"
             )
+    for name, updated in updated_names(parts).items():
+        if state.get("updated", {}).get(name, updated) != updated:
+            raise UserError(
+                f"{folder} was trained by an {name} with other parameters, or in another order: "
+                "choose another --output-dir"
+            )
     try:
         for name, part in parts.items():
             part.load_state_dict(state[name])
@@ -114,6 +121,16 @@ def resume(folder: Path, parts: dict, run: dict, worker: Worker) -> tuple[int, d
     return state["step"], state["run"]
 
 
+def updated_names(parts: dict) -> dict[str, list[str]]:
+    """optimizer -> its parameters, in the order by which load_state_dict finds their state."""
+    names = {p: name for name, p in parts["model"].named_parameters()}
+    return {
+        part: [names.get(p, "?") for group in thing.param_groups for p in group["params"]]
+        for part, thing in parts.items()
+        if isinstance(thing, torch.optim.Optimizer)
+    }
+
+
 def check_writable(folder: Path) -> None:
     """Raise `UserError` now, before an epoch of work, if nothing can be saved in `folder`."""
     probe = folder / "probe.tmp"
@@ -122,7 +139,7 @@ def check_writable(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"cannot save to {folder}: {error.strerror}") from None
+        raise disk_error(f"cannot save to {folder}", error) from None
 
 
 def newest(folder: Path) -> dict | None:

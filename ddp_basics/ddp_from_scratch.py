@@ -58,6 +58,8 @@ class NaiveDDP(nn.Module):
         if self.sync and torch.is_grad_enabled():
             for buffer in self.module.buffers():  # running statistics differ: take rank 0's
                 dist.broadcast(buffer, src=0)
+        if self.in_backward:
+            raise RuntimeError("a backward did not end: wrap the module again")
         return self.module(*inputs, **kwargs)
 
     @contextmanager

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from arguments import DiskError, UserError
+from arguments import DiskError, UserError, disk_error
 from runtime import Worker
 
 
@@ -54,7 +54,7 @@ class Metrics:
                 os.replace(temporary, path)
             self.file = path.open("a", buffering=1)
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
+            raise disk_error(f"cannot write {path}", error) from None
         self.kept = {(line["step"], *line) for line in kept.values()}  # step and names
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -71,7 +71,8 @@ class Metrics:
             print(f"step {step:{width}}/{self.total_steps}   epoch {epoch}   " + "   ".join(words))
             sys.stdout.flush()  # a log file gets the line at once, too
         except OSError as error:
-            if error.errno != errno.EIO:  # from a closed terminal: SIGHUP comes, and we must save
+            # A closed terminal, or Ctrl-C has ended what reads us (| tee log): we must still save.
+            if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
         line = {"step": step, "epoch": epoch, **values}
         if self.file and (step, *line) not in self.kept:

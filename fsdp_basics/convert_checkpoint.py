@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from arguments import ArgumentParser, UserError, fail
 from safetensors.torch import load_file, save_file
-from saves import newest
+from saves import newest, problem_of
 
 # dcp warns that there is only one process, which is what we want.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
@@ -54,6 +54,8 @@ def read_model(source: Path) -> dict[str, torch.Tensor]:
             return model_in(torch.load(source, map_location="cpu", weights_only=True))
         found = newest(source)  # in a folder of saves; otherwise `source` is a sharded model
         folder = found[0] if found else source
+        if (folder / "run.pt").exists() and (problem := problem_of(folder)):
+            raise UserError(problem)
         # The metadata has the name and shape of every tensor: allocate memory for the model only.
         # no_dist: this one process reads all shards.
         listed = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata

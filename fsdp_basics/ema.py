@@ -63,7 +63,7 @@ class EMA:
         """Call it after each step of the optimizer."""
         for name, value in model.state_dict().items():
             average, value = local_tensor(self.state[name]), local_tensor(value)
-            if average.is_floating_point():
+            if average.is_floating_point() or average.is_complex():
                 average.mul_(self.decay).add_(value, alpha=1 - self.decay)  # inf stays inf
             else:
                 average.copy_(value)

@@ -4,6 +4,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from arguments import UserError
 from loading import Seeded, to_device
 from runtime import Worker
 from stopping import obey_the_rank_only
@@ -23,6 +24,7 @@ def evaluate(
     equally many batches, since under FSDP each forward pass is a collective; a batch of a rank that
     has no samples left is computed and not counted. A sample with random noise has the same noise
     on any number of ranks, and in each evaluation.
+    Raises `UserError` if `compute_loss` returns other names for another batch.
     """
     own = range(worker.rank, len(dataset), worker.world_size)
     longest = math.ceil(len(dataset) / worker.world_size)  # what rank 0 has
@@ -41,6 +43,8 @@ def evaluate(
     model.eval()
     for share, batch in zip(shares, loader, strict=True):
         loss_sum, count, others = compute_loss(model, to_device(batch, worker.device))
+        if names and names != ["loss", *others]:
+            raise UserError(f"compute_loss returned {names}, then {['loss', *others]}")
         names, values = ["loss", *others], [count, loss_sum, *others.values()]
         # Filled in by a kernel: a number that is copied to a GPU waits for all work before it.
         sums = [v.to(total) if isinstance(v, Tensor) else total.new_full((), v) for v in values]

@@ -93,12 +93,16 @@ def adapters_of(model: nn.Module) -> dict[str, Tensor]:
 def load_adapters(model: nn.Module, adapters: dict[str, Tensor]) -> None:
     """Only rank 0 needs `adapters`, and sends them to any number of ranks; all ranks call this.
 
-    Raises ValueError, on all ranks, for a name that the model does not have: it would be ignored.
+    Raises ValueError, on all ranks, for a name that the model or `adapters` does not have.
     """
-    unknown = [sorted(adapters.keys() - dict(model.named_parameters()).keys())]
-    dist.broadcast_object_list(unknown, src=0)
-    if unknown[0]:
-        raise ValueError(f"the model has no parameter {unknown[0][0]}")
+    parameters = dict(model.named_parameters())
+    missing = {name for name, p in parameters.items() if p.requires_grad} - adapters.keys()
+    problem = [f"the adapters have no {min(missing)}"] if missing else [None]
+    if unknown := adapters.keys() - parameters.keys():
+        problem = [f"the model has no parameter {min(unknown)}"]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0]:
+        raise ValueError(problem[0])
     model.reshard()  # an evaluation has left the root gathered
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, adapters, options=options)

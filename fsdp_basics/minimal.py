@@ -23,7 +23,7 @@ def train(device: torch.device, rank: int, world_size: int) -> None:
     mesh = dist.init_device_mesh(device.type, (world_size,))  # one axis: all ranks
     images, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(images / 16).float().view(-1, 8, 8), torch.tensor(labels))
-    sampler = DistributedSampler(digits)  # shuffles, and gives each rank its share of the images
+    sampler = DistributedSampler(digits, drop_last=True)  # shuffles; each rank gets its share
     loader = DataLoader(digits, batch_size=batch // world_size, sampler=sampler, drop_last=True)
     torch.manual_seed(0)  # the same initial values on all ranks; each rank keeps its shard
     options = {"dropout": 0.0, "bias": False, "batch_first": True}

@@ -5,6 +5,7 @@ parser.add_argument("--steps", type=at_least(1), default=100)
 """
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -33,6 +34,13 @@ class DiskError(UserError):
     """A disk that is full or does not answer during a run: another try may succeed."""
 
     status = 1
+
+
+def disk_error(what: str, error: OSError) -> UserError:
+    """The error to raise if `what` failed: DiskError, unless the path is wrong or forbidden."""
+    wrong = isinstance(error, (PermissionError, NotADirectoryError, FileExistsError))
+    kind = UserError if wrong or error.errno == errno.EROFS else DiskError
+    return kind(f"{what}: {error.strerror}")
 
 
 class ArgumentParser(argparse.ArgumentParser):

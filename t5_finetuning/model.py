@@ -2,14 +2,16 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from alone import on_rank_0
-from arguments import UserError
+from arguments import DiskError, UserError
 from data import JsonLines
 from runtime import Worker
+from safetensors import SafetensorError
 from task import DROPOUT, MODEL, MODEL_TYPE, new_config
 from tokenizer import train_tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -36,7 +38,10 @@ def prepare(settings, train_set: JsonLines) -> tuple[PreTrainedConfig, Generatio
         except OSError:  # it has none
             generation = GenerationConfig.from_model_config(config)
         return config, generation, from_hub(AutoTokenizer, settings.model)
-    texts = (text for pair in train_set for text in (pair.text, pair.summary))
+
+    def texts() -> Iterator[str]:
+        return (text for pair in train_set for text in (pair.text, pair.summary))
+
     tokenizer = train_tokenizer(texts, settings.vocab_size)
     config = new_config(settings, tokenizer)
     return config, GenerationConfig.from_model_config(config), tokenizer
@@ -74,8 +79,9 @@ def export(model, config: PreTrainedConfig, tokenizer, folder: Path, worker: Wor
                 os.replace(folder, old)
             os.replace(temporary, folder)
             shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            raise UserError(f"cannot write {folder}: {error.strerror}") from None
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk no checkpoint would fit
+            raise DiskError(f"cannot write {folder}: {error}") from None
 
     on_rank_0(write, worker, f"writing {folder}")
 

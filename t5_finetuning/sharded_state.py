@@ -103,6 +103,7 @@ def check_parts(parts: dict) -> None:
                 f"part {part!r} updates parameters that are not in part 'model': make it after "
                 "fully_shard, and let 'model' be one module that holds all networks"
             )
+        check_optimizer(part, optimizer)
     for part, parameters in optimizer_numbers(parts).items():
         for name, (entries, numbers) in parameters.items():
             for key, value in (entries | numbers).items():
@@ -117,6 +118,26 @@ def check_parts(parts: dict) -> None:
                 f"part {part!r} holds shards, of which only rank 0's would be saved: shards are "
                 "saved of part 'model', and of each part that is a torch.optim.Optimizer"
             )
+
+
+def check_optimizer(part: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UserError` if it keeps more than a save takes from .state and .param_groups."""
+    packed = optimizer.state_dict()
+    more = sorted(packed.keys() - {"state", "param_groups"})
+    if more or len(packed["state"]) != len(optimizer.state):
+        raise UserError(f"part {part!r} has a state dict of its own, of which a save lacks a part")
+    for p, state in optimizer.state.items():
+        if not isinstance(p, Tensor):
+            raise UserError(f"part {part!r} has state of {p!r}, which is no parameter")
+        for key, value in state.items():
+            if not isinstance(key, str) or "." in key:
+                raise UserError(f"part {part!r} has a state named {key!r}: use words without dots")
+            is_share = isinstance(p, DTensor) and type(value) is Tensor and value.numel() > 1
+            if is_share and value.shape == p.to_local().shape and p.device_mesh.size() > 1:
+                raise UserError(
+                    f"part {part!r} has each rank's own numbers in the plain tensor {key!r}, of "
+                    "which only one rank's would be saved: make it like the parameter, a DTensor"
+                )
 
 
 def is_plain(value) -> bool:

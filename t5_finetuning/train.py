@@ -44,6 +44,7 @@ from replicas import GradientLog, average_buffers, check_replicas
 from runtime import Worker, distributed_worker
 from stopping import StopRequests, goodbye
 from task import MODEL, collate, compute_loss, units
+from tokenizer import vocabulary_sum
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -107,6 +108,7 @@ def train(settings: Settings, files: list[Path], folder: Path, worker: Worker) -
         "name_epochs": len(plan) - plan.count(train_set),
         "checksum of the training file": train_set.checksum,
         "checksum of the evaluation file": eval_set.checksum,
+        "checksum of the vocabulary": vocabulary_sum(tokenizer),
     }
     run = identity | {"total_steps": total_steps}
     step, saved_run = 0, {}

@@ -130,8 +130,8 @@ def test_every_second_element(make_groups, dtype):
     def run(group):
         rank, x = group.rank(), torch.zeros(8, dtype=dtype)
         x[::2] = torch.tensor([1, 0, 0, 1]) if rank else torch.tensor([0, 0, 1, 1])
-        options, outputs = dist.AllgatherOptions(), torch.zeros(2, 8, dtype=dtype)
-        group.allgather([[outputs[0, ::2], outputs[1, ::2]]], [x[::2]], options).wait()
+        outputs = torch.zeros(2, 8, dtype=dtype)
+        group.allgather([[outputs[0, ::2], outputs[1, ::2]]], [x[::2]]).wait()
         options, gathered = dist.GatherOptions(), torch.zeros(2, 8, dtype=dtype)
         parts = [[gathered[0, ::2], gathered[1, ::2]]] if rank == 0 else []
         group.gather(parts, [x[::2]], options).wait()

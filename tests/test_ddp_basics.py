@@ -124,6 +124,18 @@ def test_a_batch_whose_labels_are_all_masked_changes_nothing(monkeypatch):
     assert evaluation.evaluate(model, TensorDataset(images, labels), 8, 0, worker) == {"loss": 0}
 
 
+def test_metrics_of_other_names_are_not_added_up(group, monkeypatch):
+    names = iter(["cats", "dogs"])
+    of_a_batch = lambda *_: (torch.tensor(1.0), 2, {next(names): 1})  # noqa: E731
+    monkeypatch.setattr(evaluation, "compute_loss", of_a_batch)
+    data, worker = (
+        TensorDataset(torch.zeros(4), torch.zeros(4)),
+        Worker(0, 0, 1, torch.device("cpu")),
+    )
+    with pytest.raises(UserError, match=r"returned \['loss', 'cats'\], then \['loss', 'dogs'\]"):
+        evaluation.evaluate(torch.nn.ReLU(), data, 2, 0, worker)
+
+
 def test_weights_that_sum_to_less_than_one_are_divided_by(monkeypatch):
     """A weighted mean, in training and evaluation: only a sum of exactly 0 is replaced."""
     torch.manual_seed(0)

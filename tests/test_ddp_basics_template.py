@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import tracemalloc
 from array import array
 from collections import UserDict
@@ -670,6 +672,20 @@ def test_full_disk_is_one_sentence(tmp_path):
             log.file.close()
 
 
+def test_a_log_without_a_reader_does_not_end_the_run(tmp_path, monkeypatch):
+    """`train.py | tee log` and Ctrl-C: tee is gone, and the run has to save."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    log = metrics.Metrics(tmp_path, 0, 9, Worker(0, 0, 1, CPU))
+    with monkeypatch.context() as patch:
+        out = os.fdopen(writer, "w")
+        patch.setattr(sys, "stdout", out)
+        log.log(1, 0, loss=0.5)
+    with contextlib.suppress(BrokenPipeError):
+        out.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+
+
 def test_throughput_is_of_training_alone(monkeypatch):
     clock = iter([0.0, 2.0, 50.0, 53.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
@@ -915,6 +931,33 @@ def test_a_part_that_no_run_could_load_again_is_refused(tmp_path, group):
     with pytest.raises(UserError, match=r"^cannot save: no run could .* \(.*numpy.*scalar"):
         checkpoint.save_checkpoint(tmp_path, parts, 1, {}, Worker(0, 0, 1, CPU))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_optimizer_with_another_order_of_parameters_is_refused(tmp_path, group):
+    """torch finds their state by position: equal shapes would get each other's moments."""
+    worker, order = Worker(0, 0, 1, CPU), []
+    for names in (("a", "b"), ("b", "a")):
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
+        optimizer = torch.optim.AdamW(model.parameters())
+        order.append({"model": model, "optimizer": optimizer})
+    checkpoint.save_checkpoint(tmp_path, order[0], 1, {}, worker)
+    assert checkpoint.resume(tmp_path, order[0], {}, worker)[0] == 1
+    with pytest.raises(UserError, match=r"by an optimizer with other parameters, or in another "):
+        checkpoint.resume(tmp_path, order[1], {}, worker)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.ENOSPC, 1), (errno.ESTALE, 1), (errno.EIO, 1), (errno.EACCES, 2), (errno.EROFS, 2)],
+)
+def test_a_disk_that_may_be_well_again_is_another_status(tmp_path, monkeypatch, number, status):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoint.Path, "touch", fail)
+    with pytest.raises(UserError, match=rf"^cannot save to .*: {os.strerror(number)}$") as caught:
+        checkpoint.check_writable(tmp_path)
+    assert caught.value.status == status
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, group):

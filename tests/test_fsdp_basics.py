@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from itertools import pairwise
 
 import evaluation
@@ -349,6 +350,18 @@ def test_conversions_there_and_back(runs, tmp_path):
     model.load_state_dict(torch.load(chain[-1], weights_only=True))  # all names and shapes fit
     assert all(torch.equal(expected[name], p) for name, p in model.state_dict().items())
     assert expected.keys() == model.state_dict().keys() == load_file(chain[1]).keys()
+
+
+@pytest.mark.slow
+def test_convert_refuses_a_save_with_a_flipped_bit(runs, tmp_path):
+    """Named itself, not as the newest of a run: torch would load it."""
+    save = shutil.copytree(sorted((runs[3][0] / "checkpoints").iterdir())[-1], tmp_path / "save")
+    file = max(save.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"\.distcp is broken$"):
+        read_model(save)
 
 
 @pytest.mark.parametrize("name", ["none", "none.pt", "broken.safetensors", "broken.pt"])

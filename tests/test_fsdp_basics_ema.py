@@ -137,6 +137,16 @@ def test_infinite_buffers_and_low_precision():
     torch.testing.assert_close(average.state["weight"], expected, rtol=0, atol=1e-4)
 
 
+def test_complex_parameters_are_averaged_too():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    average = ema.EMA(model, 0.75)
+    with torch.no_grad():
+        model.weight += 4j
+    average.update(model)
+    assert average.state["weight"].tolist() == [1j, 1j]
+
+
 def test_the_script_prints_and_exports(tmp_path):
     options = ("--steps", 60, "--output-dir", tmp_path / "run")
     output = pool.run(SCRIPT, *options, ranks=2).check().output

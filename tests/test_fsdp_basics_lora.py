@@ -35,6 +35,15 @@ def test_adapters_of_another_library_are_refused(group):
         lora.load_adapters(plain_model(), {"head.lora_A.default.weight": torch.ones(1)})
 
 
+def test_adapters_of_fewer_blocks_are_refused(group):
+    model = plain_model()
+    lora.add_adapters(model, 2, 4)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    adapters = {name: torch.ones(1) for name in names if name.startswith("blocks.0.")}
+    with pytest.raises(ValueError, match=r"the adapters have no blocks\.1\."):
+        lora.load_adapters(model, adapters)
+
+
 def plain_model() -> VisionTransformer:
     torch.manual_seed(0)
     return VisionTransformer(dim=16, depth=2).double()

@@ -47,7 +47,7 @@ def one_process():
     return steps, epoch_losses
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.release)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.release)])
 def test_minimal_equals_one_process(one_process, tmp_path, ranks):
     result = pool.run(WORKER, MINIMAL, tmp_path / "results.pt", ranks=ranks).check()
     found = torch.load(tmp_path / "results.pt")

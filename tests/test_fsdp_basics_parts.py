@@ -57,6 +57,9 @@ SAYS = {
     "network": "part 'critic' holds shards, of which only rank 0's would be saved: ",
     "optimizer of a network": "part 'optimizer_critic' updates parameters that are not in part ",
     "list of shards": "part 'optimizer' has a list as 'history' of 0.weight, which cannot be ",
+    "share": "part 'optimizer' has each rank's own numbers in the plain tensor 'mean', of which ",
+    "dot": "part 'optimizer' has a state named 'ema.fast': use words without dots",
+    "state dict": "part 'optimizer' has a state dict of its own, of which a save lacks a part",
     "entry": "part 'optimizer' has a device as 'device' of 0.weight, which cannot be saved: ",
     "shard": "part 'optimizer' has a DTensor as 'scale' of 0.weight, which cannot be saved: ",
 }

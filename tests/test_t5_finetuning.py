@@ -835,7 +835,7 @@ def test_useless_files(tmp_path, content, message):
 
 def test_tokenizer_cuts_names_into_words():
     texts = ["def getDefaultTimeout(): return default", "get_default_timeout", "the default. (get"]
-    tokenizer = train_tokenizer(texts, 301)
+    tokenizer = train_tokenizer(text_twice(texts), 301)
     ids = [tokenizer(t)["input_ids"] for t in ("getDefaultTimeout", "get_default timeout")]
     assert ids[0] == ids[1]
     assert ids[0][-1] == tokenizer.eos_token_id == 1
@@ -843,11 +843,22 @@ def test_tokenizer_cuts_names_into_words():
     assert tokenizer("(default")["input_ids"][1:] == tokenizer("default")["input_ids"]
     text = tokenizer.decode(tokenizer("Get the default.")["input_ids"], skip_special_tokens=True)
     assert text == "get the default."
-    assert train_tokenizer(texts, 301).get_vocab() == tokenizer.get_vocab()
+    assert train_tokenizer(text_twice(texts), 301).get_vocab() == tokenizer.get_vocab()
+
+
+def text_twice(texts: list[str]):
+    return lambda: iter(texts)
+
+
+def test_of_equally_frequent_characters_the_same_are_kept():
+    """BpeTrainer keeps any 200 of them: another 200 in each process."""
+    letters = [chr(0x4E00 + i) for i in range(300)]
+    found = train_tokenizer(text_twice([" ".join(letters[::-1])]), 301).get_vocab().keys()
+    assert found & set(letters) == set(letters[:199])  # and the mark of a word's begin
 
 
 def test_batch_is_cut_and_padded():
-    tokenizer = train_tokenizer(["get the default value", "get the default value"], 301)
+    tokenizer = train_tokenizer(text_twice(["get the default value"] * 2), 301)
     get, the, default, value = tokenizer("get the default value")["input_ids"][:4]
     pairs = [Pair("default " * 9, "get the value", ""), Pair("the", "get", "")]
     batch = collate(pairs, tokenizer, SimpleNamespace(prefix="get ", max_source=4, max_target=5))

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from alone import on_rank_0
-from arguments import DiskError, UserError
+from arguments import DiskError, UserError, disk_error
 from runtime import Worker
 from saves import (
     checksum,
@@ -63,7 +63,7 @@ def check_shared(folder: Path, worker: Worker) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             probe[0].touch()
         except OSError as error:
-            raise UserError(f"cannot save to {folder}: {error.strerror}") from None
+            raise disk_error(f"cannot save to {folder}", error) from None
 
     together(lambda: write() if worker.is_main else None)
     deadline = time.monotonic() + 10  # a network file system may need a moment

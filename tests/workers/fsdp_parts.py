@@ -122,12 +122,19 @@ def refused(worker, folder: Path) -> dict:
         other = fully_shard(build())
         with_list = Odd(model.parameters())
         first = next(model.parameters())
+        with_share, with_dot, counting = (Odd(model.parameters()) for _ in range(3))
+        with_share.state[first]["mean"] = torch.zeros_like(first.to_local())
+        with_dot.state[first]["ema.fast"] = first.detach().clone()
+        counting.state_dict = lambda: {"state": {}, "param_groups": [], "calls": 3}
         with_list.state[first]["history"] = [first.detach()]
         return {
             "average": {"ema": EMA(model)},
             "network": {"critic": other},
             "optimizer of a network": {"optimizer_critic": torch.optim.SGD(other.parameters())},
             "list of shards": {"optimizer": with_list},
+            "share": {"optimizer": with_share},
+            "dot": {"optimizer": with_dot},
+            "state dict": {"optimizer": counting},
             "entry": {"optimizer": Odd(model.parameters(), device=torch.device("cpu"))},
             "shard": {"optimizer": Odd(model.parameters(), scale=first.detach())},
             "fine": {"scaler": torch.amp.GradScaler("cpu"), "optimizer": Odd(
