@@ -163,6 +163,21 @@ def test_hsdp_reduces_all_gradients_between_replicas_once_per_step():
         assert port == pytest.approx(2 * 7 / 8 * 4 * LLAMA.parameters / 8 / 1e9, rel=1e-6)
 
 
+def test_hsdp_waits_for_its_replicas_once_per_step():
+    """Without overlap: two rings of the 4-byte gradients of a shard, over one port of 25 GB/s."""
+    stack = dataclasses.replace(IDEAL, dp_overlap=0)
+    ring = 2 * 7 / 8 * 4 * LLAMA.parameters / 8 / (0.8 * 25e9) + 2 * 7 * 33 * 5e-6
+    for accumulation in (1, 8):
+        one = mesh(dp_shard=8, zero_stage=3, accumulation=accumulation)
+        parts = [
+            step_time.step_parts(LLAMA, dataclasses.replace(one, dp_replicate=n), A100, stack)
+            for n in (1, 8)
+        ]
+        # The last layer's scatter, which nothing can hide, comes on top of the 32.
+        last = 2 * 7 / 8 * 4 * LLAMA.layer_parameters / 8 / (0.8 * 25e9) + 2 * 7 * 5e-6
+        assert parts[1]["DP"] - parts[0]["DP"] == pytest.approx(ring + last)
+
+
 def nanotron_stages(costs: list[float], stages: int) -> list[int]:
     """Layers per stage, block by block, as nanotron deals them; the last block is the head."""
     total, placed, stage, spent = sum(costs), [0] * stages, 0, 0.0
