@@ -38,7 +38,7 @@ demo: ready ## train one model with two processes on the CPU, on handwritten dig
 
 test: $(TESTS) ready ## run the tests, with the notebooks: about an hour on two cores
 	-@$(MAKE) --no-print-directory .venv-emulated/installed
-	.venv/bin/python -m pytest -n 4 -m "not release"
+	.venv/bin/python -m pytest -n 4 -m "not release" $(if $(BUDGET),--budget $(BUDGET))
 
 release: $(TESTS) ready ## run the tests that make test leaves out: a quarter of an hour
 	-@$(MAKE) --no-print-directory .venv-emulated/installed

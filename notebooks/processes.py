@@ -46,9 +46,14 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def environment(process: psutil.Process, seconds: float = 1) -> dict[str, str]:
-    """The variables of a process. In the middle of exec() it has none: wait up to `seconds`."""
+    """The variables of a process. In the middle of exec() it has none: wait up to `seconds`.
+
+    A zombie has none any more, nor memory; nor has a thread of the kernel, if root asks.
+    """
     until = time.monotonic() + seconds
-    while not (variables := process.environ()) and time.monotonic() < until:
+    while not (variables := process.environ()) and process.memory_info().vms:
+        if time.monotonic() > until:
+            break
         time.sleep(0.001)
     return variables
 

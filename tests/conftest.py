@@ -2,6 +2,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -51,6 +52,8 @@ def pytest_addoption(parser):
     says = "cuda: run the tests marked `device`, with their ranks on GPUs (see workers/place.py)"
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=says)
     parser.addoption("--cold", action="store_true", help="start new processes, fork none")
+    says = "after so many seconds begin no slow test: where a limit would end all"
+    parser.addoption("--budget", type=float, default=float("inf"), metavar="SECONDS", help=says)
 
 
 def pytest_configure(config):
@@ -79,11 +82,15 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    no_time_is_left = time.monotonic() - BEGAN_AT > item.config.getoption("budget")
+    if no_time_is_left and "slow" in item.keywords:
+        pytest.skip("no time is left: --budget")
     use(item.path)
     item.stash[BEGAN] = len(helpers.RAN)
 
 
 COLLECTED = pytest.StashKey[set[str]]()  # all ids, also those that -m leaves out
+BEGAN_AT = time.monotonic()
 BEGAN = pytest.StashKey[int]()  # how many jobs had ended when the test began
 of_fixtures = {}  # name -> the jobs that its last setup ran
 

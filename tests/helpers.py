@@ -379,9 +379,14 @@ def those(
 
 
 def environment(process: psutil.Process) -> dict[str, str]:
-    """Its variables: a process has none while it becomes another program, so it is asked again."""
+    """Its variables: a process has none while it becomes another program, so it is asked again.
+
+    A zombie has none any more, nor memory; nor has a thread of the kernel, if root asks.
+    """
     until = time.monotonic() + 1
-    while not (variables := process.environ()) and time.monotonic() < until:
+    while not (variables := process.environ()) and process.memory_info().vms:
+        if time.monotonic() > until:
+            break
         time.sleep(0.001)
     return variables
 

@@ -142,6 +142,14 @@ def test_a_session_with_the_number_of_an_ended_one_is_not_ours(tmp_path):
         assert [process.pid for process in job.kill()] == [leader]
 
 
+@pytest.mark.slow
+def test_without_time_only_quick_tests_begin():
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--budget", "0"]
+    said = python(*options, "tests/test_mutants.py", cold=True).check().output
+    assert re.search(r"^\d\d passed, 2 skipped", said, re.MULTILINE)
+    assert "no time is left: --budget" in said
+
+
 def test_who_ends_while_asked_is_none_of_those():
     def ends(process: psutil.Process) -> bool:
         assert process.environ()
