@@ -75,7 +75,7 @@ AT_START = {k: v for k, v in os.environ.items() if k.startswith(forks.READ_AT_ST
 def clean_environment(**changes: str) -> dict[str, str]:
     """This process's environment without what torchrun and make set; one thread; no network."""
     drop = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCH")
-    drop += ("MAKE", "MFLAGS", "REQUIREMENTS", "TEST_JOB_MARK")
+    drop += ("MAKE", "MFLAGS", "REQUIREMENTS", "BUDGET", "TEST_JOB_MARK")
     env = {k: v for k, v in os.environ.items() if not k.startswith(forks.READ_AT_START)} | AT_START
     env = {k: v for k, v in env.items() if not k.startswith(drop)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

@@ -1102,4 +1102,4 @@ def test_ci_runs_lint_and_test_from_anywhere(project):
     )
     assert result.returncode == 0, result.stderr
     calls = [x.partition(" (")[0] for x in (project / "calls").read_text().splitlines()]
-    assert calls == ["ruff check", "ruff format --check", CHECK, PART]
+    assert calls == ["ruff check", "ruff format --check", CHECK, f"{PART} --budget 3900"]
