@@ -159,7 +159,10 @@ def wait_for_all(
 
 
 def ask(others: dict[str, float], function: Callable, *args) -> set[str]:
-    """Call function(*args) on each worker; returns those that do not answer in so many seconds."""
+    """Call function(*args) on each worker; returns those that do not answer.
+
+    others: worker -> seconds to wait for its answer.
+    """
     silent = set()
     for other, timeout in sorted(others.items()):
         try:

@@ -206,10 +206,10 @@ class Job:
         if sys.platform != "linux":
             return True
         with contextlib.suppress(OSError):  # it is gone, or of another user
-            session = os.getsid(pid)
+            if os.getsid(pid) in self.leaders:
+                return True
             variables = Path(f"/proc/{pid}/environ").read_bytes()
-            is_marked = not variables or self.mark.encode() in variables
-            return session in self.leaders or (is_marked and session != 0)  # 0: of the kernel
+            return not variables or self.mark.encode() in variables
         return False
 
     def ranks(self) -> list[psutil.Process]:
